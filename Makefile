@@ -1,0 +1,51 @@
+# make demo       from a fresh clone to a pretrained and a fine-tuned model (CPU, no network after the installation)
+# make test       lint, types, shell and every test; installs what it needs
+# make test-fast  the tests that start no process and train no model
+# make lint       ruff, mypy, shellcheck
+# make lock       write requirements*.lock anew from pyproject.toml
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# PYTEST_ARGS="-k packing" runs a part of the tests.
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-fast lint lock
+
+$(VENV)/.runtime: requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements.lock
+	touch $@
+
+$(VENV)/.test: requirements-test.lock $(VENV)/.runtime
+	$(BIN)/pip install --quiet --requirement requirements-test.lock
+	touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/python examples/make_stdlib_corpus.py --output_dir data/stdlib
+	$(BIN)/python prepare_data.py --config recipes/data/demo_pretrain.yaml
+	$(BIN)/python prepare_data.py --config recipes/data/demo_chats.yaml
+	$(BIN)/python pretrain.py --config recipes/pretrain/demo_cpu.yaml
+	$(BIN)/python sft_train.py --config recipes/sft/demo_cpu.yaml
+	$(BIN)/python examples/complete.py --model runs/demo-sft/final --chats data/stdlib/chats_heldout.jsonl
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
+
+test: lint
+	$(BIN)/pytest -n 2 --durations=15 $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.test
+	$(BIN)/pytest -n 2 -m "not slow and not gpu" $(PYTEST_ARGS)
+
+lock:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/pip install --quiet torch==2.13.0
+	$(VENV)-lock/bin/pip install --quiet .
+	$(VENV)-lock/bin/pip freeze --exclude stoker | sed "s/+cpu$$//" > requirements.lock
+	$(VENV)-lock/bin/pip install --quiet '.[deepspeed,test]'
+	(echo '-r requirements.lock'; $(VENV)-lock/bin/pip freeze --exclude stoker | sed "s/+cpu$$//" | grep -vxFf requirements.lock) > requirements-test.lock
+	rm -r $(VENV)-lock

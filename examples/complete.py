@@ -1,0 +1,47 @@
+"""Print what a fine-tuned model answers to a held-out instruction, by plain transformers.
+
+python examples/complete.py --model runs/demo-sft/final --chats data/stdlib/chats_heldout.jsonl
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+
+def main() -> None:
+    """Complete the first instruction that is short enough to read."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="A model directory (final/ of a run).")
+    parser.add_argument("--chats", required=True, type=Path, help="JSONL with `messages`.")
+    parser.add_argument("--index", type=int, default=0, help="Which chat of the file, from 0.")
+    parser.add_argument("--max_new_tokens", type=int, default=120)
+    arguments = parser.parse_args()
+
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model)
+    with arguments.chats.open(encoding="utf-8") as lines:
+        chats = [json.loads(line)["messages"] for line in lines]
+    messages = chats[arguments.index]
+    prompt = tokenizer.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        output = model.generate(
+            **prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=False,
+            eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    print(f"--- instruction (held out)\n{messages[0]['content']}")  # noqa: T201 - this is a script
+    print(f"--- the model's answer\n{answer}")  # noqa: T201
+    print(f"--- the original\n{messages[1]['content']}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The tokenizer and the model of a run: from a model directory, or from scratch by a configuration."""
+
+import logging
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from utils.config.arguments import ModelArguments
+from utils.config.errors import ConfigurationError
+from utils.kernels.attention import AttentionChoice
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str | Path, revision: str = "main") -> PreTrainedTokenizerBase:
+    """Load the tokenizer at ``path``; give it a pad token if it has none.
+
+    Raises ConfigurationError when there is no tokenizer at ``path``.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no tokenizer could be loaded from {path}: {_first_line(error)}. Give its directory with "
+            "--tokenizer_name_or_path."
+        ) from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigurationError(
+                f"the tokenizer at {path} has neither a pad token nor an end-of-sequence token: add "
+                "one (tokenizer.add_special_tokens) and save it again."
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # padding never bears loss
+    return tokenizer
+
+
+def load_model_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the configuration of the model to train, before any weight is loaded.
+
+    From scratch (``--model_config``) the vocabulary and the special tokens follow the tokenizer
+    unless the file sets them. Raises ConfigurationError for an unreadable or unknown one.
+    """
+    if model.model_config is not None:
+        return _config_from_file(Path(model.model_config), tokenizer)
+    try:
+        return AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no model could be found at --model_name_or_path {model.model_name_or_path}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def model_problems(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+) -> list[str]:
+    """Return what makes this model unfit for this tokenizer and sequence length."""
+    problems = []
+    text = config.get_text_config()
+    if text.vocab_size < len(tokenizer):
+        problems.append(
+            f"the model's vocabulary has {text.vocab_size:,} entries but the tokenizer has "
+            f"{len(tokenizer):,}: use the tokenizer the model was made with, or set vocab_size to at "
+            f"least {len(tokenizer):,} in the model configuration."
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and sequence_length > positions:
+        problems.append(
+            f"--sequence_length {sequence_length:,} is beyond the model's {positions:,} positions "
+            "(max_position_embeddings): shorten it, or raise the model's positions (with a "
+            "rope_scaling) in its configuration."
+        )
+    return problems
+
+
+def load_model(
+    model: ModelArguments, config: PreTrainedConfig, attention: AttentionChoice, seed: int
+) -> PreTrainedModel:
+    """Return the model with the chosen attention: random weights from ``seed``, or loaded strictly.
+
+    Raises ConfigurationError when the directory lacks a tensor or holds one of another shape:
+    transformers would put random weights there and only warn.
+    """
+    dtype = getattr(torch, model.dtype) if model.dtype else torch.float32
+    config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    if model.model_config is not None:
+        torch.manual_seed(seed)
+        built = AutoModelForCausalLM.from_config(config, attn_implementation=attention.name)
+        return built.to(dtype)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        model.model_name_or_path,
+        revision=model.model_revision,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention.name,
+        output_loading_info=True,
+    )
+    _refuse_incomplete(model.model_name_or_path, info)
+    return loaded
+
+
+def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ConfigurationError(f"--model_config {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--model_config {path} is not JSON or YAML: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigurationError(
+            f"--model_config {path} needs a model_type (for example `model_type: llama`) and that "
+            "architecture's settings, as in a transformers config.json."
+        )
+    defaults = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    settings = {**defaults, **values}
+    model_type = settings.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(f"--model_config {path}: {_first_line(error)}") from error
+    _refuse_unknown_settings(path, settings, config)
+    return config
+
+
+def _refuse_unknown_settings(path: Path, settings: dict, config: PreTrainedConfig) -> None:
+    """Refuse keys the architecture does not know: transformers keeps them and ignores them."""
+    known = set(type(config)().to_dict()) | set(PreTrainedConfig().to_dict())
+    known |= set(type(config).attribute_map)
+    unknown = sorted(key for key in settings if key not in known and not hasattr(type(config), key))
+    if unknown:
+        raise ConfigurationError(
+            f"--model_config {path}: {config.model_type} has no setting {', '.join(unknown)}. "
+            f"It knows: {', '.join(sorted(set(type(config)().to_dict())))}."
+        )
+
+
+def _refuse_incomplete(path: str | None, info: dict) -> None:
+    problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
+    problems += [
+        f"tensor {entry[0]} in {path} has shape {tuple(entry[1])}, the model needs {tuple(entry[2])}."
+        for entry in sorted(info["mismatched_keys"])
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,179 @@
+"""Trainer and SFTTrainer on packed rows: own loaders, token-weighted evaluation, merged metrics."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
+
+from utils.callbacks.metrics import MetricCallback
+from utils.config.errors import ConfigurationError
+from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
+from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+
+Batch = dict[str, Any]
+
+
+class PackedTrainerMixin(Trainer):
+    """What both trainers share: packed rows in, one token-weighted loss, metrics out.
+
+    Put before a Trainer class. ``sampler`` fixes which rows each step takes (utils/data/order.py);
+    ``train_rows`` and ``eval_rows`` assemble them. tests/integration/test_hooks.py holds the
+    contract of every method overridden here with the pinned transformers and TRL.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        train_rows: PackedDataset,
+        eval_rows: Mapping[str, PackedDataset],
+        sampler: GlobalBatchSampler,
+        **kwargs: Any,
+    ):
+        self.train_rows = train_rows
+        self.sampler = sampler
+        super().__init__(
+            *args,
+            data_collator=_rows_are_batches,
+            eval_dataset=dict(eval_rows) or None,
+            **kwargs,
+        )
+        if not self.model_accepts_loss_kwargs:
+            raise ConfigurationError(
+                f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
+                "weighted by tokens over accumulation and ranks: use another architecture."
+            )
+
+    def get_train_dataloader(self) -> TrainLoader:
+        """Return the loader of the whole run; the callbacks set where it starts."""
+        return train_loader(
+            self.train_rows,
+            self.sampler,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            seed=self.args.seed,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: str | PackedDataset | None = None) -> Any:
+        """Return a loader over each row of the named split once, shared between the ranks."""
+        assert eval_dataset is not None, "evaluate() goes through the named splits"
+        rows = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        sampler = EvalBatchSampler(
+            len(rows),
+            self.args.per_device_eval_batch_size,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        return eval_loader(
+            rows,
+            sampler,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss summed over loss-bearing tokens, divided by those of the global batch.
+
+        Trainer's own, for SFT too: TRL's counts the tokens of one row only and synchronises the
+        device several times a micro-batch.
+        """
+        inputs = {**inputs, "use_cache": False}
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,  # noqa: ARG002 - the hook's signature
+        ignore_keys: list[str] | None = None,  # noqa: ARG002
+    ) -> tuple[None, None, None]:
+        """Add the micro-batch's summed loss and its loss-bearing tokens to the split's totals."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
+            outputs = model(**inputs, use_cache=False, num_items_in_batch=1)
+        tokens = inputs["labels"][:, 1:].ne(-100).sum()
+        self._eval_totals += torch.stack((outputs["loss"].double(), tokens.double()))
+        return None, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate one split: the mean loss over all its loss-bearing tokens, and its exponential.
+
+        Equal on any number of ranks and for any batch size, up to rounding: Trainer's own averages
+        the means of micro-batches.
+        """
+        self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
+        loss = loss_sum / tokens
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = _exponential(loss)
+        output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the figures of every MetricCallback added to training logs first."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, MetricCallback):
+                    logs.update(callback.metrics())
+        super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write none: a run directory describes itself by config.yaml and provenance.json."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save model and tokenizer, without the pickle of the settings that Trainer adds."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+
+class PretrainTrainer(PackedTrainerMixin, Trainer):
+    """Next-token pretraining on packed documents."""
+
+
+class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):
+    """Supervised fine-tuning, full or LoRA: SFTTrainer's model wiring on packed conversations."""
+
+    def __init__(self, *args: Any, train_rows: PackedDataset, **kwargs: Any):
+        # SFTTrainer looks at one record of a datasets.Dataset; the rows come from train_rows.
+        dataset = load_from_disk(str(train_rows.datasets[0].path))
+        assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
+        super().__init__(*args, train_dataset=dataset, train_rows=train_rows, **kwargs)
+
+
+def _rows_are_batches(batch: Batch) -> Batch:
+    """Stand in for a collator: the loaders assemble whole batches (utils/data/loader.py)."""
+    return batch
+
+
+def _exponential(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
