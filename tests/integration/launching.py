@@ -1,0 +1,95 @@
+"""Starts a script in two CPU processes with an accelerate config, as a user would."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "accelerate_configs"
+STRATEGIES = Path(__file__).parent / "cpu_strategies"
+
+# What puts each config's strategy on two CPU processes, see cpu_strategies/sitecustomize.py.
+CPU_ENVIRONMENT = {
+    "multi_gpu": {"ACCELERATE_USE_CPU": "true"},
+    "cpu": {"ACCELERATE_USE_CPU": "true"},
+    "fsdp2": {"ACCELERATE_USE_CPU": "true", "STOKER_TEST_CPU_STRATEGY": "fsdp2"},
+} | {
+    f"zero{stage}": {"DS_ACCELERATOR": "cpu", "STOKER_TEST_CPU_STRATEGY": "deepspeed"}
+    for stage in (1, 2, 3)
+}
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def quiet_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment for a child: offline, one thread, no launcher variables of an outer run."""
+    launcher = ("ACCELERATE_", "FSDP_", "SLURM_")
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launcher) and name not in ranks
+    }
+    fixed = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_MODE": "disabled",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(STRATEGIES), str(ROOT)]),
+    }
+    return inherited | fixed | dict(extra or {})
+
+
+def run_processes(
+    config: str,
+    script: Path | str,
+    args: Sequence[str] = (),
+    *,
+    processes: int = 2,
+    env: Mapping[str, str] | None = None,
+    cpu_environment: bool = True,
+    timeout_s: float = 180,
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` under `accelerate launch` with accelerate_configs/<config>.yaml on CPUs.
+
+    Output of all processes comes together in stdout. `cpu_environment=False` leaves out what makes
+    the strategy possible on CPUs, to see it refused. Raises TimeoutExpired.
+    """
+    command = [
+        sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+        "--config_file", str(CONFIGS / f"{config}.yaml"),
+        "--num_processes", str(processes),
+        "--main_process_port", str(free_port()),
+        str(script), *args,
+    ]  # fmt: skip
+    extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
+    return subprocess.run(
+        command,
+        env=quiet_environment(extra),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def run_two_processes(
+    config: str,
+    script: Path | str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **options,
+) -> subprocess.CompletedProcess[str]:
+    """`run_processes` with two of them."""
+    return run_processes(config, script, args, processes=2, env=env, **options)
