@@ -1,0 +1,174 @@
+"""Zero-copy numpy views of the list columns in memory-mapped Arrow files.
+
+An Arrow list column is a flat array of values plus offsets, so a document is a slice: no row is
+ever turned into Python objects.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from utils.config.errors import ConfigurationError
+
+# What a complete Arrow stream ends with. A reader takes a file that was cut between two record
+# batches for a shorter dataset, so its absence is looked for.
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+@dataclass(frozen=True)
+class ListColumn:
+    """One list column over all record batches ("chunks") of a split.
+
+    values: per chunk the flat values, a view into the memory map.
+    first_rows: (chunks,) the first document of each chunk.
+    offsets: (documents + 1,) int64, where each document starts among all values of the column.
+    """
+
+    name: str
+    values: tuple[np.ndarray, ...]
+    first_rows: np.ndarray
+    offsets: np.ndarray
+
+    def views(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield the values [start, stop) of each document; int64 arrays of one length."""
+        chunks = np.searchsorted(self.first_rows, documents, side="right") - 1
+        base = self.offsets[documents] - self.offsets[self.first_rows[chunks]]
+        bounds = zip(
+            chunks.tolist(), (base + starts).tolist(), (base + stops).tolist(), strict=True
+        )
+        values = self.values
+        return (values[chunk][start:stop] for chunk, start, stop in bounds)
+
+    def rows(self, chunk: int, first: int, last: int) -> np.ndarray:
+        """Return the flat values of the documents [first, last), which lie in one chunk."""
+        base = self.offsets[self.first_rows[chunk]]
+        return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
+
+
+def read_tables(files: Sequence[Path]) -> pa.Table:
+    """Return the files of a split as one memory-mapped table with the chunks they were written in.
+
+    Raises ConfigurationError naming the file that is damaged, or whose columns differ.
+    """
+    tables = [_read_table(file) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        if not table.schema.equals(tables[0].schema, check_metadata=False):
+            raise ConfigurationError(
+                f"{file}: its columns ({_columns(table)}) are not those of {files[0].name} "
+                f"({_columns(tables[0])}); save the whole dataset with one set of features."
+            )
+    if not sum(table.num_rows for table in tables):
+        where = files[0].parent if files else "the dataset"
+        raise ConfigurationError(f"{where}: holds no documents.")
+    # concat_tables compares metadata too, which says nothing about the columns.
+    return pa.concat_tables([table.replace_schema_metadata() for table in tables])
+
+
+def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
+    """Return `column` as views; lists of integers of any width, without nulls.
+
+    `where` names the dataset in the ConfigurationError for other types and for nulls.
+    """
+    if not _is_list_of_integers(column.type):
+        raise ConfigurationError(
+            f"{where}: column {name!r} is {column.type}; it must be a list of integers "
+            "(uint16, uint32, int32 or int64 ids, int8 masks). Cast it and save again."
+        )
+    values, first_rows, lengths = [], [], []
+    row = 0
+    for chunk in column.chunks:
+        if len(chunk) == 0:
+            continue
+        _refuse_nulls(name, chunk, row, where)
+        flat, chunk_lengths = _flat_values(chunk)
+        if (chunk_lengths < 0).any() or chunk_lengths.sum() != len(flat):
+            raise ConfigurationError(
+                f"{where}: column {name!r} has broken list offsets from row {row} on; the file is "
+                "damaged. Copy or prepare it again."
+            )
+        _refuse_null_values(name, flat, chunk_lengths, row, where)
+        values.append(flat.to_numpy(zero_copy_only=True))
+        first_rows.append(row)
+        lengths.append(chunk_lengths)
+        row += len(chunk)
+    offsets = np.zeros(row + 1, dtype=np.int64)
+    np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    return ListColumn(name, tuple(values), np.array(first_rows, dtype=np.int64), offsets)
+
+
+def aligned_with(column: ListColumn, tokens: ListColumn, where: str) -> ListColumn:
+    """Return `column` sharing the offsets of `tokens`; a row of another length is refused."""
+    differing = np.flatnonzero(np.diff(column.offsets) != np.diff(tokens.offsets))
+    if differing.size:
+        row = int(differing[0])
+        found = int(column.offsets[row + 1] - column.offsets[row])
+        expected = int(tokens.offsets[row + 1] - tokens.offsets[row])
+        raise ConfigurationError(
+            f"{where}: row {row} has {found} {column.name} for {expected} {tokens.name} "
+            f"({differing.size} such rows); every token needs exactly one."
+        )
+    return replace(column, offsets=tokens.offsets)
+
+
+def _read_table(file: Path) -> pa.Table:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(-min(len(END_OF_STREAM), file.stat().st_size), 2)
+            complete = stream.read() == END_OF_STREAM
+        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigurationError(
+            f"{file}: cannot be read as an Arrow stream ({error}); it is damaged or cut short. "
+            "Copy or prepare it again."
+        ) from error
+    if not complete:
+        raise ConfigurationError(
+            f"{file}: has no end-of-stream mark: it is cut short. Copy or prepare it again."
+        )
+    return table
+
+
+def _columns(table: pa.Table) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+
+
+def _is_list_of_integers(kind: pa.DataType) -> bool:
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
+def _flat_values(chunk: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Return a chunk's own values (a slice's parent holds more) and its list lengths (int64)."""
+    if pa.types.is_fixed_size_list(chunk.type):
+        width = chunk.type.list_size
+        return chunk.flatten(), np.full(len(chunk), width, dtype=np.int64)
+    offsets = chunk.offsets.to_numpy(zero_copy_only=True).astype(np.int64)
+    # Clipped, so that damaged offsets end as a length that does not match, not as an IndexError.
+    first, last = np.clip(offsets[[0, -1]], 0, len(chunk.values)).tolist()
+    return chunk.values.slice(first, max(last - first, 0)), np.diff(offsets)
+
+
+def _refuse_nulls(name: str, chunk: pa.Array, first_row: int, where: str) -> None:
+    if chunk.null_count:
+        row = first_row + int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
+        raise ConfigurationError(
+            f"{where}: row {row}: {name} is null; remove such rows and save the dataset again."
+        )
+
+
+def _refuse_null_values(
+    name: str, values: pa.Array, lengths: np.ndarray, first_row: int, where: str
+) -> None:
+    if values.null_count:
+        position = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        row = first_row + int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+        raise ConfigurationError(
+            f"{where}: row {row}: {name} holds a null; every token needs a number."
+        )

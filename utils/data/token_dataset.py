@@ -1,0 +1,243 @@
+"""A pre-tokenized dataset on disk, opened without copying a token."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.data.columns import TOKENS, loss_mask_among, open_columns
+from utils.data.description import (
+    DESCRIBE_AGAIN,
+    DESCRIPTION_FILE,
+    Description,
+    cache_path,
+    read_cached,
+    read_description,
+    write_cached,
+    write_description,
+)
+from utils.data.list_columns import ListColumn
+from utils.data.splits import data_files, find_split
+from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
+
+logger = logging.getLogger(__name__)
+
+
+class TokenDataset:
+    """The documents of one split, in row order, read from memory-mapped Arrow files.
+
+    Cheap to hand to data loader workers: unpickling opens the files again by path.
+
+    Attributes: `path` (the split's directory), `description`, `columns` (by name).
+    """
+
+    def __init__(self, path: Path, description: Description, columns: dict[str, ListColumn]):
+        self.path = path
+        self.description = description
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self._tokens.offsets) - 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "description": self.description}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.columns = open_columns(self.path)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts, extremes and first faults of the whole split."""
+        return self.description.statistics
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content; independent of the path and of how it is cut into files."""
+        return self.description.fingerprint
+
+    @property
+    def loss_mask(self) -> str | None:
+        """Name of the column that says which tokens bear loss; None: all of them do."""
+        return self.description.loss_mask
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Folder of the tokenizer that made the dataset, if that is known."""
+        path = (self.description.tokenizer or {}).get("path")
+        return (self.path / path).resolve() if path else None
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Hash of that tokenizer, if it is known."""
+        return (self.description.tokenizer or {}).get("sha256")
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per document, int64 (documents,); a new array at each access."""
+        return np.diff(self._tokens.offsets)
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the token ids [start, stop) of a document: a view in the type they are stored."""
+        return next(self._tokens.views(*self._range(document, start, stop)))
+
+    def loss_mask_of(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return which tokens [start, stop) of a document bear loss (bool)."""
+        documents, starts, stops = self._range(document, start, stop)
+        if self.loss_mask is None:
+            return np.ones(int(stops[0] - starts[0]), dtype=bool)
+        return bears_loss(
+            self.loss_mask, next(self.columns[self.loss_mask].views(documents, starts, stops))
+        )
+
+    def token_views(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield views of the token ids of many segments; int64 arrays of one length."""
+        return self._tokens.views(documents, starts, stops)
+
+    def loss_views(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield per segment which tokens bear loss (bool); needs a loss-mask column."""
+        assert self.loss_mask is not None
+        views = self.columns[self.loss_mask].views(documents, starts, stops)
+        return (bears_loss(self.loss_mask, view) for view in views)
+
+    def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
+        """Return for each document whether its first `stop` tokens hold a loss-bearing target."""
+        offsets = self._tokens.offsets
+        stops = np.minimum(offsets[documents + 1] - offsets[documents], stop)
+        if self.loss_mask is None:
+            return stops >= 2
+        views = self.loss_views(documents, np.minimum(stops, 1), stops)
+        return np.fromiter((view.any() for view in views), dtype=bool, count=len(documents))
+
+    @property
+    def _tokens(self) -> ListColumn:
+        return self.columns[TOKENS]
+
+    def _range(
+        self, document: int, start: int, stop: int | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        length = int(self._tokens.offsets[document + 1] - self._tokens.offsets[document])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"[{start}, {stop}) of document {document}, which has {length} tokens")
+        return np.array([document]), np.array([start]), np.array([stop])
+
+
+def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
+    """Open a split; of a folder of splits, `default_split`.
+
+    A split without stoker.json is measured once, which reads every token. Under several ranks let
+    one open it first: the others then find its statistics in the cache.
+
+    Raises ConfigurationError for what is no token dataset: missing or damaged files, wrong column
+    types, nulls, masks of another length, several loss masks, rows that are packed already.
+    """
+    directory = find_split(path, default_split)
+    files = data_files(directory)
+    columns = open_columns(directory)
+    loss_mask = loss_mask_among(columns)
+    description = read_description(directory, files)
+    if description is None:
+        cached = cache_path(directory, files)
+        description = read_cached(cached)
+        if description is None:
+            description = _measured(directory, columns)
+            write_cached(cached, description)
+    if (
+        description.loss_mask != loss_mask
+        or description.statistics.documents != len(columns[TOKENS].offsets) - 1
+    ):
+        raise ConfigurationError(
+            f"{directory}: {DESCRIPTION_FILE} speaks of {description.statistics.documents} "
+            f"documents with loss mask {description.loss_mask}; the files hold "
+            f"{len(columns[TOKENS].offsets) - 1} with {loss_mask}. {DESCRIBE_AGAIN}"
+        )
+    return TokenDataset(directory, description, columns)
+
+
+def describe_split(
+    directory: str | Path,
+    *,
+    tokenizer: Mapping[str, Any] | None = None,
+    chat_template_sha256: str | None = None,
+    preparation: Mapping[str, Any] | None = None,
+) -> TokenDataset:
+    """Measure a split that was just written, write its stoker.json and return it opened.
+
+    tokenizer: {"path": relative to `directory`, "sha256": ..., "vocabulary_size": ...}.
+    preparation: what the preparation wants remembered (sources, settings, counts); JSON values.
+    """
+    split = Path(directory).resolve()
+    columns = open_columns(split)
+    statistics, fingerprint = measure(columns, loss_mask_among(columns))
+    description = Description(
+        statistics,
+        fingerprint,
+        loss_mask_among(columns),
+        tokenizer,
+        chat_template_sha256,
+        preparation,
+    )
+    write_description(split, data_files(split), description)
+    return TokenDataset(split, description, columns)
+
+
+def dataset_problems(
+    dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
+) -> list[str]:
+    """Return what is wrong with the content of a dataset, each with its first row.
+
+    needs_loss_tokens: every document must have a loss-bearing target (fine-tuning).
+    """
+    found = dataset.statistics
+    problems = []
+    if found.max_token_id is not None and found.max_token_id >= vocabulary_size:
+        problems.append(
+            f"row {found.max_token_row} holds token id {found.max_token_id}, but the vocabulary "
+            f"ends at {vocabulary_size - 1}; tokenize with the tokenizer of this model."
+        )
+    if found.min_token_id is not None and found.min_token_id < 0:
+        problems.append(
+            f"row {found.min_token_row} holds token id {found.min_token_id}; ids start at 0."
+        )
+    if found.first_empty_row is not None:
+        problems.append(
+            f"row {found.first_empty_row} is empty ({found.empty_documents} such rows); remove "
+            "empty rows and save the dataset again."
+        )
+    if found.first_padded_row is not None:
+        problems.append(
+            f"row {found.first_padded_row} is padded (attention_mask has a 0); packing needs bare "
+            "documents: tokenize without padding."
+        )
+    if found.first_bad_mask_row is not None:
+        problems.append(
+            f"row {found.first_bad_mask_row}: {dataset.loss_mask} has a value other than 0 and 1."
+        )
+    if found.first_differing_label_row is not None:
+        problems.append(
+            f"row {found.first_differing_label_row}: a label is neither {IGNORED_LABEL} nor the "
+            "input id at its place; labels must not be shifted, the model does that."
+        )
+    if needs_loss_tokens and found.first_row_without_loss is not None:
+        problems.append(
+            f"row {found.first_row_without_loss} has no token to learn from: {dataset.loss_mask} "
+            f"masks everything after its first token ({found.documents_without_loss} such rows); "
+            "remove such rows, or check the chat template or masking that made them."
+        )
+    return [f"{dataset.path}: {problem}" for problem in problems]
+
+
+def _measured(directory: Path, columns: Mapping[str, ListColumn]) -> Description:
+    tokens = int(columns[TOKENS].offsets[-1])
+    logger.info("%s has no stoker.json: measuring its %s tokens once.", directory, f"{tokens:,}")
+    loss_mask = loss_mask_among(columns)
+    statistics, fingerprint = measure(columns, loss_mask)
+    return Description(statistics, fingerprint, loss_mask)
