@@ -27,9 +27,14 @@ def tiny_llama():
     set_seed(1)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
     )
 
 
@@ -62,6 +67,9 @@ def main():
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         facts_line = {"strategy": facts.strategy, "world_size": facts.world_size}
         print("RESULT " + json.dumps({"losses": losses, **facts_line}), flush=True)
+    # Leave together: a rank that is gone takes the store with it while others still talk to it.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -56,9 +56,7 @@ def check_launch() -> LaunchFacts:
     )
 
 
-def launch_problems(
-    environment: Mapping[str, str], processes: int, visible_gpus: int
-) -> list[str]:
+def launch_problems(environment: Mapping[str, str], processes: int, visible_gpus: int) -> list[str]:
     """Say what is wrong with a launch of `processes` connected processes, as user messages."""
     asked = int(environment.get("WORLD_SIZE", "1"))
     if asked != processes:

@@ -1,0 +1,189 @@
+"""Keeps the journal of a run: one JSON line per log event in a file, one readable line to the log.
+
+`metrics.jsonl` is only ever appended to, also when a run resumes from a checkpoint that is older
+than its last lines (a crash after the checkpoint): each start first appends
+`{"event": "started"|"resumed", "step": N}`, which says that lines of steps after N from above it
+were undone. `read_journal` applies that, so its series has no duplicates and nothing is lost.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from utils.callbacks.lines import readable_line
+from utils.callbacks.metrics import MetricCallback
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+# JSON has no such numbers; as text they stay visible and turn back with float().
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+class Journal(TrainerCallback):
+    """Writes every log event of rank 0; silent on other ranks.
+
+    A line of the file holds event (started, resumed, train, eval or summary), step, epoch, time
+    (unix seconds), split for an evaluation, and the logged figures. NaN and infinities are the
+    strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON. `sources` add
+    details that only the file gets, and remarks of their own to the log.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], sources: Sequence[MetricCallback] = ()):
+        self.path = Path(output_dir) / FILE_NAME
+        self.sources = list(sources)
+        self.file: TextIO | None = None
+        self.start_time = 0.0
+        self.start_step = 0
+
+    @override
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Open the file and note the start."""
+        self.start_time, self.start_step = time.monotonic(), state.global_step
+        if not state.is_world_process_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut_off = _ends_within_a_line(self.path)
+        self.file = self.path.open("a", encoding="utf-8")
+        if cut_off:
+            # The process died within a line: leave it to the reader as a line of its own.
+            self.file.write("\n")
+        event = "resumed" if state.global_step else "started"
+        self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
+
+    @override
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write one event."""
+        if not state.is_world_process_zero or not logs:
+            return
+        event = event_of(logs)
+        line = {"event": event, "step": state.global_step} | dict(logs)
+        if event == "eval":
+            line["split"] = split_of(logs)
+        if event == "train":
+            for source in self.sources:
+                line |= source.details()
+        self._write(line)
+        logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
+        if event == "train":
+            for remark in filter(None, (source.report() for source in self.sources)):
+                logger.info("%s", remark)
+
+    @override
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(valid_json({**line, "time": round(time.time(), 3)}), allow_nan=False)
+        if self.file is None:  # an evaluation outside of training
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+            return
+        self.file.write(text + "\n")
+        self.file.flush()
+
+    def _seconds_left(self, state: TrainerState) -> float | None:
+        """Estimate from this start's pace, its evaluations and saves included."""
+        done = state.global_step - self.start_step
+        if done < 1:
+            return None
+        pace_s = (time.monotonic() - self.start_time) / done
+        return pace_s * max(state.max_steps - state.global_step, 0)
+
+
+def event_of(logs: Mapping[str, Any]) -> str:
+    """Tell a log's kind from its keys as Trainer names them: train, eval or summary."""
+    if any(key.startswith("eval_") for key in logs):
+        return "eval"
+    return "summary" if "train_runtime" in logs else "train"
+
+
+def split_of(logs: Mapping[str, Any]) -> str | None:
+    """Return the split's name in `eval_NAME_loss`; None for an unnamed one."""
+    key = next((key for key in logs if key.startswith("eval_") and key.endswith("_loss")), "")
+    return key.removeprefix("eval_").removesuffix("loss").removesuffix("_") or None
+
+
+def valid_json(value: Any) -> Any:
+    """Turn what a log may hold into JSON: numbers of numpy and torch, NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {str(key): valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_FINITE[str(value)]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a journal as one series: undone lines, broken lines and repeated events left out.
+
+    Non-finite figures are floats again. Of several events of one kind, split and step the last
+    counts (an evaluation before the first step is repeated at each start).
+    """
+    events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        line = _parse_line(text)
+        if line is None:
+            continue
+        if line["event"] in ("started", "resumed"):
+            kept = line["step"] if line["event"] == "resumed" else -1
+            events = {key: old for key, old in events.items() if old["step"] <= kept}
+            continue
+        events[line["event"], line.get("split"), line["step"]] = line
+    return list(events.values())
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or "event" not in line or "step" not in line:
+        return None
+    numbers = {written: float(number) for number, written in _NOT_FINITE.items()}
+    return {
+        key: numbers.get(value, value) if isinstance(value, str) else value
+        for key, value in line.items()
+    }

@@ -1,0 +1,107 @@
+"""The process environment of a run: log lines, offline switches and no telemetry."""
+
+import logging
+import os
+import socket
+import sys
+import warnings
+
+from utils.cluster.tokens import install_redaction
+
+logger = logging.getLogger(__name__)
+
+# Libraries that tell at INFO what helps nobody in a training log.
+_NOISY = ("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "huggingface_hub")
+
+
+class LineHandler(logging.StreamHandler):
+    """Writes each record to stdout as whole, flushed lines, above a progress bar if one shows."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        # tqdm is only looked at when something else loaded it: no bar can show before that.
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if tqdm is None or not getattr(tqdm, "_instances", None):
+            super().emit(record)
+            return
+        tqdm.write(self.format(record), file=self.stream)
+        self.flush()
+
+
+class LineFormatter(logging.Formatter):
+    """`12:34:56  message`, with the level where it is not INFO and the rank where it is not 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self.origin = f"{socket.gethostname()} rank {rank}  " if rank else ""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Put time, origin and level in front of the message."""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
+        return f"{self.formatTime(record, self.datefmt)}  {self.origin}{level}{record.message}"
+
+
+def global_rank() -> int:
+    """Rank of this process over all nodes, as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """Send log lines to stdout: rank 0 from `level` on, other ranks warnings with their name.
+
+    Secrets are redacted from all of them, and from uncaught errors. Libraries are kept to
+    warnings; those of other ranks, which repeat rank 0's, to errors. Safe to call again.
+    """
+    rank = global_rank()
+    install_redaction()
+    handler = LineHandler()
+    handler.setFormatter(LineFormatter(rank))
+    root = logging.getLogger()
+    for old in [known for known in root.handlers if isinstance(known, LineHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level if rank == 0 else logging.WARNING)
+    library_level = logging.WARNING if rank == 0 else logging.ERROR
+    for name in (*_NOISY, "py.warnings"):
+        logging.getLogger(name).setLevel(library_level)
+    # transformers brings its own handler and reads its level here when it is first imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
+    logging.captureWarnings(True)
+    warnings.formatwarning = _one_line_warning
+
+
+def _one_line_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    del line  # the source line says little and makes two lines of one event
+    return f"{category.__name__}: {message} ({filename}:{lineno})"
+
+
+def configure_environment(offline: bool | None = None) -> None:
+    """Set the switches that libraries read once, when they are imported.
+
+    Call it before huggingface_hub, transformers or datasets is imported; later it has no effect on
+    them. Telemetry is off (TRL reports each trainer to the Hub otherwise). `offline=None` means
+    offline inside a Slurm job, whose nodes seldom have internet and would wait for time-outs. What
+    the user set stays: HF_HUB_OFFLINE=0 keeps a job online.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    in_slurm_job = "SLURM_JOB_ID" in os.environ
+    if offline is None:
+        offline = in_slurm_job
+    if offline and "HF_HUB_OFFLINE" not in os.environ:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        logger.info(
+            "Hugging Face Hub: offline%s; HF_HUB_OFFLINE=0 allows downloads",
+            " (Slurm job)" if in_slurm_job else "",
+        )
