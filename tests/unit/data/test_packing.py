@@ -1,0 +1,198 @@
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.config.errors import ConfigurationError
+from utils.data.packing import PACKINGS, plan_packing
+from utils.data.row_filling import best_fit_rows
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(lambda x: max(x) >= 2)
+ROW_LENGTH = st.integers(2, 24)
+
+
+def plan(lengths, *arguments, **keywords):
+    return plan_packing(np.array(lengths, dtype=np.int64), *arguments, **keywords)
+
+
+def rows_of(packed):
+    return [
+        list(zip(*map(np.ndarray.tolist, packed.row(i)), strict=True)) for i in range(packed.rows)
+    ]
+
+
+def targets_of(rows):
+    """Count (document, position) of every token that has its predecessor in the same segment."""
+    return Counter(
+        (document, position)
+        for row in rows
+        for document, start, stop in row
+        for position in range(start + 1, stop)
+    )
+
+
+def best_fit_by_the_book(lengths, capacity):
+    """Return the used space of each row, one piece and one row at a time."""
+    used = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(used)) if used[row] + length <= capacity]
+        if fitting:
+            used[max(fitting, key=used.__getitem__)] += length
+        else:
+            used.append(length)
+    return used
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@given(lengths=LENGTHS, row_length=ROW_LENGTH)
+def test_every_target_of_every_document_is_there_exactly_once(packing, lengths, row_length):
+    packed = plan(lengths, row_length, packing)
+    rows = rows_of(packed)
+    expected = Counter(
+        (document, position)
+        for document, length in enumerate(lengths)
+        for position in range(1, length)
+    )
+    assert targets_of(rows) == expected
+    for row in rows:
+        assert 0 < sum(stop - start for _, start, stop in row) <= row_length
+        assert all(stop - start >= 2 for _, start, stop in row), "no place without a target"
+    assert packed.without_targets == sum(length < 2 for length in lengths)
+    assert packed.split == sum(length > row_length for length in lengths)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@given(lengths=LENGTHS, row_length=ROW_LENGTH)
+def test_a_plan_counts_its_own_tokens_and_segments(packing, lengths, row_length):
+    packed = plan(lengths, row_length, packing)
+    rows = rows_of(packed)
+    tokens = [sum(stop - start for _, start, stop in row) for row in rows]
+    assert packed.row_tokens.tolist() == tokens
+    assert packed.tokens == sum(tokens)
+    assert packed.fill == pytest.approx(sum(tokens) / (len(rows) * row_length))
+    assert packed.max_segments_per_row == max(
+        len(row) + (count < row_length) for row, count in zip(rows, tokens, strict=True)
+    )
+    chosen = np.array([packed.rows - 1, 0, packed.rows // 2])
+    assert packed.tokens_in_rows(chosen) == sum(tokens[row] for row in chosen)
+    place, segments = packed.segments_of_rows(chosen)
+    found = [[] for _ in chosen]
+    for at, *segment in zip(place.tolist(), *map(np.ndarray.tolist, segments), strict=True):
+        found[at].append(tuple(segment))
+    assert found == [rows[row] for row in chosen]
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), capacity=st.integers(20, 50))
+def test_best_fit_fills_rows_as_the_textbook_does(lengths, capacity):
+    rows = best_fit_rows(np.array(lengths), capacity)
+    used = np.bincount(rows, weights=lengths).astype(int).tolist()
+    assert sorted(used) == sorted(best_fit_by_the_book(lengths, capacity))
+
+
+@given(lengths=LENGTHS, row_length=ROW_LENGTH, random=st.randoms(use_true_random=False))
+def test_the_order_of_documents_does_not_change_how_full_rows_are(lengths, row_length, random):
+    shuffled = random.sample(lengths, len(lengths))
+    first, second = plan(lengths, row_length), plan(shuffled, row_length)
+    assert sorted(first.row_tokens) == sorted(second.row_tokens)
+    halves = first.row_tokens * 2 <= row_length
+    assert halves.sum() <= 1, "two rows at most half full would have been one"
+
+
+@given(lengths=LENGTHS, row_length=ROW_LENGTH)
+def test_best_fit_and_none_cut_only_documents_longer_than_a_row(lengths, row_length):
+    for packing in ("best_fit", "none"):
+        for row in rows_of(plan(lengths, row_length, packing)):
+            for document, start, stop in row:
+                assert lengths[document] > row_length or (start, stop) == (0, lengths[document])
+
+
+@given(lengths=LENGTHS, row_length=ROW_LENGTH)
+def test_concat_keeps_documents_in_order_and_rows_full(lengths, row_length):
+    packed = plan(lengths, row_length, "concat")
+    segments = [segment for row in rows_of(packed) for segment in row]
+    assert segments == sorted(segments)
+    # One place may stay empty where only the first token of a document would have fitted.
+    assert (packed.row_tokens[:-1] >= row_length - 1).all()
+
+
+def test_a_plan_is_the_same_every_time_with_ties_by_document():
+    first, second = plan([3, 3, 3, 3], 6), plan([3, 3, 3, 3], 6)
+    assert rows_of(first) == rows_of(second) == [[(0, 0, 3), (1, 0, 3)], [(2, 0, 3), (3, 0, 3)]]
+
+
+def test_none_gives_each_piece_its_row():
+    assert rows_of(plan([3, 6, 1, 2], 4, "none")) == [
+        [(0, 0, 3)],
+        [(1, 0, 4)],
+        [(1, 3, 6)],
+        [(3, 0, 2)],
+    ]
+
+
+# ---- documents longer than a row
+
+
+def test_overlong_documents_can_be_truncated():
+    packed = plan([3, 9, 4, 7], 4, "none", "truncate")
+    assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)], [(3, 0, 4)]]
+    assert (packed.truncated, packed.left_out_tokens, packed.split, packed.dropped) == (2, 8, 0, 0)
+
+
+def test_a_truncated_document_without_loss_is_left_out_and_counted():
+    asked = []
+
+    def has_targets(documents, stop):
+        asked.append((documents.tolist(), stop))
+        return documents != 3
+
+    packed = plan([3, 9, 4, 7], 4, "none", "truncate", has_targets=has_targets)
+    assert asked == [([1, 3], 4)], "only truncated documents are looked at"
+    assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)]]
+    assert (packed.truncated, packed.truncated_without_loss) == (1, 1)
+    assert packed.left_out_tokens == 5 + 7
+
+
+def test_overlong_documents_can_be_dropped():
+    packed = plan([3, 9, 4, 7], 4, "none", "drop")
+    assert rows_of(packed) == [[(0, 0, 3)], [(2, 0, 4)]]
+    assert (packed.dropped, packed.left_out_tokens) == (2, 16)
+
+
+def test_overlong_documents_can_be_refused():
+    with pytest.raises(ConfigurationError, match=r"data/x: row 1 has 9 tokens.*4 \(2 such rows\)"):
+        plan([3, 9, 4, 7], 4, on_overlong="error", where="data/x")
+    assert plan([3, 4, 4], 4, on_overlong="error").split == 0
+
+
+def test_a_plan_without_rows_is_refused():
+    with pytest.raises(ConfigurationError, match=r"of 2, without targets: 2\."):
+        plan([1, 0], 4)
+    with pytest.raises(ConfigurationError, match=r"no document is left.*dropped: 1.*tokens: 9"):
+        plan([9], 4, on_overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1,), "sequence_length 1: a row needs at least 2"),
+        ((4, "bfd"), "packing 'bfd': must be one of best_fit, concat, none"),
+        ((4, "none", "cut"), "on_overlong 'cut': must be one of split, error, truncate, drop"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan([3], *arguments)
+
+
+def test_a_million_documents_are_planned_in_seconds_and_fill_the_rows():
+    lengths = np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64)
+    before = time.process_time()
+    packed = plan_packing(lengths, 4096)
+    assert time.process_time() - before < 5, "about 0.5 s on a quiet core"
+    assert packed.fill > 0.9995
+    assert packed.tokens - (len(packed.segments.document) - np.count_nonzero(lengths >= 2)) == (
+        lengths[lengths >= 2].sum()
+    )

@@ -1,0 +1,228 @@
+"""Plan how documents fill rows of a fixed length: indices only, never tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.data.row_filling import best_fit_rows, cut_rows
+
+PACKINGS = ("best_fit", "concat", "none")
+ON_OVERLONG = ("split", "error", "truncate", "drop")
+
+
+class Segments(NamedTuple):
+    """Parts [start, stop) of documents, arrays of one length."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per segment."""
+        return self.stop - self.start
+
+    def take(self, indices: np.ndarray) -> "Segments":
+        """Return the segments at `indices`."""
+        return Segments(*(column[indices] for column in self))
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Which segment goes where: row i holds segments row_offsets[i] to row_offsets[i + 1].
+
+    row_offsets: (rows + 1,) int64. The counts say what became of documents that did not simply
+    go into a row; `left_out_tokens` are those of truncated and dropped documents.
+    """
+
+    sequence_length: int
+    row_offsets: np.ndarray
+    segments: Segments
+    split: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    truncated_without_loss: int = 0
+    without_targets: int = 0
+    left_out_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.row_offsets) - 1
+
+    @cached_property
+    def row_tokens(self) -> np.ndarray:
+        """Real (not padding) tokens of each row, int64 (rows,)."""
+        ends = np.concatenate([[0], np.cumsum(self.segments.lengths, dtype=np.int64)])
+        return np.diff(ends[self.row_offsets])
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real tokens of all rows; the token shared by two pieces of a document counts twice."""
+        return int(self.row_tokens.sum())
+
+    @property
+    def fill(self) -> float:
+        """Share of real tokens among all places of all rows."""
+        return self.tokens / (self.rows * self.sequence_length)
+
+    @cached_property
+    def max_segments_per_row(self) -> int:
+        """Most segments in a row, the padded tail of a row counted as one."""
+        tails = self.row_tokens < self.sequence_length
+        return int((np.diff(self.row_offsets) + tails).max())
+
+    def row(self, index: int) -> Segments:
+        """Return the segments of one row in their order in it."""
+        return Segments(
+            *(
+                column[self.row_offsets[index] : self.row_offsets[index + 1]]
+                for column in self.segments
+            )
+        )
+
+    def tokens_in_rows(self, rows: np.ndarray) -> int:
+        """Return how many real tokens these rows hold together."""
+        return int(self.row_tokens[rows].sum())
+
+    def segments_of_rows(self, rows: np.ndarray) -> tuple[np.ndarray, Segments]:
+        """Return the segments of several rows in order, and for each its place in `rows`."""
+        first = self.row_offsets[rows]
+        counts = self.row_offsets[rows + 1] - first
+        return np.repeat(np.arange(len(rows)), counts), self.segments.take(ranges(first, counts))
+
+
+def plan_packing(
+    lengths: np.ndarray,
+    sequence_length: int,
+    packing: str = "best_fit",
+    on_overlong: str = "split",
+    *,
+    has_targets: Callable[[np.ndarray, int], np.ndarray] | None = None,
+    where: str = "the dataset",
+) -> PackPlan:
+    """Place documents of the given lengths into rows of `sequence_length` tokens.
+
+    packing: best_fit (best-fit decreasing over all documents, no document is cut that fits a
+    row), concat (documents in order, cut at row ends) or none (one piece per row).
+    on_overlong: what becomes of documents longer than a row: split into pieces that overlap by
+    one token, so that every next-token target is there exactly once; error; truncate; drop.
+    has_targets: (documents, stop) -> bool array, `TokenDataset.has_targets`; truncated documents
+    that keep no loss-bearing target are left out.
+    Documents of one token have nothing to predict and are left out.
+
+    Deterministic. Raises ConfigurationError, naming `where`, for `error` and if nothing is left.
+    """
+    _check(sequence_length, packing, on_overlong)
+    lengths = np.asarray(lengths, dtype=np.int64)
+    long = np.flatnonzero(lengths > sequence_length)
+    if long.size and on_overlong == "error":
+        raise ConfigurationError(
+            f"{where}: row {long[0]} has {lengths[long[0]]} tokens, more than sequence_length "
+            f"{sequence_length} ({long.size} such rows); raise sequence_length, or let on_overlong "
+            "truncate or drop them."
+        )
+    used, counts = _tokens_used(lengths, long, sequence_length, on_overlong, has_targets)
+    documents = np.flatnonzero(used)
+    if not documents.size:
+        found = [f"{name.replace('_', ' ')}: {count}" for name, count in counts.items() if count]
+        raise ConfigurationError(
+            f"{where}: no document is left to train on; of {len(lengths)}, {', '.join(found)}."
+        )
+    row_offsets, segments = _fill(documents, used[documents], sequence_length, packing)
+    return PackPlan(sequence_length, row_offsets, _narrow(segments), **counts)
+
+
+def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ...: ragged aranges."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+
+
+def _check(sequence_length: int, packing: str, on_overlong: str) -> None:
+    problems = []
+    if sequence_length < 2:
+        problems.append(f"sequence_length {sequence_length}: a row needs at least 2 tokens.")
+    if packing not in PACKINGS:
+        problems.append(f"packing {packing!r}: must be one of {', '.join(PACKINGS)}.")
+    if on_overlong not in ON_OVERLONG:
+        problems.append(f"on_overlong {on_overlong!r}: must be one of {', '.join(ON_OVERLONG)}.")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _tokens_used(
+    lengths: np.ndarray,
+    long: np.ndarray,
+    sequence_length: int,
+    on_overlong: str,
+    has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
+) -> tuple[np.ndarray, dict[str, int]]:
+    """Return how many tokens of each document are used (0: left out) and the plan's counts."""
+    used = np.where(lengths < 2, 0, lengths)
+    counts = {"without_targets": int(np.count_nonzero(lengths < 2))}
+    if on_overlong == "split":
+        counts["split"] = int(long.size)
+    elif on_overlong == "drop":
+        used[long] = 0
+        counts["dropped"] = int(long.size)
+    elif on_overlong == "truncate":
+        lossless = long[:0] if has_targets is None else long[~has_targets(long, sequence_length)]
+        used[long] = sequence_length
+        used[lossless] = 0
+        counts["truncated"] = int(long.size - lossless.size)
+        counts["truncated_without_loss"] = int(lossless.size)
+    counts["left_out_tokens"] = int((lengths[long] - used[long]).sum())
+    return used, counts
+
+
+def _fill(
+    documents: np.ndarray, lengths: np.ndarray, sequence_length: int, packing: str
+) -> tuple[np.ndarray, Segments]:
+    """Return (row_offsets, segments) for documents (indices) of which `lengths` tokens are used."""
+    if packing == "concat":
+        return _concatenated(documents, lengths, sequence_length)
+    pieces = _pieces(documents, lengths, sequence_length)
+    if packing == "none":
+        return np.arange(len(pieces.document) + 1), pieces
+    row_of_piece = best_fit_rows(pieces.lengths, sequence_length)
+    order = np.argsort(row_of_piece, kind="stable")
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece))])
+    return row_offsets, pieces.take(order)
+
+
+def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
+    """Cut [0, T), [T - 1, 2T - 1), ...: each piece of T tokens brings T - 1 new targets."""
+    stride = sequence_length - 1
+    counts = (lengths - 1 + stride - 1) // stride
+    start = ranges(np.zeros_like(counts), counts) * stride
+    stop = np.minimum(start + sequence_length, np.repeat(lengths, counts))
+    return Segments(np.repeat(documents, counts), start, stop)
+
+
+def _concatenated(
+    documents: np.ndarray, lengths: np.ndarray, sequence_length: int
+) -> tuple[np.ndarray, Segments]:
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    starts, stops = cut_rows(lengths, sequence_length)
+    first = np.searchsorted(begins, starts, side="right") - 1
+    counts = np.searchsorted(ends, stops) + 1 - first
+    index = ranges(first, counts)
+    start = np.maximum(np.repeat(starts, counts) - begins[index], 0)
+    stop = np.minimum(np.repeat(stops, counts) - begins[index], lengths[index])
+    return np.concatenate([[0], np.cumsum(counts)]), Segments(documents[index], start, stop)
+
+
+def _narrow(segments: Segments) -> Segments:
+    """Halve the memory of a plan where 32 bits are enough."""
+    return Segments(
+        *(
+            column.astype(np.int32) if column.max(initial=0) < 2**31 else column
+            for column in segments
+        )
+    )
