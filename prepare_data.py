@@ -1,0 +1,44 @@
+"""Turn documents or chats into a pre-tokenized dataset.
+
+    python prepare_data.py --config recipes/data/demo_pretrain.yaml
+
+Reads text files, JSONL, Parquet or `datasets` folders, trains or takes a tokenizer, and writes
+OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--shard I/N` does a share of the work
+in each job of an array, `--merge N` then assembles the shares.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from utils.config.parsing import parse_arguments, run_script
+from utils.config.preparation import PreparationArguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the datasets; returns the exit code."""
+    (arguments,) = parse_arguments(
+        (PreparationArguments,), argv, description=__doc__.splitlines()[0]
+    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+    # Imported here so that --help answers at once.
+    from utils.data.preparation import Preparation
+
+    preparation = Preparation(arguments)
+    if preparation.is_finished:
+        logging.info("%s: already prepared with these settings", arguments.output_dir)
+        return 0
+    tokenizer = preparation.provide_tokenizer()
+    if arguments.tokenizer_only:
+        preparation.finish_with_tokenizer()
+        return 0
+    if arguments.merge is None:
+        preparation.tokenize(tokenizer)
+    if arguments.shard is None:
+        preparation.assemble(tokenizer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,163 @@
+"""What the user may set for `prepare_data.py`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from utils.config.errors import ConfigurationError
+
+FORMATS = ("auto", "text", "messages", "prompt_completion")
+
+
+def _setting(default: Any, description: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": description, **metadata})
+
+
+@dataclass
+class PreparationArguments:
+    """Documents, tokenizer, held-out share and division of the work."""
+
+    sources: list[str] = field(
+        metadata={
+            "help": "files, folders or globs with the training documents: text, JSONL (also .gz, "
+            ".zst), Parquet, or a folder written by datasets' save_to_disk"
+        }
+    )
+    output_dir: str = field(metadata={"help": "folder for the tokenizer and one dataset per split"})
+    eval_sources: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "named evaluation splits as NAME=PATH; a name given again adds a path to it"
+        },
+    )
+    format: str = _setting(
+        "auto",
+        "what a record holds: text, messages or prompt_completion; auto reads it off the first "
+        "record's columns",
+        choices=list(FORMATS),
+    )
+    text_column: str = _setting("text", "column that holds the text of a text record")
+    tokenizer_name_or_path: str | None = _setting(
+        None, "tokenizer folder (or Hub name) to use; the other way is train_tokenizer"
+    )
+    train_tokenizer: int | None = _setting(
+        None, "train a byte-level BPE tokenizer of exactly this many tokens on the documents"
+    )
+    tokenizer_sample_bytes: int = _setting(
+        1 << 30, "at most this many bytes of source are read to train the tokenizer"
+    )
+    tokenizer_only: bool = _setting(False, "stop once output_dir/tokenizer is written")
+    chat_template: str | None = _setting(
+        None, "Jinja file with {% generation %} markers; None: the tokenizer's own template"
+    )
+    sequence_length: int | None = _setting(
+        None, "tokens; chats longer than this fall under on_overlong. None: lengths are not limited"
+    )
+    on_overlong: str = _setting(
+        "error",
+        "what to do with a chat longer than sequence_length (texts are kept: training splits them)",
+        choices=["error", "truncate", "drop"],
+    )
+    on_bad_row: str = _setting(
+        "error",
+        "stop at a record that cannot be used, or skip and count it",
+        choices=["error", "skip"],
+    )
+    validation_fraction: float = _setting(
+        0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
+    )
+    seed: int = _setting(0, "key of the choice of held-out documents")
+    num_proc: int = _setting(1, "worker processes; the output does not depend on it")
+    shard: str | None = _setting(
+        None, "I/N, I from 0: do only this share of the work (job arrays); then run with merge N"
+    )
+    merge: int | None = _setting(
+        None, "check that all N shards are complete and assemble the datasets"
+    )
+
+
+def check_preparation(arguments: PreparationArguments) -> None:
+    """Refuse settings that contradict each other, before any file is looked at.
+
+    Raises ConfigurationError with every fault found.
+    """
+    problems = [*_range_problems(arguments), *_tokenizer_problems(arguments)]
+    if not arguments.sources:
+        problems.append("sources is empty: give at least one path")
+    if arguments.shard is not None:
+        problems.extend(_shard_problems(arguments))
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
+    """Return (index, number of shards); an undivided run is shard 0 of 1."""
+    if arguments.shard is None:
+        return 0, 1
+    index, _, number = arguments.shard.partition("/")
+    return int(index), int(number)
+
+
+def _range_problems(arguments: PreparationArguments) -> list[str]:
+    problems = []
+    if not 0.0 <= arguments.validation_fraction < 1.0:
+        problems.append(
+            f"validation_fraction is {arguments.validation_fraction}: give a share from 0 "
+            "(no held-out split) to below 1"
+        )
+    for name, least in (
+        ("num_proc", 1),
+        ("sequence_length", 2),
+        ("merge", 1),
+        ("tokenizer_sample_bytes", 1),
+    ):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            problems.append(f"{name} is {value}: it must be at least {least}")
+    if arguments.on_overlong != "error" and arguments.sequence_length is None:
+        problems.append(
+            f"on_overlong is {arguments.on_overlong} but nothing says what is too long: "
+            "give --sequence_length"
+        )
+    return problems
+
+
+def _tokenizer_problems(arguments: PreparationArguments) -> list[str]:
+    existing, vocabulary = arguments.tokenizer_name_or_path, arguments.train_tokenizer
+    if existing is None and vocabulary is None:
+        return ["no tokenizer: give --tokenizer_name_or_path DIR or --train_tokenizer VOCAB"]
+    if existing is not None and vocabulary is not None:
+        return [
+            f"both tokenizer_name_or_path ({existing}) and train_tokenizer ({vocabulary}) are "
+            "given: choose one"
+        ]
+    problems = []
+    if arguments.tokenizer_only and vocabulary is None:
+        problems.append("tokenizer_only trains a tokenizer: give --train_tokenizer VOCAB")
+    if vocabulary is not None and arguments.merge is not None:
+        problems.append(
+            "merge goes with the settings of the shards: give --tokenizer_name_or_path as they had"
+        )
+    if arguments.tokenizer_only and (arguments.shard or arguments.merge):
+        problems.append("tokenizer_only does not go with shard or merge: train it in one job first")
+    return problems
+
+
+def _shard_problems(arguments: PreparationArguments) -> list[str]:
+    problems = []
+    try:
+        index, number = shard_of(arguments)
+    except ValueError:
+        return [f"shard is {arguments.shard!r}: give I/N with I from 0, as in --shard 0/8"]
+    if not 0 <= index < number:
+        problems.append(
+            f"shard is {arguments.shard!r}: the first number counts from 0 to N-1 "
+            f"(here 0 to {number - 1})"
+        )
+    if arguments.merge is not None:
+        problems.append("shard and merge are separate steps: run every shard, then --merge N")
+    if arguments.train_tokenizer is not None:
+        problems.append(
+            "shards cannot each train a tokenizer: run once with --tokenizer_only, then give "
+            "every shard --tokenizer_name_or_path OUT/tokenizer"
+        )
+    return problems

@@ -1,0 +1,130 @@
+"""Tokenizers: loading an existing one, training a byte-level BPE, and telling two apart."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, PADDING, TURN_START, TURN_END)
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+# The splitting rule of cl100k_base (OpenAI's tiktoken, as in Llama 3): a line end always closes a
+# token, so the first token of an assistant's turn never merges with the line end before it.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer from a folder, or by its Hub name where the machine is online.
+
+    No code from the folder or the Hub is run. Raises ConfigurationError when there is none, when
+    it needs its own code, or when it has no end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    is_folder = Path(name_or_path).is_dir()
+    if not is_folder and not _could_be_hub_name(name_or_path):
+        raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path, local_files_only=is_folder, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ConfigurationError(
+            f"tokenizer_name_or_path: {name_or_path}: no tokenizer can be loaded from there: "
+            f"{reason} (a folder needs tokenizer.json; a Hub name needs a connection or a cached "
+            "copy; tokenizers that bring their own code are not run)"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            f"tokenizer_name_or_path: {name_or_path}: the tokenizer has no eos_token, so the end "
+            "of a document could not be marked; set one and save the tokenizer again"
+        )
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterator[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE tokenizer of exactly `vocabulary_size` tokens.
+
+    The same texts give the same tokenizer. Raises ConfigurationError when the texts do not hold
+    enough to fill the vocabulary.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocabulary_size < SMALLEST_VOCABULARY:
+        raise ConfigurationError(
+            f"train_tokenizer is {vocabulary_size}: bytes and special tokens alone need "
+            f"{SMALLEST_VOCABULARY}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached != vocabulary_size:
+        raise ConfigurationError(
+            f"train_tokenizer is {vocabulary_size}, but the documents hold only enough for "
+            f"{reached} tokens: give at most {reached}, or more documents"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START, TURN_END],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the largest token id plus one (added tokens may leave gaps)."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
+    """Return the smallest unsigned type that holds every token id."""
+    return np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
+
+
+def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of what turns text into ids; the chat template is not part of it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        # Set by the last call, not by the tokenizer: the same tokenizer may differ in both.
+        content.pop("truncation", None)
+        content.pop("padding", None)
+    else:
+        content = tokenizer.get_vocab()
+    marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    canonical = json.dumps([content, marks], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _could_be_hub_name(name: str) -> bool:
+    """Tell "org/name" from a path: it has at most one slash and starts with a name."""
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
