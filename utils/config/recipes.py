@@ -6,13 +6,12 @@ lists and mappings too, so that each setting comes from one line of one file.
 """
 
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from utils.config.strict_yaml import YamlError, load_mapping
 
 EXTENDS = "extends"
 
@@ -71,94 +70,18 @@ def _extended_paths(path: Path, extended: RecipeValue | None, problems: list[str
 def _read_file(path: Path) -> tuple[dict[str, RecipeValue], list[str]]:
     """Return the settings of one file and its faults."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        values, faults = load_mapping(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         return {}, [f"{path}: cannot read the recipe: {error.strerror}"]
     except UnicodeDecodeError as error:
         return {}, [f"{path}: the recipe is not UTF-8 text (byte {error.start})"]
-    loader = _RecipeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return {}, [f"{path}: the recipe is empty"]
-        if not isinstance(root, yaml.MappingNode):
-            return {}, [f"{path}:{_line(root)}: expected settings as `name: value` lines"]
-        problems = [f"{path}:{fault}" for fault in _key_faults(root)]
-        values = {
-            key.value: RecipeValue(
-                loader.construct_object(value, deep=True), f"{path}:{_line(key)}"
-            )
-            for key, value in root.value
-            if isinstance(key, yaml.ScalarNode)
-        }
-    except yaml.YAMLError as error:
-        return {}, [f"{path}{_yaml_fault(error)}"]
-    finally:
-        loader.dispose()
-    return values, problems
-
-
-def _key_faults(node: yaml.Node) -> Iterator[str]:
-    """Keys that are given twice or are no strings, at any depth: PyYAML would keep the last."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _key_faults(item)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first_lines: dict[str, int] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
-            yield f"{_line(key)}: a key has to be a plain name"
-        elif key.value in first_lines:
-            first = first_lines[key.value]
-            yield f"{_line(key)}: {key.value} is given twice, first in line {first}"
-        else:
-            first_lines[key.value] = _line(key)
-        yield from _key_faults(value)
-
-
-def _yaml_fault(error: yaml.YAMLError) -> str:
-    """Write a YAML error as ":line: what is wrong"."""
-    mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return f"{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}"
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+    except YamlError as error:
+        return {}, [f"{path}{error}"]
+    settings = {
+        name: RecipeValue(value, f"{path}:{line}") for name, (value, line) in values.items()
+    }
+    return settings, [f"{path}{fault}" for fault in faults]
 
 
 def _display(path: Path) -> str:
     return os.path.relpath(path)
-
-
-def _plain_scalars() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return what an unquoted scalar may be besides a string, by its first character."""
-    digits = r"[0-9][0-9_]*"
-    exponent = r"[eE][-+]?[0-9]+"
-    patterns = {
-        "bool": ("tTfF", r"true|True|TRUE|false|False|FALSE"),
-        "null": (["~", "n", "N", ""], r"~|null|Null|NULL|"),
-        "int": ("-+0123456789", r"[-+]?(?:0|[1-9][0-9_]*)"),
-        "float": (
-            "-+.0123456789",
-            rf"[-+]?(?:(?:{digits}\.(?:[0-9_]*)|\.{digits})(?:{exponent})?|{digits}{exponent})"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        ),
-    }
-    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for kind, (first_characters, pattern) in patterns.items():
-        for character in first_characters:
-            resolvers.setdefault(character, []).append(
-                (f"tag:yaml.org,2002:{kind}", re.compile(rf"^(?:{pattern})$"))
-            )
-    return resolvers
-
-
-class _RecipeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the plain scalars of YAML 1.2 instead of 1.1.
-
-    1.1 reads `eval_strategy: no` as false, 1:30 as 90, 010 as 8 and 1e-4 as a string.
-    """
-
-    yaml_implicit_resolvers = _plain_scalars()

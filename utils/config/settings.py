@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import Declaration
+from utils.config.strict_yaml import dump_yaml
 
 DEFAULT_SOURCE = "default"
 
@@ -52,7 +53,9 @@ class SettingValues(Mapping[str, Any]):
 
     def shown(self, name: str) -> str:
         """Write a setting for a message: "seed 7 (recipes/demo.yaml:3)"."""
-        return f"{name} {self[name]} ({self.sources[name]})"
+        value = self[name]
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{name} {text} ({self.sources[name]})"
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,15 @@ class Settings:
         return self.values.sources
 
     def as_dict(self) -> dict[str, Any]:
-        """Every setting as plain data: written as YAML it is a recipe of the same settings."""
+        """Return every setting as plain data."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in self.values.items()
         }
+
+    def as_yaml(self) -> str:
+        """Write `as_dict` as a recipe: read again, it gives the same settings."""
+        return dump_yaml(self.as_dict())
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
