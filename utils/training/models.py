@@ -8,7 +8,6 @@ import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -16,48 +15,41 @@ from transformers import (
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
+from utils.training.run_data import tokenizer_directory
 
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str | Path, revision: str = "main") -> PreTrainedTokenizerBase:
-    """Load the tokenizer at ``path``; give it a pad token if it has none.
-
-    Raises ConfigurationError when there is no tokenizer at ``path``.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"no tokenizer could be loaded from {path}: {_first_line(error)}. Give its directory with "
-            "--tokenizer_name_or_path."
-        ) from error
+def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
+    """Load the run's tokenizer; one without a pad token pads with its end-of-text token."""
+    tokenizer = load_tokenizer(tokenizer_directory(settings))
     if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ConfigurationError(
-                f"the tokenizer at {path} has neither a pad token nor an end-of-sequence token: add "
-                "one (tokenizer.add_special_tokens) and save it again."
-            )
         tokenizer.pad_token = tokenizer.eos_token  # padding never bears loss
     return tokenizer
 
 
-def load_model_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def load_model_config(
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
     """Return the configuration of the model to train, before any weight is loaded.
 
     From scratch (``--model_config``) the vocabulary and the special tokens follow the tokenizer
-    unless the file sets them. Raises ConfigurationError for an unreadable or unknown one.
+    unless the file sets them. Raises ConfigurationError for an unreadable or unknown one, and for
+    one that does not fit the tokenizer or the sequence length.
     """
+    model = settings.model
     if model.model_config is not None:
-        return _config_from_file(Path(model.model_config), tokenizer)
-    try:
-        return AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"no model could be found at --model_name_or_path {model.model_name_or_path}: "
-            f"{_first_line(error)}"
-        ) from error
+        config = _config_from_file(Path(model.model_config), tokenizer)
+    else:
+        config = _config_of_model(model)
+    problems = model_problems(config, tokenizer, settings.data.sequence_length)
+    if problems:
+        raise ConfigurationError(problems)
+    config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    return config
 
 
 def model_problems(
@@ -66,11 +58,11 @@ def model_problems(
     """Return what makes this model unfit for this tokenizer and sequence length."""
     problems = []
     text = config.get_text_config()
-    if text.vocab_size < len(tokenizer):
+    if text.vocab_size < vocabulary_size(tokenizer):
         problems.append(
             f"the model's vocabulary has {text.vocab_size:,} entries but the tokenizer has "
-            f"{len(tokenizer):,}: use the tokenizer the model was made with, or set vocab_size to at "
-            f"least {len(tokenizer):,} in the model configuration."
+            f"{vocabulary_size(tokenizer):,}: use the tokenizer the model was made with, or set vocab_size to at "
+            f"least {vocabulary_size(tokenizer):,} in the model configuration."
         )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and sequence_length > positions:
@@ -82,18 +74,25 @@ def model_problems(
     return problems
 
 
+def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
+    """Return the type the weights are kept in: float32 unless --dtype says otherwise."""
+    if model.dtype == "auto":
+        return config.dtype or torch.float32
+    return getattr(torch, model.dtype) if model.dtype else torch.float32
+
+
 def load_model(
-    model: ModelArguments, config: PreTrainedConfig, attention: AttentionChoice, seed: int
+    settings: RunSettings, config: PreTrainedConfig, attention: AttentionChoice | None
 ) -> PreTrainedModel:
-    """Return the model with the chosen attention: random weights from ``seed``, or loaded strictly.
+    """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
     Raises ConfigurationError when the directory lacks a tensor or holds one of another shape:
     transformers would put random weights there and only warn.
     """
-    dtype = getattr(torch, model.dtype) if model.dtype else torch.float32
-    config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    assert attention is not None, "only a dry run leaves it open"
+    model, dtype = settings.model, weights_dtype(settings.model, config)
     if model.model_config is not None:
-        torch.manual_seed(seed)
+        torch.manual_seed(settings.training.seed)
         built = AutoModelForCausalLM.from_config(config, attn_implementation=attention.name)
         return built.to(dtype)
     loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -108,11 +107,23 @@ def load_model(
     return loaded
 
 
+def _config_of_model(model: ModelArguments) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no model could be found at --model_name_or_path {model.model_name_or_path}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
 def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
-        raise ConfigurationError(f"--model_config {path} cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(
+            f"--model_config {path} cannot be read: {error.strerror}."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--model_config {path} is not JSON or YAML: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
@@ -121,7 +132,7 @@ def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrai
             "architecture's settings, as in a transformers config.json."
         )
     defaults = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -36,6 +36,7 @@ def write_provenance(
     path: str | os.PathLike[str],
     launch: LaunchFacts,
     *,
+    script: str,
     data: Mapping[str, Any],
     attention: Mapping[str, Any],
     resumed_from: str | None = None,
@@ -50,6 +51,7 @@ def write_provenance(
     starts = _earlier_starts(path)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "script": script,
         "resumed_from": resumed_from,
         "argv": redact_argv(sys.argv),
         "python": platform.python_version(),

@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from utils.callbacks.metrics import MetricCallback
+from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
@@ -50,6 +51,7 @@ class PackedTrainerMixin(Trainer):
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
                 "weighted by tokens over accumulation and ranks: use another architecture."
             )
+        remove_default_reporting(self)
 
     def get_train_dataloader(self) -> TrainLoader:
         """Return the loader of the whole run; the callbacks set where it starts."""

@@ -1,0 +1,56 @@
+"""Train a causal language model on documents: next-token pretraining, from scratch or continued.
+
+    python pretrain.py --config recipes/pretrain/demo_cpu.yaml
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
+        pretrain.py --config recipes/pretrain/demo_cpu.yaml --learning_rate 1e-4
+
+Flags win over recipes; an unknown key in either is an error. `--dry_run` checks everything, says
+what will happen and stops before weights are loaded. The same command goes on where a run ended.
+"""
+
+import sys
+
+from utils.cluster.environment import configure_environment
+from utils.config.parsing import run_script
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one pretraining job, from its recipe to a saved model."""
+    configure_environment()  # before the libraries below read it
+    from utils.cluster.launch import check_strategy
+    from utils.config.run_settings import parse_pretraining
+    from utils.training.models import load_model, load_model_config, load_run_tokenizer
+    from utils.training.plan import plan_run
+    from utils.training.reporting import run_callbacks
+    from utils.training.run_data import load_run_data
+    from utils.training.runs import finish_run, start_run
+    from utils.training.startup import start_process
+    from utils.training.trainers import PretrainTrainer
+
+    settings = parse_pretraining(argv, description=__doc__)
+    launch = start_process(settings)
+    tokenizer = load_run_tokenizer(settings)
+    data = load_run_data(settings, tokenizer, fine_tuning=False)
+    config = load_model_config(settings, tokenizer)
+    plan = plan_run(settings, data, config, launch)
+    if settings.run.dry_run:
+        return
+    run = start_run(settings, plan, data, launch, script="pretrain.py")
+    if run.finished:
+        return
+    trainer = PretrainTrainer(
+        model=load_model(settings, config, plan.attention),
+        args=settings.training,
+        processing_class=tokenizer,
+        train_rows=data.train,
+        eval_rows=data.evaluation,
+        sampler=plan.sampler,
+        callbacks=run_callbacks(run),
+    )
+    check_strategy(launch)
+    trainer.train(resume_from_checkpoint=run.resume_from)
+    finish_run(trainer)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,53 @@
+"""The settings of a training run by room, as both scripts read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    PretrainConfig,
+    RunArguments,
+)
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check
+from utils.config.parsing import parse_arguments
+from utils.config.settings import SettingValues
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the user set: one object a room, and every value by name with where it came from."""
+
+    run: RunArguments
+    data: DataArguments
+    model: ModelArguments
+    training: TrainingArguments
+    values: SettingValues
+    resolved: dict[str, Any]
+
+
+def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
+    """Read the settings of `pretrain.py`; raises ConfigurationError with every fault."""
+    return _parse(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
+
+
+def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettings:
+    """Read the settings of `sft_train.py`; raises ConfigurationError with every fault."""
+    return _parse(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
+
+
+def _parse(
+    training_class: type,
+    checks: Sequence[Check],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+) -> RunSettings:
+    classes = (RunArguments, DataArguments, ModelArguments, training_class)
+    settings = parse_arguments(classes, argv, checks=checks, prog=prog, description=description)
+    run, data, model, training = settings
+    return RunSettings(run, data, model, training, settings.values, settings.as_dict())

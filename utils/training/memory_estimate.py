@@ -1,0 +1,97 @@
+"""What a run will need on each device, from sizes alone: no weight is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from trl import get_peft_config
+
+from utils.cluster.launch import LaunchFacts
+from utils.config.arguments import ModelArguments
+from utils.config.run_settings import RunSettings
+from utils.training.models import weights_dtype
+
+GIB = 2**30
+# Stored per layer, token and hidden unit at 16 bits, attention scores recomputed (Korthikanti et
+# al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1).
+ACTIVATION_BYTES_16_BIT = 34
+CHECKPOINT_BYTES_16_BIT = 2  # with recomputation only each layer's input stays
+SHARDED_BY = {
+    "weights": ("fsdp1", "fsdp2", "zero3"),
+    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
+    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """GiB on each device, and the parameters they come from."""
+
+    parameters: int
+    trainable: int
+    weights_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    logits_gib: float
+
+    def __str__(self) -> str:
+        total = (
+            self.weights_gib
+            + self.gradients_gib
+            + self.optimizer_gib
+            + self.activations_gib
+            + self.logits_gib
+        )
+        trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
+        return (
+            f"{self.parameters:,} parameters{trainable}; about {total:.2f} GiB a device = weights "
+            f"{self.weights_gib:.2f} + gradients {self.gradients_gib:.2f} + AdamW "
+            f"{self.optimizer_gib:.2f} + activations {self.activations_gib:.2f} + logits "
+            f"{self.logits_gib:.2f}"
+        )
+
+
+def estimate_memory(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> MemoryEstimate:
+    """Estimate the memory of one device; a rule of thumb, the memory callback measures.
+
+    The launch's strategy says what is sharded over the ranks. Activations follow the formula for a
+    dense transformer; logits are counted in float32 with their gradient and once
+    more in the precision of the matrix product.
+    """
+    parameters, trainable = count_parameters(settings.model, config)
+    weight_bytes = weights_dtype(settings.model, config).itemsize
+    training = settings.training
+    micro_batch_tokens = training.per_device_train_batch_size * settings.data.sequence_length
+    shards = {
+        kind: launch.world_size if launch.strategy in strategies else 1
+        for kind, strategies in SHARDED_BY.items()
+    }
+    text = config.get_text_config()
+    compute_bytes = 2 if training.bf16 or training.fp16 or weight_bytes == 2 else 4
+    recompute = training.activation_checkpointing
+    stored = CHECKPOINT_BYTES_16_BIT if recompute else ACTIVATION_BYTES_16_BIT
+    layer_bytes = micro_batch_tokens * text.hidden_size * stored * compute_bytes / 2
+    return MemoryEstimate(
+        parameters=parameters,
+        trainable=trainable,
+        weights_gib=parameters * weight_bytes / shards["weights"] / GIB,
+        gradients_gib=trainable * weight_bytes / shards["gradients"] / GIB,
+        optimizer_gib=2 * trainable * weight_bytes / shards["optimizer"] / GIB,
+        activations_gib=layer_bytes * text.num_hidden_layers / GIB,
+        logits_gib=micro_batch_tokens * text.vocab_size * (8 + compute_bytes) / GIB,
+    )
+
+
+def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return (all, trained) parameters, counted on the meta device."""
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+        adapters = get_peft_config(model)
+        if adapters is not None:
+            built = get_peft_model(built, adapters)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

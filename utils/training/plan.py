@@ -1,0 +1,106 @@
+"""What a run will do, worked out and said before any weight is loaded or any file is written."""
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from utils.cluster.launch import LaunchFacts
+from utils.config.batch import accumulation_steps, batch_arithmetic
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.data.order import GlobalBatchSampler, SampleOrder
+from utils.kernels.attention import AttentionChoice, choose_attention
+from utils.kernels.isolation import check_isolation
+from utils.training.memory_estimate import estimate_memory
+from utils.training.models import weights_dtype
+from utils.training.run_data import RunData
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The rows of every step, and the attention that computes them (None: no device to ask)."""
+
+    sampler: GlobalBatchSampler
+    total_steps: int
+    attention: AttentionChoice | None
+
+
+def plan_run(
+    settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
+) -> RunPlan:
+    """Work out accumulation, steps, attention and memory; log the arithmetic.
+
+    Hands Trainer the two numbers that follow from the settings (gradient_accumulation_steps and
+    max_steps). Raises ConfigurationError when the global batch does not divide, the data is
+    smaller than one global batch, or no attention keeps packed documents apart.
+    """
+    run, training = settings.run, settings.training
+    micro_batch = training.per_device_train_batch_size
+    accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
+    rows = len(data.train)
+    if rows < run.global_batch_size:
+        raise ConfigurationError(
+            f"the training data makes {rows:,} sequences, fewer than global_batch_size "
+            f"{run.global_batch_size:,}: lower it, or add data."
+        )
+    total_steps = training.max_steps
+    if total_steps <= 0:
+        # The last global batch is filled from the epoch after the last one, never cut short.
+        total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
+    training.gradient_accumulation_steps = accumulation
+    training.max_steps = total_steps
+    training.ignore_data_skip = True  # the loader starts at the step itself, see DataPosition
+    order = SampleOrder(data.train.rows_per_source, training.seed, data.weights)
+    sampler = GlobalBatchSampler(
+        order,
+        run.global_batch_size,
+        micro_batch,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        total_steps=total_steps,
+    )
+    length = settings.data.sequence_length
+    logger.info("batch: %s", batch_arithmetic(micro_batch, length, launch.world_size, accumulation))
+    logger.info(
+        "run: %s steps = %.2f epochs of %s sequences = %s tokens with padding",
+        f"{total_steps:,}",
+        sampler.epoch_at(total_steps),
+        f"{rows:,}",
+        f"{total_steps * run.global_batch_size * length:,}",
+    )
+    attention = _attention(settings, config, launch)
+    logger.info("memory: %s (a rule of thumb)", estimate_memory(settings, config, launch))
+    return RunPlan(sampler, total_steps, attention)
+
+
+def _attention(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> AttentionChoice | None:
+    """Choose the attention and prove that it keeps packed documents apart in this model."""
+    model, training = settings.model, settings.training
+    if settings.run.dry_run and launch.device == "cpu" and "ACCELERATE_USE_CPU" not in os.environ:
+        # A login node: its kernels say nothing about those of the compute nodes.
+        logger.info(
+            "attention: %s, settled on the compute node (there is no accelerator here)",
+            model.attn_implementation,
+        )
+        return None
+    weights = weights_dtype(model, config)
+    compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    choice = choose_attention(
+        model.attn_implementation, config, launch.device, weights, compute_dtype=compute
+    )
+    report = check_isolation(config, choice.name, training.device, compute or weights)
+    logger.info(
+        "attention: %s; keeps packed documents apart (%d perturbed one by one, %.1f s)",
+        choice.reason,
+        report.documents,
+        report.seconds,
+    )
+    return choice

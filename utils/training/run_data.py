@@ -1,0 +1,160 @@
+"""The packed splits of a run: opened, checked against the tokenizer, and packed into rows."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase
+
+from utils.config.arguments import DataArguments
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.data.loader import PackedDataset
+from utils.data.packing import PackPlan, plan_packing
+from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
+from utils.data.tokenizers import tokenizer_sha256, vocabulary_size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains and evaluates on; `weights` is None when each row counts alike."""
+
+    train: PackedDataset
+    evaluation: dict[str, PackedDataset]
+    weights: list[float] | None
+
+    def fingerprints(self) -> dict[str, list[str]]:
+        """Return the content fingerprints of every split's datasets, for the provenance."""
+        splits = {"train": self.train, **self.evaluation}
+        return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
+
+
+def tokenizer_directory(settings: RunSettings) -> str:
+    """Return where the run's tokenizer is: as given, the model's own, or beside the training data.
+
+    Raises ConfigurationError when training from scratch on data that names no tokenizer.
+    """
+    given = settings.data.tokenizer_name_or_path or settings.model.model_name_or_path
+    if given:
+        return given
+    source = settings.data.train_sources[0].directory
+    directory = _first_rank_first(lambda: open_token_dataset(source)).tokenizer_path
+    if directory is None:
+        raise ConfigurationError(
+            f"{source} does not say which tokenizer made it (it has no stoker.json), and a model "
+            "from scratch has none of its own: give --tokenizer_name_or_path."
+        )
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"the tokenizer of {source} should be in {directory}, which is not there: copy it "
+            "along with the data, or give --tokenizer_name_or_path."
+        )
+    return str(directory)
+
+
+def load_run_data(
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase, *, fine_tuning: bool
+) -> RunData:
+    """Open, check and pack every split; training ranks read no text and map no dataset.
+
+    Fine-tuning needs a loss-bearing token in every document and does with long ones what
+    --on_overlong says; pretraining splits them. Raises ConfigurationError with the problems of all
+    splits at once.
+    """
+    data = settings.data
+    sources = data.train_sources
+    named = [("train", source.directory) for source in sources]
+    named += list(data.eval_splits.items())
+    problems: list[str] = []
+    opened: list[TokenDataset] = []
+    for split, directory in named:
+        try:
+            # An evaluation split of a folder of splits goes by its own name.
+            opened.append(_open(directory, split, tokenizer, fine_tuning))
+        except ConfigurationError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigurationError(problems)
+    rows = [_pack(dataset, data, fine_tuning) for dataset in opened]
+    packed = {
+        name: _packed(name, [rows[index]], tokenizer)
+        for index, (name, _) in enumerate(named[len(sources) :], start=len(sources))
+    }
+    weights = [source.weight for source in sources if source.weight is not None]
+    return RunData(_packed("train", rows[: len(sources)], tokenizer), packed, weights or None)
+
+
+def _open(
+    directory: str, split: str, tokenizer: PreTrainedTokenizerBase, fine_tuning: bool
+) -> TokenDataset:
+    dataset = _first_rank_first(lambda: open_token_dataset(directory, split))
+    problems = dataset_problems(dataset, vocabulary_size(tokenizer), needs_loss_tokens=fine_tuning)
+    known = dataset.tokenizer_sha256
+    if known is not None and known != tokenizer_sha256(tokenizer):
+        problems.append(
+            f"{dataset.path} was made with another tokenizer than the one at "
+            f"{tokenizer.name_or_path}: use that one (--tokenizer_name_or_path), or prepare the "
+            "data again with this one."
+        )
+    if problems:
+        raise ConfigurationError(problems)
+    return dataset
+
+
+def _first_rank_first(open_dataset: Callable[[], TokenDataset]) -> TokenDataset:
+    """Let rank 0 measure a dataset without stoker.json once; the others find the result cached."""
+    with PartialState().main_process_first():
+        return open_dataset()
+
+
+def _pack(
+    dataset: TokenDataset, data: DataArguments, fine_tuning: bool
+) -> tuple[TokenDataset, PackPlan]:
+    plan = plan_packing(
+        dataset.lengths,
+        data.sequence_length,
+        data.packing,
+        data.on_overlong if fine_tuning else "split",
+        has_targets=dataset.has_targets if fine_tuning else None,
+        where=str(dataset.path),
+    )
+    return dataset, plan
+
+
+def _packed(
+    name: str, rows: list[tuple[TokenDataset, PackPlan]], tokenizer: PreTrainedTokenizerBase
+) -> PackedDataset:
+    for dataset, plan in rows:
+        logger.info("%s: %s", name, packing_line(dataset, plan))
+    datasets, plans = zip(*rows, strict=True)
+    return PackedDataset(datasets, plans, pad_token_id=tokenizer.pad_token_id)
+
+
+def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
+    """Write out what packing made of a dataset: documents, tokens, rows, and what was left out."""
+    found = dataset.statistics
+    line = (
+        f"{_shortened(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
+        f"{plan.rows:,} sequences of {plan.sequence_length:,} ({plan.fill:.1%} filled)"
+    )
+    if dataset.loss_mask is None:
+        line += ", every token bears loss"
+    else:
+        line += f", {found.loss_tokens / found.tokens:.1%} of them bear loss ({dataset.loss_mask})"
+    counts = {
+        "split": plan.split,
+        "truncated": plan.truncated,
+        "dropped as too long": plan.dropped,
+        "dropped as truncation left no loss-bearing token": plan.truncated_without_loss,
+        "left out with a single token": plan.without_targets,
+    }
+    told = [f"{count:,} {what}" for what, count in counts.items() if count]
+    return f"{line}; documents {', '.join(told)}" if told else line
+
+
+def _shortened(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

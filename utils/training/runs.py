@@ -1,0 +1,200 @@
+"""The run directory: claimed before training, resumed by starting again, finished with a model."""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer
+
+from utils.cluster.launch import LaunchFacts
+from utils.cluster.wandb_setup import prepare_wandb
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.training.checkpoints import resume_point
+from utils.training.export import FINAL, export_final
+from utils.training.plan import RunPlan
+from utils.training.provenance import write_provenance
+from utils.training.run_data import RunData
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.yaml"
+PROVENANCE = "provenance.json"
+
+# What a run is: another value of one of these is another run, not the same one going on.
+IDENTITY = (
+    "train_data",
+    "sequence_length",
+    "packing",
+    "on_overlong",
+    "global_batch_size",
+    "seed",
+    "model_name_or_path",
+    "model_revision",
+    "model_config",
+    "tokenizer_name_or_path",
+    "dtype",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A claimed run directory: what to go on from, and whether anything is left to do."""
+
+    output_dir: Path
+    resume_from: str | None
+    finished: bool
+
+
+def start_run(
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, *, script: str
+) -> Run:
+    """Claim ``--output_dir`` for these settings and record how this start came about.
+
+    A new or empty directory starts a run; the directory of the same run goes on from its newest
+    complete checkpoint. Writes config.yaml (once) and provenance.json (an entry a start). Rank 0
+    looks and decides for all ranks. Raises ConfigurationError, with nothing written, for the
+    directory of another run or of no run at all.
+    """
+    assert plan.attention is not None, "only a dry run leaves it open"
+    facts = {
+        "script": script,
+        "data": data.fingerprints(),
+        "attention": dataclasses.asdict(plan.attention),
+    }
+    decision: list[Any] = [None, []]
+    if launch.rank == 0:
+        try:
+            decision[0] = _claim(settings, facts, launch, plan.total_steps)
+        except ConfigurationError as error:
+            decision[1] = error.problems
+    broadcast_object_list(decision)
+    run, problems = decision
+    if problems:
+        raise ConfigurationError(problems)
+    if not run.finished:
+        prepare_wandb(settings.training.report_to, run.output_dir, launch.rank)
+    return run
+
+
+def finish_run(trainer: Trainer) -> None:
+    """Evaluate if the last step was not, write ``final/``, and say where everything is."""
+    step = trainer.state.global_step
+    evaluated = any(
+        entry["step"] == step and any(key.startswith("eval_") for key in entry)
+        for entry in trainer.state.log_history
+    )
+    if trainer.eval_dataset and not evaluated:
+        trainer.evaluate()
+    final = export_final(trainer)
+    if trainer.state.best_model_checkpoint:
+        logger.info(
+            "best checkpoint: %s (%s = %.4f)",
+            trainer.state.best_model_checkpoint,
+            trainer.args.metric_for_best_model,
+            trainer.state.best_metric,
+        )
+    kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
+    logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
+
+
+def _claim(
+    settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, total_steps: int
+) -> Run:
+    output_dir = Path(settings.training.output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
+    known = _known_files(output_dir)
+    if known:
+        problems = _other_run(output_dir, settings.resolved, facts)
+        if problems:
+            raise ConfigurationError(problems)
+    resume_from = resume_point(output_dir) if known else None
+    if resume_from is None and (output_dir / FINAL).exists():
+        raise ConfigurationError(
+            f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
+            "another --output_dir; nothing is written over."
+        )
+    if not known:
+        _write_config(output_dir, settings.resolved)
+    write_provenance(output_dir / PROVENANCE, launch, resumed_from=resume_from, **facts)
+    finished = _is_finished(output_dir, resume_from, total_steps)
+    if finished:
+        logger.info("%s is finished: nothing is left to do", output_dir)
+    return Run(output_dir, resume_from, finished)
+
+
+def _known_files(output_dir: Path) -> bool:
+    """Return whether the directory holds a run; raise when it holds something else."""
+    if not output_dir.exists():
+        _make(output_dir)
+    if not os.access(output_dir, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"--output_dir {output_dir} cannot be written to.")
+    if (output_dir / CONFIG).is_file():
+        return True
+    others = sorted(path.name for path in output_dir.iterdir())
+    if others:
+        raise ConfigurationError(
+            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
+            f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}): name another directory; "
+            "nothing is written over."
+        )
+    return False
+
+
+def _make(output_dir: Path) -> None:
+    try:
+        output_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--output_dir {output_dir} cannot be made: {error.strerror}."
+        ) from error
+
+
+def _other_run(output_dir: Path, now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Return why the directory belongs to another run; say aloud what changed harmlessly."""
+    before = yaml.safe_load((output_dir / CONFIG).read_text(encoding="utf-8"))
+    last = json.loads((output_dir / PROVENANCE).read_text(encoding="utf-8"))["starts"][-1]
+    if last["script"] != facts["script"]:
+        return [f"{output_dir} holds a run of {last['script']}: name another --output_dir."]
+    changed = {key: value for key, value in now.items() if before.get(key) != value}
+    problems = [
+        f"{output_dir} holds another run: its {key} is {before.get(key)}, now it is "
+        f"{value}. Name another --output_dir, or give the old value to go on."
+        for key, value in changed.items()
+        if key in IDENTITY
+    ]
+    if last["data"]["train"] != facts["data"]["train"]:
+        problems.append(
+            f"the training data changed since {output_dir} was started (its content fingerprint "
+            "differs): name another --output_dir, or put the old data back."
+        )
+    for key in sorted(changed.keys() - set(IDENTITY)):
+        logger.warning("%s was %s in this run, now it is %s", key, before.get(key), changed[key])
+    return problems
+
+
+def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
+    """Write the resolved settings, atomically; the file is a recipe for the same run."""
+    text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
+    text += yaml.safe_dump(dict(resolved), sort_keys=False)
+    partial = output_dir / f".{CONFIG}.partial"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(output_dir / CONFIG)
+
+
+def _is_finished(output_dir: Path, resume_from: str | None, total_steps: int) -> bool:
+    if resume_from is None or not (output_dir / FINAL).exists():
+        return False
+    return int(Path(resume_from).name.removeprefix("checkpoint-")) >= total_steps
