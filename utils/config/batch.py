@@ -13,7 +13,7 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
         return global_batch_size // at_once
-    below = global_batch_size // at_once * at_once
+    below = max(global_batch_size, 0) // at_once * at_once
     nearest = [size for size in (below, below + at_once) if size > 0]
     advice = f"use global_batch_size {' or '.join(map(str, nearest))}"
     if smaller := _fitting_micro_batch(global_batch_size, micro_batch_size, world_size):

@@ -18,7 +18,7 @@ _REFERENCE = re.compile(
 
 
 class InterpolationError(ValueError):
-    """A `${...}` that cannot be resolved; the text says why."""
+    """A `${...}` that leads nowhere; the text says why."""
 
 
 def has_interpolation(value: Any) -> bool:
@@ -33,15 +33,20 @@ def resolve_interpolations(
 
     Returns the resolved values, and for each setting that could not be resolved the reason.
     """
-    interpolated = [name for name, value in values.items() if has_interpolation(value)]
     resolved, faults = dict(values), {}
+    interpolated = [name for name, value in values.items() if has_interpolation(value)]
     for name in interpolated:
-        try:
-            for text in _strings(values[name]):
-                _check_references(text)
-            resolved[name] = _resolve(name, context)
-        except InterpolationError as fault:
-            faults[name] = str(fault)
+        for text in _strings(values[name]):
+            if fault := _reference_fault(text):
+                faults[name] = fault
+    # OmegaConf parses every value it is given: one bad value must not spoil the others.
+    sound = {name: value for name, value in context.items() if name not in faults}
+    for name in interpolated:
+        if name in sound:
+            try:
+                resolved[name] = _resolve(name, sound)
+            except InterpolationError as error:
+                faults[name] = str(error)
     return resolved, faults
 
 
@@ -58,21 +63,21 @@ def _resolve(name: str, context: Mapping[str, Any]) -> Any:
         raise InterpolationError("the settings refer to each other in a circle") from error
 
 
-def _check_references(text: str) -> None:
-    """Refuse every `${` that is neither a setting nor an allowed environment variable."""
+def _reference_fault(text: str) -> str | None:
+    """Say what is wrong with a `${` that is neither a setting nor an allowed variable."""
     references = {match.start(): match for match in _REFERENCE.finditer(text)}
-    for start in (match.start() for match in re.finditer(r"\$\{", text)):
-        if start not in references:
-            raise InterpolationError(
-                f"{text!r}: only ${{setting}} and ${{oc.env:VARIABLE}} are understood"
-            )
-        variable = references[start]["variable"]
+    for opening in re.finditer(r"\$\{", text):
+        reference = references.get(opening.start())
+        if reference is None:
+            return f"{text!r}: only ${{setting}} and ${{oc.env:VARIABLE}} are understood"
+        variable = reference["variable"]
         if variable is not None and not _ALLOWED_PATTERN.fullmatch(variable):
-            raise InterpolationError(
+            return (
                 f"the environment variable {variable!r} may hold a secret, which would end in "
                 f"logs and files; allowed are {', '.join(ALLOWED_VARIABLES)}, SLURM_JOB_* and "
                 "SLURM_ARRAY_*"
             )
+    return None
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -57,7 +57,9 @@ def parse_arguments(
     given, faults = _checked(parser.declared, given)
     missing = _missing(parser.declared, given.keys() | faults.keys() | flags.faulty)
     problems = flags.problems + recipes.problems
-    problems += [f"{sources[name]}: {name}: {fault}" for name, fault in faults.items()]
+    for name, fault in faults.items():
+        where = sources[name] if name in flags.values else f"{sources[name]}: {name}"
+        problems.append(f"{where}: {fault}")
     if not recipes.problems:
         problems += missing.values()
     unusable = frozenset(faults.keys() | missing.keys() | flags.faulty)

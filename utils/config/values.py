@@ -34,7 +34,9 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     if value is None and NoneType in members:
         return None
     if declaration.choices is not None:
-        _check_choice(declaration.choices, value)
+        several = isinstance(value, list) and list in map(_origin, members)
+        for item in value if several else [value]:
+            _check_choice(declaration.choices, item)
         return value
     if dict in map(_origin, members):
         # transformers writes `dict | str`, the string being JSON or a file: JSON alone is taken.
@@ -58,10 +60,9 @@ def shown(value: Any) -> str:
 
 
 def _check_choice(choices: tuple[Any, ...], value: Any) -> None:
-    for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, str | int) or isinstance(item, bool) or item not in choices:
-            allowed = ", ".join(map(str, choices))
-            raise WrongValueError(f"expected one of {allowed}; got {shown(item)}")
+    if not isinstance(value, str | int) or isinstance(value, bool) or value not in choices:
+        allowed = ", ".join(map(str, choices))
+        raise WrongValueError(f"expected one of {allowed}; got {shown(value)}")
 
 
 def _origin(hint: Any) -> Any:
