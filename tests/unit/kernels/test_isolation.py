@@ -1,0 +1,207 @@
+"""The leak probe passes what keeps documents apart and refuses what does not."""
+
+import random
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from utils.config.errors import ConfigurationError
+from utils.kernels.isolation import check_isolation
+from utils.kernels.packed_varlen import register_packed_varlen
+from utils.kernels.probe_model import build_probe_model, observe_attention, probe_config
+from utils.kernels.varlen import PER_DOCUMENT, AttentionNeeds
+
+LLAMA_8B = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 32,
+}  # fmt: skip
+# At their published sizes, which the probe cuts.
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA_8B),
+    "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "gpt2": transformers.GPT2Config,
+    "gpt_neox": transformers.GPTNeoXConfig,
+    "phi3": transformers.Phi3Config,
+    "olmo2": transformers.Olmo2Config,
+    "gpt_oss": transformers.GptOssConfig,
+    "mixtral": transformers.MixtralConfig,
+    "deepseek_v3": transformers.DeepseekV3Config,
+}
+
+
+def config_of(name):
+    config = CONFIGS[name]()
+    config.use_cache = False
+    return config
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register_packed_varlen(PER_DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in CONFIGS]
+    + [(name, torch.bfloat16) for name in ("llama", "mistral", "gpt_oss")],
+)
+def test_packed_varlen_keeps_documents_apart(name, dtype):
+    report = check_isolation(config_of(name), "packed_varlen", "cpu", dtype)
+    assert report.documents == 7
+    assert report.model_type == config_of(name).model_type
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_block_masks_keep_documents_apart(name, attention):
+    check_isolation(config_of(name), attention, "cpu", torch.float32)
+
+
+def leaking(module, query, key, value, attention_mask=None, **kwargs):
+    """Attend causally over whole rows, whatever documents they hold."""
+    output = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
+    )
+    return output.transpose(1, 2), None
+
+
+def looking_ahead(module, query, key, value, attention_mask=None, **kwargs):
+    """Attend to the row in both directions."""
+    output = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
+def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs):
+    """Attend right within documents, then add a little of the other row's values."""
+    output, _ = AttentionInterface()["packed_varlen"](module, query, key, value, None, **kwargs)
+    return output + 1e-3 * output.mean(dim=1, keepdim=True).flip(0), None
+
+
+@pytest.mark.parametrize("attention", [leaking, looking_ahead, leaking_across_rows])
+def test_a_leaking_attention_is_refused(attention):
+    AttentionInterface.register(attention.__name__, attention)
+    with pytest.raises(
+        ConfigurationError,
+        match=f"'llama' under .* {attention.__name__} lets packed documents see each other.*"
+        "use --attn_implementation packed_varlen$",
+    ):
+        check_isolation(config_of("llama"), attention.__name__, "cpu", torch.float32)
+
+
+def test_an_attention_that_passes_nothing_on_proves_nothing():
+    def blind(module, query, key, value, attention_mask=None, **kwargs):
+        return query.new_zeros(query.transpose(1, 2).shape), None
+
+    AttentionInterface.register("blind", blind)
+    with pytest.raises(ConfigurationError, match="nothing can be said about leaks"):
+        check_isolation(config_of("llama"), "blind", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8),
+        transformers.RecurrentGemmaConfig(
+            hidden_size=64, num_attention_heads=2, head_dim=32, lru_width=64, intermediate_size=96
+        ),
+        transformers.JambaConfig(
+            hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96
+        ),
+    ],
+    ids=["mamba", "recurrent_gemma", "jamba"],
+)
+def test_a_recurrent_model_is_refused(config):
+    config.use_cache = False
+    with pytest.raises(ConfigurationError, match=r"see each other.*layers are all attention$"):
+        check_isolation(config, "eager", "cpu", torch.float32)
+
+
+def test_masks_blinded_by_the_cache_are_refused():
+    config = config_of("llama")
+    config.use_cache = True
+    with pytest.raises(ConfigurationError, match="set use_cache to false"):
+        check_isolation(config, "sdpa", "cpu", torch.float32)
+
+
+def test_a_model_that_takes_no_packed_batches_is_refused():
+    config = transformers.Qwen3NextConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, use_cache=False
+    )
+    with pytest.raises(ConfigurationError, match=r"'qwen3_next' does not take packed|see each"):
+        check_isolation(config, "eager", "cpu", torch.float32)
+
+
+def test_an_attention_that_computes_something_else_is_refused():
+    # Llama 4 attends in chunks, which are in its masks alone.
+    config = transformers.Llama4TextConfig(use_cache=False)
+    with pytest.raises(ConfigurationError, match=r"computes other logits than eager .*sdpa$"):
+        check_isolation(config, "packed_varlen", "cpu", torch.float32)
+
+
+def test_a_config_that_cannot_be_built_is_refused():
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4)
+    config.hidden_act = "no such activation"
+    with pytest.raises(ConfigurationError, match=r"no small model could be built .*KeyError"):
+        check_isolation(config, "eager", "cpu", torch.float32)
+
+
+def test_the_probe_leaves_random_numbers_and_the_config_alone():
+    config = config_of("gpt2")
+    before_config = config.to_dict()
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    python, vector = random.getstate(), numpy.random.get_state()[1].copy()
+    observe_attention(probe_config(config))
+    check_isolation(config, "packed_varlen", "cpu", torch.float32)
+    assert torch.equal(torch.rand(3), expected)
+    assert random.getstate() == python
+    assert (numpy.random.get_state()[1] == vector).all()
+    assert config.to_dict() == before_config
+
+
+def test_the_probe_keeps_what_attention_sees():
+    probe = probe_config(transformers.Gemma3TextConfig())
+    whole = transformers.Gemma3TextConfig()
+    assert probe.head_dim == whole.head_dim
+    assert probe.sliding_window == whole.sliding_window
+    assert probe.rope_parameters == whole.rope_parameters
+    assert probe.layer_types == ["sliding_attention", "full_attention"]
+    groups = [c.num_attention_heads // c.num_key_value_heads for c in (probe, whole)]
+    assert groups[0] == groups[1]
+    assert sum(p.numel() for p in build_probe_model(probe, "eager").parameters()) < 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("llama", AttentionNeeds(128)),
+        ("gemma2", AttentionNeeds(256, softcap=True)),
+        ("gpt_oss", AttentionNeeds(64, sinks=True)),
+        ("gpt2", AttentionNeeds(64, dropout=0.1)),
+    ],
+)
+def test_what_a_model_asks_of_its_attention_is_seen(name, needs):
+    assert observe_attention(probe_config(config_of(name))) == needs
+
+
+def test_a_model_without_the_attention_interface_is_seen_as_such():
+    assert observe_attention(probe_config(transformers.MambaConfig(hidden_size=64))) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"])
+def test_the_chosen_cuda_kernel_keeps_documents_apart(name):
+    from utils.kernels.attention import choose_attention
+
+    choice = choose_attention("auto", config_of(name), "cuda", torch.bfloat16)
+    assert choice.name == "packed_varlen"
+    check_isolation(config_of(name), choice.name, "cuda", torch.bfloat16)

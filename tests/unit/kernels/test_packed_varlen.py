@@ -1,0 +1,237 @@
+"""Packed forward and backward passes equal the documents one by one, on real architectures."""
+
+import pytest
+import torch
+import transformers
+
+from utils.config.errors import ConfigurationError
+from utils.kernels import packed_varlen as subject
+from utils.kernels.packed_varlen import packed_varlen, register_packed_varlen
+from utils.kernels.per_document import per_document_sdpa
+from utils.kernels.varlen import PER_DOCUMENT, VarlenKernel
+
+VOCABULARY = 61
+ROWS = ((7, 5, 9, 3), (4, 13, 7))
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+# Sizes under the names GPT-2 has for them; its dropout is on by default.
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama-mha": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
+    "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=4),
+    "gemma2-softcap": lambda: transformers.Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "gemma3-mixed": lambda: transformers.Gemma3TextConfig(
+        **GROUPED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "phi3": lambda: transformers.Phi3Config(**GROUPED),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "gpt_oss-sinks": lambda: transformers.GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=4
+    ),
+}
+# transformers' gpt-oss makes its masks without position_ids, so that only packed_varlen packs.
+MASKED = [name for name in CONFIGS if "gpt_oss" not in name]
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register_packed_varlen(PER_DOCUMENT)
+
+
+def build(name, attention, dtype=torch.float32):
+    config = CONFIGS[name]()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # Weights large enough for what a document sees to show in its logits.
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype).train()
+
+
+def packed_batch():
+    tokens = torch.randint(1, VOCABULARY, (len(ROWS), sum(ROWS[0])), generator=generator(3))
+    lengths = [length for row in ROWS for length in row]
+    ends = torch.tensor([0, *lengths, 0, 0, 0]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths]).view_as(tokens)
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": tokens.shape[1],
+        "max_length_k": tokens.shape[1],
+    }
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def one_by_one(model, tokens):
+    """Return the logits of each document run alone, laid out as the packed rows are."""
+    rows = []
+    for row, lengths in zip(tokens, ROWS, strict=True):
+        parts = [model(input_ids=part[None]).logits[0] for part in row.split(list(lengths))]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def loss(logits):
+    weights = torch.randn(logits.shape, generator=generator(5))
+    return (logits.float() * weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, "packed_varlen") for name in CONFIGS]
+    + [(name, "eager") for name in MASKED]
+    + [(name, "sdpa") for name in MASKED if name != "gemma2-softcap"],
+)
+def test_packed_equals_one_by_one(name, attention):
+    packed_model, single_model = build(name, attention), build(name, "eager")
+    batch = packed_batch()
+    packed = packed_model(**batch).logits
+    single = one_by_one(single_model, batch["input_ids"])
+    torch.testing.assert_close(packed, single, rtol=1e-5, atol=1e-5 * single.abs().max().item())
+    loss(packed).backward()
+    loss(single).backward()
+    for (key, ours), theirs in zip(
+        packed_model.named_parameters(), single_model.parameters(), strict=True
+    ):
+        if theirs.grad is None:
+            assert ours.grad is None, key
+            continue
+        scale = theirs.grad.abs().max().item()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2-softcap"])
+def test_packed_equals_one_by_one_in_bf16(name):
+    batch = packed_batch()
+    packed = build(name, "packed_varlen", torch.bfloat16)(**batch).logits
+    single = one_by_one(build(name, "eager", torch.bfloat16), batch["input_ids"])
+    error = (packed - single).abs().max() / single.abs().max()
+    assert error < 0.05
+
+
+def test_autocast_computes_attention_in_its_dtype():
+    seen = []
+    kernel = VarlenKernel(
+        "spy",
+        "spy",
+        PER_DOCUMENT.features,
+        lambda q, k, v, *rest: (
+            seen.append({q.dtype, k.dtype, v.dtype}) or per_document_sdpa(q, k, v, *rest)
+        ),
+        on_cuda_only=False,
+    )
+    register_packed_varlen(kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        build("llama", "packed_varlen")(**packed_batch())
+    assert seen == [{torch.bfloat16}] * 2
+
+
+def test_rows_without_packing_need_no_cu_seq_lens_in_evaluation():
+    tokens = packed_batch()["input_ids"]
+    with torch.no_grad():
+        ours = build("mistral-window", "packed_varlen").eval()(input_ids=tokens).logits
+        theirs = build("mistral-window", "eager").eval()(input_ids=tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_packing_without_cu_seq_lens_is_refused():
+    model, batch = build("llama", "packed_varlen"), packed_batch()
+    only_positions = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with pytest.raises(ConfigurationError, match="given no cu_seq_lens_q"):
+        model(input_ids=batch["input_ids"])
+    with pytest.raises(ConfigurationError, match="given no cu_seq_lens_q"):
+        model.eval()(**only_positions)
+
+
+def test_generation_is_refused_with_the_way_out():
+    model = build("llama", "packed_varlen").eval()
+    with pytest.raises(ConfigurationError, match=r"1 queries .*set_attn_implementation\('sdpa'\)"):
+        model.generate(packed_batch()["input_ids"][:, :4], max_new_tokens=3, use_cache=True)
+
+
+def states(length=6):
+    return [torch.randn(1, heads, length, 8, generator=generator(heads)) for heads in (4, 2, 2)]
+
+
+class Attention(torch.nn.Module):
+    is_causal = True
+
+
+def test_a_mask_is_refused():
+    with pytest.raises(ConfigurationError, match="given an attention mask"):
+        packed_varlen(Attention(), *states(), torch.ones(1, 1, 6, 6))
+
+
+def test_attention_in_both_directions_is_refused():
+    module = Attention()
+    with pytest.raises(ConfigurationError, match="attends in both directions"):
+        packed_varlen(module, *states(), is_causal=False)
+    module.is_causal = False
+    with pytest.raises(ConfigurationError, match="attends in both directions"):
+        packed_varlen(module, *states())
+
+
+@pytest.mark.parametrize(
+    ("terms", "feature"),
+    [
+        ({"softcap": 5.0}, "logit soft caps"),
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"dropout": 0.1}, "attention dropout"),
+    ],
+)
+def test_terms_the_kernel_lacks_are_refused(terms, feature):
+    bare = VarlenKernel("bare", "bare kernel", frozenset(), per_document_sdpa, on_cuda_only=False)
+    with pytest.raises(
+        ConfigurationError, match=f"Attention uses {feature}, .*bare kernel.*_implementation eager"
+    ):
+        packed_varlen(Attention().eval(), *states(), kernel=bare, **terms)
+
+
+def test_a_cuda_kernel_gives_way_on_the_cpu_and_says_so(caplog):
+    def explode(*_):
+        raise AssertionError("ran on the CPU")
+
+    subject._warn_other_kernel.cache_clear()
+    kernel = VarlenKernel("fast", "fast kernel", frozenset(), explode)
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    caplog.set_level("WARNING", logger=subject.logger.name)
+    output, _ = packed_varlen(Attention(), *states(), kernel=kernel, cu_seq_lens_q=ends)
+    expected, _ = packed_varlen(Attention(), *states(), cu_seq_lens_q=ends)
+    torch.testing.assert_close(output, expected)
+    assert "fast kernel does not run on cpu in torch.float32" in caplog.text
+
+
+def test_values_narrower_than_keys_keep_their_width():
+    query, key, value = states()
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    output, _ = packed_varlen(Attention(), query, key, value[..., :5], cu_seq_lens_q=ends)
+    full, _ = packed_varlen(Attention(), query, key, value, cu_seq_lens_q=ends)
+    assert output.shape == (1, 6, 4, 5)
+    torch.testing.assert_close(output, full[..., :5])

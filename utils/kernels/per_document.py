@@ -1,0 +1,111 @@
+"""Causal attention document by document through SDPA: any device, any dtype."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Documents(NamedTuple):
+    """Where documents lie: `cu_seq_lens` int32 (n + 1,), the last value repeated as padding."""
+
+    cu_seq_lens: torch.Tensor
+    max_length: int
+
+
+class ScoreTerms(NamedTuple):
+    """What shapes the scores besides queries and keys; `window` counts the query's own token."""
+
+    scale: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def per_document_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Run SDPA document by document: any device, any dtype, no (tokens, tokens) mask.
+
+    Documents of one length go through one call. Reads the lengths on the host, which waits for
+    the device when `cu_seq_lens` is not on the CPU.
+    """
+    lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
+    assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
+    same_length: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        same_length.setdefault(length, []).append(document)
+    # split and cat have one backward node each; a slice per document would have a zero-filled
+    # gradient of all tokens per document.
+    pieces = [states.split(lengths) for states in (query, key, value)]
+    outputs: list[torch.Tensor] = [query] * len(lengths)
+    for members in same_length.values():
+        rows = [torch.stack([part[document] for document in members]) for part in pieces]
+        query_rows, key_rows, value_rows = (states.transpose(1, 2) for states in rows)
+        attended = causal_sdpa(query_rows, key_rows, value_rows, terms)
+        for document, output in zip(members, attended.transpose(1, 2).unbind(), strict=True):
+            outputs[document] = output
+    return torch.cat(outputs)
+
+
+def causal_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
+) -> torch.Tensor:
+    """Attend causally within each row: (rows, heads, length, dim), fewer kv heads allowed."""
+    if terms.softcap is not None or terms.sinks is not None:
+        return _explicit_attention(query, key, value, terms)
+    length = query.shape[2]
+    windowed = terms.window is not None and length > terms.window
+    mask = _visible(length, terms.window, query.device) if windowed else None
+    grouped = query.shape[1] != key.shape[1]
+    # CUDA has grouped heads in its half precision kernels alone: the rest would fall back to the
+    # one that keeps all scores in memory.
+    native = not query.is_cuda or (query.dtype in HALF_TYPES and mask is None)
+    if grouped and not native:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=terms.dropout,
+        is_causal=mask is None,
+        scale=terms.scale,
+        enable_gqa=grouped and native,
+    )
+
+
+def _explicit_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
+) -> torch.Tensor:
+    """Attend with all scores in memory, as SDPA has neither soft caps nor sinks.
+
+    Soft caps as in Gemma 2 (arXiv 2408.00118, section 2), sinks as in gpt-oss: one more logit per
+    head that takes weight and gives no value.
+    """
+    length, heads = query.shape[2], query.shape[1]
+    key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))
+    scale = query.shape[-1] ** -0.5 if terms.scale is None else terms.scale
+    scores = query @ key.transpose(2, 3) * scale
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = scores.float().masked_fill(~_visible(length, terms.window, query.device), -torch.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
+    return functional.dropout(weights, terms.dropout).to(value.dtype) @ value
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the (query, key) mask that is True where a query sees a key."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)

@@ -1,0 +1,211 @@
+"""A small random model that attends as the user's model does, to try an attention on it."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from utils.config.errors import ConfigurationError
+from utils.kernels.varlen import AttentionNeeds
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY = 64
+WIDTH = 64
+WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
+OBSERVER = "packed_observer"
+
+# What each is called differs by architecture; the attribute that a config has is the one meant.
+MLP_WIDTHS = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "n_inner",
+    "ffn_dim",
+)
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
+# What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
+MISFITS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+)
+
+
+def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that AutoModelForCausalLM builds from this config."""
+    # The mapping has no public name; `_model_mapping` has had this one since transformers 4.
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(model_config) not in mapping:
+        raise ConfigurationError(
+            f"model type {model_config.model_type!r} ({type(model_config).__name__}): transformers "
+            "has no causal language model for it; custom code models are not supported"
+        )
+    model_class: Any = mapping[type(model_config)]
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
+    """Return a small config with the same head dimension, head grouping, windows and positions.
+
+    One layer of each layer type (two at least) remains, as do as many experts as one token uses.
+    Takes the deepest cut that builds and runs.
+    """
+    text_config = model_config.get_text_config(decoder=True)
+    if type(text_config) in AutoModelForCausalLM._model_mapping:
+        model_config = text_config
+    misfit: Exception | None = None
+    for cuts in (
+        (_cut_layers, _cut_widths, _cut_heads),
+        (_cut_layers, _cut_widths),
+        (_cut_layers,),
+    ):
+        try:
+            config = _cut(model_config, cuts)
+            _run(build_probe_model(config, "eager"))
+        except MISFITS as error:
+            logger.debug("a probe of %s does not fit a cut: %s", model_config.model_type, error)
+            misfit = error
+        else:
+            return config
+    raise ConfigurationError(
+        f"model type {model_config.model_type!r}: no small model could be built to check that "
+        f"packed documents stay apart ({type(misfit).__name__}: {misfit})"
+    )
+
+
+def build_probe_model(
+    config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Build the model of a probe config in eval mode; the same weights every time.
+
+    The class is called by itself: from_config would shard the model under DeepSpeed ZeRO-3. Random
+    numbers are drawn on the CPU and its generator is put back.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = attn_implementation
+    model_class: Any = causal_lm_class(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = model_class(config)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
+    """Run a probe config once in training mode and note what its layers ask of the attention.
+
+    Returns None when the model does not attend through transformers' AttentionInterface.
+    """
+    if not causal_lm_class(config)._supports_attention_backend:
+        return None
+    calls: list[AttentionNeeds] = []
+    AttentionInterface.register(OBSERVER, _observer(calls))
+    with torch.random.fork_rng(devices=[]):
+        _run(build_probe_model(config, OBSERVER).train())
+    if not calls:
+        return None
+    head_dims, softcaps, sinks, dropouts = zip(*calls, strict=True)
+    return AttentionNeeds(max(head_dims), any(softcaps), any(sinks), max(dropouts))
+
+
+@torch.no_grad()
+def _run(model: torch.nn.Module) -> None:
+    model(input_ids=torch.arange(1, 5).view(1, -1), use_cache=False)
+
+
+def _observer(calls: list[AttentionNeeds]) -> Callable[..., tuple[torch.Tensor, None]]:
+    def attention(*arguments: Any, **terms: Any) -> tuple[torch.Tensor, None]:
+        _, query, _, value = arguments[:4]
+        softcap, sinks = terms.get("softcap") is not None, terms.get("s_aux") is not None
+        calls.append(AttentionNeeds(query.shape[-1], softcap, sinks, terms.get("dropout", 0.0)))
+        rows, heads, length, _ = query.shape
+        return query.new_zeros(rows, length, heads, value.shape[-1]), None
+
+    return attention
+
+
+def _cut(
+    model_config: PretrainedConfig, cuts: tuple[Callable[[PretrainedConfig], None], ...]
+) -> PretrainedConfig:
+    config = copy.deepcopy(model_config)
+    config.vocab_size = VOCABULARY
+    if hasattr(config, "vocab_size_per_layer_input"):  # Gemma 3n
+        config.vocab_size_per_layer_input = VOCABULARY
+    config.pad_token_id = 0
+    config.bos_token_id = config.eos_token_id = None
+    for cut in cuts:
+        cut(config)
+    return config
+
+
+def _cut_layers(config: PretrainedConfig) -> None:
+    """Keep the first layer of each type, and every list of one entry per layer in step."""
+    layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["attention"] * layers
+    first_of_type = {types.index(kind) for kind in types}
+    kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
+    per_layer = {
+        name: [value[layer] for layer in kept]
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    config.num_hidden_layers = len(kept)
+    if hasattr(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
+    for name, value in per_layer.items():
+        setattr(config, name, value)
+
+
+def _cut_widths(config: PretrainedConfig) -> None:
+    """Narrow the MLPs and keep just as many experts as a token uses.
+
+    With more experts, perturbed tokens would change how many tokens an expert gets and so, by
+    rounding alone, what the other documents see.
+    """
+    for name in MLP_WIDTHS:
+        width = getattr(config, name, None)
+        if isinstance(width, int):
+            setattr(config, name, min(width, WIDTH))
+        elif isinstance(width, list):
+            setattr(config, name, [min(each, WIDTH) for each in width])
+    per_token = next((getattr(config, n) for n in EXPERTS_PER_TOKEN if hasattr(config, n)), None)
+    for name in EXPERTS:
+        if per_token and isinstance(getattr(config, name, None), int):
+            setattr(config, name, per_token)
+    for name in ("n_group", "topk_group"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 1)
+
+
+def _cut_heads(config: PretrainedConfig) -> None:
+    """Keep two key/value heads with their groups of query heads, one where groups are wide."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    group = heads // kv_heads
+    kept = min(kv_heads, 2 if 2 * group * head_dim <= WIDEST else 1)
+    config.num_attention_heads = group * kept
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = kept
+    config.hidden_size = config.num_attention_heads * head_dim
+
+
+# Deepest first. All of them narrow the MLPs, without which a probe could take gigabytes.
+CUTS = (
+    (_cut_layers, _cut_widths, _cut_heads),
+    (_cut_layers, _cut_widths),
+    (_cut_widths, _cut_heads),
+)

@@ -1,0 +1,182 @@
+"""Causal attention over packed documents: every kernel there is, behind one signature.
+
+A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of a
+whole micro-batch laid end to end, `Documents` and `ScoreTerms`, and returns (tokens, heads,
+value_dim).
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from utils.kernels.per_document import HALF_TYPES, Documents, ScoreTerms, per_document_sdpa
+
+# Above this FlashAttention 2, 3 and torch's copy of it have no kernel.
+MAX_FLASH_HEAD_DIM = 256
+
+
+class AttentionNeeds(NamedTuple):
+    """What a model asks of its attention kernel; `dropout` is the probability in training."""
+
+    head_dim: int
+    softcap: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+
+
+KernelFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Documents, ScoreTerms], torch.Tensor
+]
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """A kernel that can run here: `features` names what it computes besides plain attention."""
+
+    name: str
+    label: str
+    features: frozenset[str]
+    run: KernelFunction
+    on_cuda_only: bool = True
+
+    def missing(self, needs: AttentionNeeds) -> list[str]:
+        """Name what the model needs and this kernel does not compute; empty when it fits."""
+        wanted = {
+            "softcap": (needs.softcap, "logit soft caps"),
+            "sinks": (needs.sinks, "attention sinks"),
+            "dropout": (needs.dropout > 0, f"attention dropout ({needs.dropout:g})"),
+        }
+        missing = [text for key, (on, text) in wanted.items() if on and key not in self.features]
+        if self.on_cuda_only and (needs.head_dim > MAX_FLASH_HEAD_DIM or needs.head_dim % 8):
+            missing.append(f"a head dimension of {needs.head_dim}")
+        return missing
+
+
+def _flash(
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
+    options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
+    # The backward pass adds up with atomics unless asked not to.
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if terms.window is not None:
+        options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
+    if terms.softcap is not None:
+        options["softcap"] = terms.softcap
+    if terms.dropout:
+        options["dropout_p"] = terms.dropout
+    if terms.sinks is not None:
+        options["s_aux"] = terms.sinks.to(query.dtype)
+    output = function(
+        query,
+        key,
+        value,
+        cu_seqlens_q=documents.cu_seq_lens,
+        cu_seqlens_k=documents.cu_seq_lens,
+        max_seqlen_q=documents.max_length,
+        max_seqlen_k=documents.max_length,
+        **options,
+    )
+    return output[0] if isinstance(output, tuple) else output
+
+
+PER_DOCUMENT = VarlenKernel(
+    "per_document_sdpa",
+    "per-document SDPA",
+    frozenset({"dropout", "softcap", "sinks"}),
+    per_document_sdpa,
+    on_cuda_only=False,
+)
+
+
+def _import_function(module: str, name: str) -> Callable[..., torch.Tensor] | str:
+    """Import a kernel; what is missing, or built for another torch, is told as a string."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        return f"no module named {error.name}"
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{module} is installed but broken ({error})"
+
+
+def load_flash_attention(version: int) -> VarlenKernel | str:
+    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or say why not."""
+    module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
+    function = _import_function(module, "flash_attn_varlen_func")
+    if isinstance(function, str):
+        return function
+    parameters = inspect.signature(function).parameters
+    spelled = {"softcap": "softcap", "dropout": "dropout_p", "sinks": "s_aux"}
+    features = frozenset(feature for feature, name in spelled.items() if name in parameters)
+    label = f"FlashAttention {version}"
+    return VarlenKernel(f"flash_attention_{version}", label, features, partial(_flash, function))
+
+
+def load_torch_varlen() -> VarlenKernel | str:
+    """Load torch's own variable-length attention, or say why not."""
+    function = _import_function("torch.nn.attention.varlen", "varlen_attn")
+    if isinstance(function, str):
+        return function
+    # Before torch 2.12 there is no such option, and grouped heads are not documented.
+    takes_gqa = "enable_gqa" in inspect.signature(function).parameters
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents,
+        terms: ScoreTerms,
+    ) -> torch.Tensor:
+        repeats = 1 if takes_gqa else query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+        options = {"enable_gqa": True} if takes_gqa else {}
+        window = (-1 if terms.window is None else terms.window - 1, 0)
+        ends, longest = documents
+        return function(
+            query, key, value, ends, ends, longest, longest,
+            scale=terms.scale, window_size=window, **options,
+        )  # fmt: skip
+
+    return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)
+
+
+def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
+    """Load the CUDA kernels, best first, each with its label and why it cannot run."""
+    if dtype not in HALF_TYPES:
+        return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return [("flash kernels", f"compute capability {major}.{minor}, below 8.0")]
+    hopper = load_flash_attention(3) if major == 9 else "not a Hopper GPU"
+    return [
+        ("FlashAttention 3", hopper),
+        ("FlashAttention 2", load_flash_attention(2)),
+        ("torch's varlen_attn", load_torch_varlen()),
+    ]
+
+
+def find_kernels(
+    device_type: str, dtype: torch.dtype, needs: AttentionNeeds
+) -> tuple[list[VarlenKernel], list[str]]:
+    """Find the kernels that compute all of `needs` here, best first, and why others do not."""
+    candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
+    usable, refusals = [], []
+    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT)]:
+        if isinstance(kernel, str):
+            refusals.append(f"{label}: {kernel}")
+        elif missing := kernel.missing(needs):
+            refusals.append(f"{label} lacks {', '.join(missing)}")
+        else:
+            usable.append(kernel)
+    return usable, refusals
