@@ -142,7 +142,9 @@ def instruction_for(node: ast.FunctionDef | ast.AsyncFunctionDef, docstring: str
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write one JSON object per line and say what was written."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
+    # A file that would not change keeps its date: what was prepared from it stays up to date.
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{path}: {text.count(chr(10)):,} documents, {len(text) / 1e6:.2f} MB\n")
 
 

@@ -137,6 +137,8 @@ def _decide_format(arguments: PreparationArguments, units: Sequence[WorkUnit]) -
     """Return the format, from the first record when it is "auto"; every split has to fit it."""
     problems: list[str] = []
     decided = arguments.format
+    # A record that does not fit a format the user named is a bad row like any other.
+    skips = arguments.on_bad_row == "skip"
     for split in dict.fromkeys(unit.split for unit in units):
         record = _first_record([unit for unit in units if unit.split == split], arguments)
         if record is None:
@@ -145,7 +147,7 @@ def _decide_format(arguments: PreparationArguments, units: Sequence[WorkUnit]) -
         found = detect_format(record.fields, arguments.text_column)
         if decided == "auto" and len(found) == 1:
             decided = found[0]
-        elif decided == "auto" or decided not in found:
+        elif decided not in found and (arguments.format == "auto" or not skips):
             problems.append(_format_problem(record, decided, found, arguments.text_column))
     if problems:
         raise ConfigurationError(problems)
