@@ -88,14 +88,19 @@ def configure_environment(offline: bool | None = None) -> None:
     """Set the switches that libraries read once, when they are imported.
 
     Call it before huggingface_hub, transformers or datasets is imported; later it has no effect on
-    them. Telemetry is off (TRL reports each trainer to the Hub otherwise). `offline=None` means
-    offline inside a Slurm job, whose nodes seldom have internet and would wait for time-outs. What
-    the user set stays: HF_HUB_OFFLINE=0 keeps a job online.
+    them. Telemetry is off (TRL reports each trainer to the Hub otherwise), and so are progress bars
+    where stderr is no terminal. `offline=None` means offline inside a Slurm job, whose nodes seldom
+    have internet and would wait for time-outs. What the user set stays: HF_HUB_OFFLINE=0 keeps a
+    job online.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        # Bars redraw one line with carriage returns, which a log file keeps, all of them.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     in_slurm_job = "SLURM_JOB_ID" in os.environ
     if offline is None:
         offline = in_slurm_job

@@ -25,7 +25,7 @@ _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _PRINTABLE_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 # Not every `--*_token` is a secret: --eos_token and --pad_token are vocabulary entries.
 _SECRET_FLAG = re.compile(
-    r"--?(\w*_)?((hub|hf|access|auth|write|bearer)_token|token|api_key|secret|password)"
+    r"token|(\w*_)?((hub|hf|access|auth|write|bearer)_token|api_key|secret|password)"
 )
 
 
@@ -77,11 +77,11 @@ def _read_private(path: Path) -> str | None:
             f"{path} cannot be read by this user: make it yours with chown and chmod 600 {path}, "
             "or remove it and set the tokens in the environment."
         ) from error
+    problem = _privacy_problem(path, os.fstat(descriptor))
+    if problem:
+        os.close(descriptor)
+        raise ConfigurationError(problem)
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        problem = _privacy_problem(path, status)
-        if problem:
-            raise ConfigurationError(problem)
         try:
             return file.read().decode("utf-8")
         except UnicodeDecodeError:
@@ -132,7 +132,8 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     secret_follows = False
     for argument in argv:
         flag, equals, _ = argument.partition("=")
-        names_secret = bool(_SECRET_FLAG.fullmatch(flag.replace("-", "_").replace("__", "--", 1)))
+        name = flag.lstrip("-").replace("-", "_")
+        names_secret = flag.startswith("-") and bool(_SECRET_FLAG.fullmatch(name))
         if secret_follows and not argument.startswith("--"):
             redacted.append(MASK)
         elif names_secret and equals:

@@ -1,0 +1,141 @@
+import io
+import logging
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from utils.cluster.environment import (
+    LineFormatter,
+    LineHandler,
+    configure_environment,
+    configure_logging,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def fresh_logging(monkeypatch):
+    """Undo what configure_logging changes in this process."""
+    root = logging.getLogger()
+    handlers, level, factory = list(root.handlers), root.level, logging.getLogRecordFactory()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    yield
+    logging.captureWarnings(False)
+    logging.setLogRecordFactory(factory)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in ("datasets", "httpx", "py.warnings"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def logged(level=logging.INFO):
+    out = io.StringIO()
+    configure_logging()
+    (handler,) = [known for known in logging.getLogger().handlers if isinstance(known, LineHandler)]
+    handler.setStream(out)
+    log = logging.getLogger("utils.test")
+    log.info("started")
+    log.warning("careful")
+    logging.getLogger("datasets").info("noise")
+    warnings.warn("odd thing", stacklevel=1)
+    return out.getvalue().splitlines()
+
+
+def test_rank_0_tells_everything_one_line_an_event(fresh_logging, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    lines = [line.split("  ", 1) for line in logged()]
+    assert [len(clock) for clock, _ in lines] == [len("12:34:56")] * 3
+    messages = [message for _, message in lines]
+    assert messages[:2] == ["started", "WARNING  careful"]
+    assert messages[2].startswith("WARNING  UserWarning: odd thing (")
+
+
+def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    (line,) = logged()
+    assert line.endswith(f"  {socket.gethostname()} rank 3  WARNING  careful")
+
+
+def test_configuring_again_does_not_double_lines(fresh_logging, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    configure_logging()
+    assert len(logged()) == 3
+
+
+def test_a_line_does_not_break_a_progress_bar():
+    out = io.StringIO()
+    handler = LineHandler()
+    handler.setStream(out)
+    handler.setFormatter(LineFormatter(0))
+    with tqdm(total=3, file=out, mininterval=0) as bar:
+        bar.update(1)
+        handler.emit(logging.LogRecord("x", logging.INFO, "f", 1, "hello", None, None))
+        bar.update(1)
+    shown = out.getvalue()
+    # On a line of its own: the bar was wiped before and drawn again after.
+    assert "hello\n" in shown
+    before = shown[: shown.index("hello")].rsplit("\r", 1)[1]
+    assert "%" not in before
+
+
+@pytest.mark.parametrize(
+    ("environment", "offline", "expected"),
+    [
+        ({}, None, None),
+        ({"SLURM_JOB_ID": "7"}, None, "1"),
+        ({"SLURM_JOB_ID": "7", "HF_HUB_OFFLINE": "0"}, None, "0"),
+        ({"SLURM_JOB_ID": "7"}, False, None),
+        ({}, True, "1"),
+    ],
+)
+def test_a_run_is_offline_in_a_slurm_job_or_when_asked(monkeypatch, environment, offline, expected):
+    for name in ("HF_HUB_OFFLINE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    configure_environment(offline)
+    assert os.environ.get("HF_HUB_OFFLINE") == expected
+
+
+def test_going_offline_is_said(monkeypatch, caplog):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with caplog.at_level(logging.INFO):
+        configure_environment()
+    assert "offline (Slurm job); HF_HUB_OFFLINE=0 allows downloads" in caplog.text
+
+
+def test_telemetry_and_fork_warnings_are_off_unless_the_user_said_otherwise(monkeypatch):
+    monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    configure_environment()
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert os.environ["DO_NOT_TRACK"] == "1"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.slow
+def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
+    code = (
+        "import sys; from utils.cluster.environment import configure_environment;"
+        "configure_environment(offline=True);"
+        "heavy = {'torch', 'transformers', 'huggingface_hub'};"
+        "print(sorted(heavy & set(sys.modules)));"
+        "from huggingface_hub import constants;"
+        "print(constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_TELEMETRY,"
+        " constants.HF_HUB_DISABLE_PROGRESS_BARS)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["[]", "True True True"]

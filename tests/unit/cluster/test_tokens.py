@@ -1,0 +1,250 @@
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.cluster.tokens import (
+    RedactingFilter,
+    _privacy_problem,
+    install_redaction,
+    load_env_file,
+    redact,
+    redact_argv,
+)
+from utils.config.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[3]
+CANARY = "canary-1234567890abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _no_tokens(monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN", "OTHER", "MY_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def env_file(folder, text, mode=0o600):
+    path = folder / ".env"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_the_three_tokens_are_taken(tmp_path):
+    path = env_file(tmp_path, f"WANDB_API_KEY={CANARY}\nHF_TOKEN='h'\nexport HF_WRITE_TOKEN=w\n")
+    assert load_env_file(path) == ["WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN"]
+    assert [os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN")] == [
+        CANARY, "h", "w",
+    ]  # fmt: skip
+
+
+def test_what_the_environment_has_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "from-the-environment")
+    assert load_env_file(env_file(tmp_path, "HF_TOKEN=from-the-file")) == []
+    assert os.environ["HF_TOKEN"] == "from-the-environment"
+
+
+def test_a_dollar_in_a_token_stays_a_dollar(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/elsewhere")
+    load_env_file(env_file(tmp_path, "HF_TOKEN=a${HOME}b"))
+    assert os.environ["HF_TOKEN"] == "a${HOME}b"
+
+
+def test_a_missing_file_and_empty_values_are_fine(tmp_path):
+    assert load_env_file(tmp_path / ".env") == []
+    assert load_env_file(env_file(tmp_path, "# nothing\nHF_TOKEN=\n")) == []
+    assert "HF_TOKEN" not in os.environ
+
+
+def test_the_shipped_example_sets_nothing_and_warns_of_nothing(tmp_path, caplog):
+    path = env_file(tmp_path, (ROOT / ".env.example").read_text())
+    assert load_env_file(path) == []
+    assert not caplog.records
+
+
+def test_other_names_are_named_once_and_not_used(tmp_path, caplog):
+    text = f"OTHER={CANARY}\nPATH=/nowhere\n{CANARY}\nhf_{CANARY.replace('-', '')}\n"
+    load_env_file(env_file(tmp_path, text))
+    assert "OTHER" not in os.environ
+    assert os.environ["PATH"] != "/nowhere"
+    (record,) = caplog.records
+    assert "not used: OTHER, PATH, 2 line(s) that are not NAME=value" in record.message
+    assert "canary" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700, 0o500])
+def test_a_private_file_is_taken(tmp_path, mode):
+    assert load_env_file(env_file(tmp_path, "HF_TOKEN=x", mode)) == ["HF_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    "mode", [0o640, 0o604, 0o644, 0o660, 0o666, 0o620, 0o602, 0o610, 0o601, 0o755, 0o777, 0o444]
+)
+def test_a_file_that_others_can_touch_is_refused(tmp_path, mode):
+    path = env_file(tmp_path, f"HF_TOKEN={CANARY}", mode)
+    with pytest.raises(ConfigurationError, match=rf"mode {mode:03o}.*chmod 600 .*\.env") as refusal:
+        load_env_file(path)
+    assert CANARY not in str(refusal.value)
+    assert "HF_TOKEN" not in os.environ
+
+
+def test_a_symlink_is_refused(tmp_path):
+    real = tmp_path / "real"
+    real.write_text(f"HF_TOKEN={CANARY}")
+    real.chmod(0o600)
+    (tmp_path / ".env").symlink_to(real)
+    with pytest.raises(ConfigurationError, match="symlink"):
+        load_env_file(tmp_path / ".env")
+
+
+def test_another_users_file_is_refused(tmp_path):
+    path = env_file(tmp_path, "HF_TOKEN=x")
+    status = list(path.stat())
+    status[4] = os.getuid() + 1
+    problem = _privacy_problem(path, os.stat_result(status))
+    with pytest.raises(ConfigurationError, match=r"belongs to another user.*chmod 600"):
+        raise ConfigurationError(problem)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_refused_for_real(tmp_path):
+    path = env_file(tmp_path, "HF_TOKEN=x")
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        load_env_file(path)
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
+    def deny(*_args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", deny)
+    with pytest.raises(ConfigurationError, match="cannot be read by this user"):
+        load_env_file(env_file(tmp_path, "HF_TOKEN=x"))
+
+
+def test_a_folder_or_a_pipe_is_refused(tmp_path):
+    (tmp_path / ".env").mkdir(mode=0o700)
+    with pytest.raises(ConfigurationError, match="not a regular file"):
+        load_env_file(tmp_path / ".env")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigurationError, match="not a regular file"):
+        load_env_file(tmp_path / "pipe")
+
+
+def test_bytes_that_are_no_text_are_refused_without_showing_them(tmp_path):
+    path = env_file(tmp_path, "")
+    path.write_bytes(b"HF_TOKEN=" + CANARY.encode() + b"\xff")
+    with pytest.raises(ConfigurationError, match="not UTF-8") as refusal:
+        load_env_file(path)
+    assert refusal.value.__cause__ is None
+    assert refusal.value.__suppress_context__
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD"])
+def test_secret_values_of_the_environment_are_masked(monkeypatch, name):
+    monkeypatch.setenv(name, CANARY)
+    assert redact(f"Bearer {CANARY}, again {CANARY}") == "Bearer ***, again ***"
+
+
+def test_a_secret_within_another_leaves_no_remainder(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.setenv("MY_SECRET", CANARY + "-and-more")
+    assert redact(f"x {CANARY}-and-more y") == "x *** y"
+
+
+def test_short_values_do_not_mask_ordinary_words(monkeypatch):
+    monkeypatch.setenv("DEBUG_TOKEN", "true")
+    assert redact("use_cpu=true") == "use_cpu=true"
+
+
+def test_hub_tokens_are_known_by_their_form():
+    assert redact("url?token=hf_AbCdEfGhIjKlMnOpQrStUvWx") == "url?token=***"
+
+
+@pytest.mark.parametrize(
+    ("argv", "redacted"),
+    [
+        (["--hub_token", "abc", "--seed", "1"], ["--hub_token", "***", "--seed", "1"]),
+        (["--hub-token", "abc"], ["--hub-token", "***"]),
+        (["--hub_token=abc"], ["--hub_token=***"]),
+        (["--wandb_api_key", "abc"], ["--wandb_api_key", "***"]),
+        (["--token", "abc"], ["--token", "***"]),
+        (["--eos_token", "<|im_end|>"], ["--eos_token", "<|im_end|>"]),
+        (["--hub_token", "--seed", "1"], ["--hub_token", "--seed", "1"]),
+        (["run.py", "--max_steps=3"], ["run.py", "--max_steps=3"]),
+    ],
+)
+def test_a_command_line_loses_its_secrets(argv, redacted):
+    assert redact_argv(argv) == redacted
+
+
+def test_a_log_record_loses_secrets_in_message_arguments_and_traceback(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    try:
+        raise ValueError(f"rejected {CANARY}")
+    except ValueError:
+        failure = sys.exc_info()
+    record = logging.LogRecord("x", logging.ERROR, "f", 1, "got %s", (CANARY,), failure)
+    RedactingFilter().filter(record)
+    shown = logging.Formatter().format(record)
+    assert CANARY not in shown
+    assert "got ***" in shown
+    assert "ValueError: rejected ***" in shown
+
+
+def test_installing_twice_changes_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = logging.getLogRecordFactory()
+    try:
+        install_redaction()
+        once = logging.getLogRecordFactory()
+        install_redaction()
+        assert logging.getLogRecordFactory() is once
+    finally:
+        logging.setLogRecordFactory(before)
+
+
+LEAKY = """
+import logging, threading
+from utils.cluster.environment import configure_logging
+from utils.cluster.tokens import load_env_file
+configure_logging()
+load_env_file({path!r})
+import os
+secret = os.environ["HF_TOKEN"]
+logging.getLogger("mine").info("token %s", secret)
+library = logging.getLogger("library")          # with a handler of its own, as transformers has
+library.propagate = False
+library.addHandler(logging.StreamHandler())
+library.warning("GET https://x?token=" + secret)
+import warnings
+warnings.warn("warned of " + secret)
+try:
+    raise KeyError(secret)
+except KeyError:
+    logging.getLogger("mine").exception("caught")
+thread = threading.Thread(target=lambda: 1 / len(secret[:0] or print() or {{}}[secret]))
+thread.start(); thread.join()
+raise RuntimeError("died with " + secret)
+"""
+
+
+@pytest.mark.slow
+def test_a_secret_is_in_no_output_of_a_process(tmp_path):
+    path = env_file(tmp_path, f"HF_TOKEN={CANARY}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", LEAKY.format(path=str(path))],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert CANARY not in done.stdout + done.stderr
+    assert "token ***" in done.stdout
+    assert "warned of ***" in done.stdout
+    assert "GET https://x?token=***" in done.stderr
+    assert "KeyError: '***'" in done.stdout
+    assert "RuntimeError: died with ***" in done.stderr
+    assert "KeyError: '***'" in done.stderr, "the thread's"
