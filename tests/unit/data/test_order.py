@@ -1,0 +1,221 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.config.errors import ConfigurationError
+from utils.data.interleaving import BLOCK, Interleaving
+from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
+from utils.data.permutation import derive_keys, permute
+
+SEEDS = st.integers(-(2**70), 2**70)
+WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
+
+PINNED_PLAIN = [8, 0, 2, 5, 3, 7, 9, 6, 4, 1, 0, 4]
+PINNED_WEIGHTED = [5, 3, 4, 0, 2, 1, 0, 1, 3, 2, 3, 2]
+
+
+def stream(order, start, stop):
+    return order.global_rows(np.arange(start, stop)).tolist()
+
+
+def sampler(order, batch, micro_batch=1, rank=0, world_size=1, steps=7):
+    return GlobalBatchSampler(order, batch, micro_batch, rank, world_size, steps)
+
+
+# ---- the permutation
+
+
+@given(size=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 2**40))
+def test_each_epoch_visits_every_row_exactly_once(size, seed, epoch):
+    keys = derive_keys(seed, 0, np.full(size, epoch))
+    assert sorted(permute(np.arange(size), size, keys)) == list(range(size))
+
+
+@given(size=st.integers(2**31, 2**40), places=st.lists(st.integers(0, 2**31 - 1), min_size=1))
+def test_a_permutation_of_billions_of_rows_needs_no_list(size, places):
+    places = np.unique(places)
+    permuted = permute(places, size, derive_keys(0, 0, np.zeros_like(places)))
+    assert len(np.unique(permuted)) == len(places)
+    assert ((permuted >= 0) & (permuted < size)).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((0, 0, 0), (1, 0, 0)),
+        ((0, 0, 0), (0, 1, 0)),
+        ((0, 0, 0), (0, 0, 1)),
+        ((1, 0, 0), (0, 0, 1)),
+    ],
+)
+def test_seeds_sources_and_epochs_permute_differently(first, second):
+    permuted = [
+        permute(np.arange(1000), 1000, derive_keys(seed, source, np.full(1000, epoch)))
+        for seed, source, epoch in (first, second)
+    ]
+    assert np.count_nonzero(permuted[0] == permuted[1]) < 10
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_all_orders_of_a_few_rows_are_equally_likely(size):
+    draws = 24_000
+    keys = derive_keys(0, 0, np.repeat(np.arange(draws), size))
+    permuted = permute(np.tile(np.arange(size), draws), size, keys).reshape(draws, size)
+    counts = np.array(list(Counter(map(tuple, permuted.tolist())).values()))
+    orders = math.factorial(size)
+    assert len(counts) == orders
+    chi_squared = ((counts - draws / orders) ** 2 / (draws / orders)).sum()
+    degrees = orders - 1
+    assert chi_squared < degrees + 4 * math.sqrt(2 * degrees)
+
+
+def test_neighbours_do_not_stay_neighbours():
+    size = 100_000
+    permuted = permute(np.arange(size), size, derive_keys(0, 0, np.zeros(size, dtype=np.int64)))
+    assert abs(np.corrcoef(np.arange(size), permuted)[0, 1]) < 0.02
+    assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 0.02
+
+
+def test_the_order_is_the_one_of_earlier_releases():
+    """A change here changes the data order of every resumed run."""
+    assert stream(SampleOrder([10], seed=42), 0, 12) == PINNED_PLAIN
+    weighted = SampleOrder([4, 6], seed=42, weights=[0.75, 0.25])
+    assert stream(weighted, 2000, 2012) == PINNED_WEIGHTED
+
+
+# ---- the stream
+
+
+@given(
+    rows=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=SEEDS, epoch=st.integers(0, 9)
+)
+def test_without_weights_every_row_of_every_source_comes_once_an_epoch(rows, seed, epoch):
+    order = SampleOrder(rows, seed)
+    total = sum(rows)
+    sources, own = order.locate(np.arange(epoch * total, (epoch + 1) * total))
+    expected = [(source, row) for source, count in enumerate(rows) for row in range(count)]
+    assert sorted(zip(sources.tolist(), own.tolist(), strict=True)) == expected
+
+
+@given(weights=WEIGHTS, sample=st.integers(0, 2**50))
+def test_shares_of_weighted_sources_are_exact_at_every_length(weights, sample):
+    interleaving = Interleaving(weights, seed=0)
+    counts = interleaving.samples_before(sample)
+    assert sum(counts) == sample
+    exact = np.array([float(sample * w / sum(interleaving.weights)) for w in interleaving.weights])
+    assert np.abs(np.array(counts) - exact).max() < len(weights)
+    after = interleaving.samples_before(sample + 1)
+    assert sum(new - old for old, new in zip(counts, after, strict=True)) == 1
+    assert min(new - old for old, new in zip(counts, after, strict=True)) == 0 or len(weights) == 1
+
+
+@given(weights=WEIGHTS, first_block=st.integers(0, 2**30))
+def test_each_weighted_source_counts_its_samples_one_by_one(weights, first_block):
+    interleaving = Interleaving(weights, seed=3)
+    start = first_block * BLOCK
+    sources, ordinals = interleaving.locate(np.arange(start, start + 3 * BLOCK))
+    for source, before in enumerate(interleaving.samples_before(start)):
+        own = ordinals[sources == source]
+        assert own.tolist() == list(range(before, before + len(own)))
+
+
+def test_each_weighted_source_walks_its_own_epochs():
+    rows = [7, 300]
+    order = SampleOrder(rows, seed=5, weights=[1, 3])
+    sources, own = order.locate(np.arange(8 * BLOCK))
+    shares = np.bincount(sources) / (8 * BLOCK)
+    assert shares.tolist() == [0.25, 0.75]
+    for source, count in enumerate(rows):
+        walked = own[sources == source]
+        epochs = [walked[i : i + count].tolist() for i in range(0, len(walked) - count, count)]
+        assert len(epochs) > 5
+        assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > len(epochs) * 0.9
+
+
+def test_weighted_sources_are_mixed_within_a_block():
+    sources, _ = SampleOrder([50, 50], seed=0, weights=[1, 1]).locate(np.arange(BLOCK))
+    in_windows = sources.reshape(-1, 64).mean(axis=1)
+    assert in_windows.min() > 0.2
+    assert in_windows.max() < 0.8
+    assert len(set(map(tuple, sources.reshape(-1, 64).tolist()))) == BLOCK // 64
+
+
+@given(
+    weights=st.one_of(st.none(), st.just([0.3, 0.7])), places=st.permutations(range(0, 5000, 97))
+)
+def test_a_sample_is_the_same_however_it_is_asked_for(weights, places):
+    whole = SampleOrder([11, 23], seed=1, weights=weights).global_rows(np.arange(5000))
+    other = SampleOrder([11, 23], seed=1, weights=weights)
+    assert other.global_rows(np.array(places)).tolist() == whole[places].tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1], "1 weights for 2 training datasets"),
+        ([1, 0], "weight 0 of a training dataset: weights are positive"),
+        ([1, -2.5], r"weight -2\.5 of a training dataset"),
+        ([float("nan"), 1], "weight nan"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(weights, message):
+    with pytest.raises(ConfigurationError, match=message):
+        SampleOrder([3, 4], 0, weights)
+
+
+# ---- micro-batches
+
+
+@pytest.mark.parametrize("weights", [None, [0.8, 0.2]])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch"), [(1, 12), (1, 3), (2, 3), (2, 6), (4, 1), (4, 3)]
+)
+def test_every_world_size_sees_the_same_global_batches(weights, world_size, micro_batch):
+    order = SampleOrder([40, 17], seed=9, weights=weights)
+    batch, steps = 12, 30
+    ranks = [
+        list(sampler(order, batch, micro_batch, r, world_size, steps)) for r in range(world_size)
+    ]
+    # Micro-step by micro-step, rank by rank, as an all-reduce over accumulation would see them.
+    seen = [row for turn in zip(*ranks, strict=True) for rows in turn for row in rows]
+    assert seen == stream(order, 0, batch * steps)
+    assert all(len(rows) == micro_batch for rank in ranks for rows in rank)
+    for step in range(steps):
+        expected = seen[step * batch : (step + 1) * batch]
+        assert sampler(order, batch).rows_of_step(step).tolist() == expected
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 699, 700])
+def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(step):
+    order = SampleOrder([101], seed=4)
+    whole = list(sampler(order, 12, 3, rank=1, world_size=2, steps=700))
+    resumed = sampler(order, 12, 3, rank=1, world_size=2, steps=700)
+    resumed.resume_at(step)
+    assert list(resumed) == whole[2 * step :]
+    assert len(resumed) == len(whole) == 1400, "Trainer counts the whole run"
+
+
+def test_the_epoch_is_the_share_of_rows_drawn():
+    order = SampleOrder([30, 18], seed=0)
+    assert sampler(order, 12).epoch_at(0) == 0
+    assert sampler(order, 12).epoch_at(6) == 1.5
+
+
+@given(
+    rows=st.integers(1, 50), micro_batch=st.integers(1, 5), world_size=st.sampled_from([1, 2, 3, 4])
+)
+def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
+    rows, micro_batch, world_size
+):
+    ranks = [EvalBatchSampler(rows, micro_batch, rank, world_size) for rank in range(world_size)]
+    seen = [list(rank) for rank in ranks]
+    assert {len(rank) for rank in ranks} == {len(batches) for batches in seen}
+    assert len({len(batches) for batches in seen}) == 1
+    flat = [row for turn in zip(*seen, strict=True) for batch in turn for row in batch]
+    assert flat == list(range(rows)) + [PADDING_ROW] * (len(flat) - rows)
+    assert len(flat) - rows < micro_batch * world_size

@@ -1,0 +1,213 @@
+"""Assemble micro-batches of packed rows, and load them ahead of the training loop."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler
+from utils.data.packing import PackPlan, Segments
+from utils.data.statistics import IGNORED_LABEL
+from utils.data.token_dataset import TokenDataset
+
+Batch = dict[str, Any]
+
+
+class PackedDataset(Dataset):
+    """The rows of one or several packed datasets, numbered through all of them.
+
+    `__getitems__` makes a whole micro-batch, straight from the memory-mapped files. pad_token_id
+    fills the places of a row behind its documents; no document sees it, so any id will do.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[TokenDataset],
+        plans: Sequence[PackPlan],
+        pad_token_id: int | None = None,
+    ):
+        assert len(datasets) == len(plans) > 0
+        assert len({plan.sequence_length for plan in plans}) == 1
+        self.datasets = tuple(datasets)
+        self.plans = tuple(plans)
+        self.pad_token_id = pad_token_id or 0
+        self.sequence_length = plans[0].sequence_length
+        self.rows_per_source = [plan.rows for plan in plans]
+        self.first_rows = np.cumsum([0, *self.rows_per_source])
+        # One number for all rows keeps the length of cu_seq_lens, so the shapes, constant.
+        self.max_segments_per_row = max(plan.max_segments_per_row for plan in plans)
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        """Return the micro-batch of these rows (B of them); PADDING_ROW stands for padding only.
+
+        input_ids, labels, position_ids: (B, T) int64. Labels are unshifted: -100 where a token
+        bears no loss or is the first of its segment. Positions count from 0 in each segment, the
+        padded tail of a row being one. cu_seq_lens_q and _k: the starts of all segments in the
+        flattened (B * T) tokens and then B * T, int32, padded to B * max_segments_per_row + 1 with
+        B * T. max_length_q and _k: T, an upper bound that does not change.
+        """
+        length, places = self.sequence_length, len(rows) * self.sequence_length
+        input_ids = np.full(places, self.pad_token_id, dtype=np.int64)
+        located = list(self._located(np.asarray(rows, dtype=np.int64)))
+        for source, segments, begins in located:
+            _copy(self.datasets[source].token_views(*segments), begins, segments, input_ids)
+        labels = input_ids.copy()
+        for source, segments, begins in located:
+            if self.datasets[source].loss_mask is not None:
+                _mask(self.datasets[source].loss_views(*segments), begins, segments, labels)
+        tails = self._tails(np.asarray(rows, dtype=np.int64))
+        for begin, end in tails.tolist():
+            labels[begin:end] = IGNORED_LABEL
+        starts = np.sort(np.concatenate([tails[:, 0], *(begins for _, _, begins in located)]))
+        labels[starts] = IGNORED_LABEL
+        bounds = np.append(starts, places)
+        position_ids = np.arange(places) - np.repeat(starts, np.diff(bounds))
+        cu_seq_lens = np.full(len(rows) * self.max_segments_per_row + 1, places, dtype=np.int32)
+        cu_seq_lens[: len(starts)] = starts
+        boundaries = torch.from_numpy(cu_seq_lens)
+        shape = (len(rows), length)
+        return {
+            "input_ids": torch.from_numpy(input_ids).view(shape),
+            "labels": torch.from_numpy(labels).view(shape),
+            "position_ids": torch.from_numpy(position_ids).view(shape),
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries.clone(),
+            "max_length_q": length,
+            "max_length_k": length,
+        }
+
+    def tokens_in_rows(self, rows: np.ndarray) -> int:
+        """Return how many real (not padding) tokens these rows hold together."""
+        return int(self._row_tokens(rows).sum())
+
+    def _row_tokens(self, rows: np.ndarray) -> np.ndarray:
+        tokens = np.zeros(len(rows), dtype=np.int64)
+        for source, places in self._by_source(rows):
+            tokens[places] = self.plans[source].row_tokens[rows[places] - self.first_rows[source]]
+        return tokens
+
+    def _by_source(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (source, places in `rows` that it fills)."""
+        sources = np.searchsorted(self.first_rows, rows, side="right") - 1
+        for source in np.unique(sources[rows != PADDING_ROW]).tolist():
+            yield source, np.flatnonzero(sources == source)
+
+    def _located(self, rows: np.ndarray) -> Iterator[tuple[int, Segments, np.ndarray]]:
+        """Yield (source, segments, where each begins among the flattened tokens)."""
+        for source, places in self._by_source(rows):
+            own = rows[places] - self.first_rows[source]
+            of_row, segments = self.plans[source].segments_of_rows(own)
+            lengths = segments.lengths
+            before = np.cumsum(lengths) - lengths  # counted from the first of all these rows
+            first = np.searchsorted(of_row, np.arange(len(places)))
+            begins = places[of_row] * self.sequence_length + before - before[first][of_row]
+            yield source, segments, begins
+
+    def _tails(self, rows: np.ndarray) -> np.ndarray:
+        """Return [begin, end) of the padding of each row that has some, int64 (tails, 2)."""
+        ends = np.arange(1, len(rows) + 1) * self.sequence_length
+        begins = ends - self.sequence_length + self._row_tokens(rows)
+        return np.stack([begins, ends], axis=1)[begins < ends]
+
+
+class TrainLoader:
+    """The training micro-batches of one rank over the whole run.
+
+    Iterating starts at the step given to `resume_at` and draws nothing from the global random
+    state, so that a resumed run keeps the random numbers of the uninterrupted one. `wait_s` adds
+    up the seconds that the consumer waited for batches.
+    """
+
+    def __init__(self, loader: DataLoader, sampler: GlobalBatchSampler, dataset: PackedDataset):
+        self.loader = loader
+        self.batch_sampler = sampler
+        self.dataset = dataset
+        self.wait_s = 0.0
+
+    def __len__(self) -> int:
+        """Count the micro-batches of the whole run, wherever iteration starts."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        before = time.perf_counter()
+        for batch in self.loader:
+            self.wait_s += time.perf_counter() - before
+            yield batch
+            before = time.perf_counter()
+
+    def resume_at(self, step: int) -> None:
+        """Let the next iteration start with the first micro-batch of optimizer step `step`."""
+        self.batch_sampler.resume_at(step)
+
+    def tokens_in_step(self, step: int) -> int:
+        """Return the real tokens in the global batch of a step, over all ranks."""
+        return self.dataset.tokens_in_rows(self.batch_sampler.rows_of_step(step))
+
+
+def train_loader(
+    dataset: PackedDataset, sampler: GlobalBatchSampler, *, seed: int = 0, **workers: Any
+) -> TrainLoader:
+    """Return the loader of a run; `workers` as for `eval_loader`."""
+    return TrainLoader(_loader(dataset, sampler, seed=seed, **workers), sampler, dataset)
+
+
+def eval_loader(
+    dataset: PackedDataset, sampler: EvalBatchSampler, *, seed: int = 0, **workers: Any
+) -> DataLoader:
+    """Return a loader over every row once.
+
+    workers: num_workers, pin_memory, prefetch_factor, persistent_workers and
+    multiprocessing_context of `torch.utils.data.DataLoader`.
+    """
+    return _loader(dataset, sampler, seed=seed, **workers)
+
+
+def _loader(
+    dataset: PackedDataset,
+    sampler: GlobalBatchSampler | EvalBatchSampler,
+    *,
+    seed: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    **options: Any,
+) -> DataLoader:
+    if num_workers == 0:
+        options = {}  # torch refuses settings of workers without workers
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        # Pinning speeds up copies to an accelerator; without one torch would only warn.
+        pin_memory=pin_memory and torch.accelerator.is_available(),
+        collate_fn=_whole_batch,
+        # Without its own generator every iterator would take a number from the global one.
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+
+
+def _whole_batch(batch: Any) -> Any:
+    """Stand in for a collator: `PackedDataset.__getitems__` has made the batch already."""
+    return batch
+
+
+def _copy(
+    views: Iterator[np.ndarray], begins: np.ndarray, segments: Segments, target: np.ndarray
+) -> None:
+    ends = begins + segments.lengths
+    for view, begin, end in zip(views, begins.tolist(), ends.tolist(), strict=True):
+        target[begin:end] = view  # widens as it copies
+
+
+def _mask(
+    views: Iterator[np.ndarray], begins: np.ndarray, segments: Segments, labels: np.ndarray
+) -> None:
+    ends = begins + segments.lengths
+    for view, begin, end in zip(views, begins.tolist(), ends.tolist(), strict=True):
+        labels[begin:end][~view] = IGNORED_LABEL
