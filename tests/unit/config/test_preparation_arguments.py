@@ -1,0 +1,56 @@
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments, check_preparation, shard_of
+
+
+def arguments(**settings) -> PreparationArguments:
+    given = {"sources": ["a.jsonl"], "output_dir": "out", "tokenizer_name_or_path": "t"}
+    return PreparationArguments(**{**given, **settings})
+
+
+TRAINED = {"tokenizer_name_or_path": None, "train_tokenizer": 500}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": []}, "sources is empty"),
+        ({"tokenizer_name_or_path": None}, "no tokenizer: give --tokenizer_name_or_path"),
+        ({"train_tokenizer": 500}, "choose one"),
+        ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
+        ({"validation_fraction": -0.1}, "validation_fraction is -0.1"),
+        ({"num_proc": 0}, "num_proc is 0: it must be at least 1"),
+        ({"sequence_length": 1}, "sequence_length is 1: it must be at least 2"),
+        ({"merge": 0}, "merge is 0"),
+        ({"on_overlong": "drop"}, "give --sequence_length"),
+        ({"tokenizer_only": True}, "tokenizer_only trains a tokenizer"),
+        ({**TRAINED, "tokenizer_only": True, "shard": "0/2"}, "does not go with shard or merge"),
+        ({**TRAINED, "shard": "0/2"}, "shards cannot each train a tokenizer"),
+        ({**TRAINED, "merge": 2}, "merge goes with the settings of the shards"),
+        ({"shard": "1/2", "merge": 2}, "shard and merge are separate steps"),
+        ({"shard": "2/2"}, r"counts from 0 to N-1 \(here 0 to 1\)"),
+        ({"shard": "-1/2"}, "counts from 0 to N-1"),
+        ({"shard": "half"}, "give I/N with I from 0"),
+        ({"shard": "1"}, "give I/N with I from 0"),
+    ],
+)
+def test_contradictions_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check_preparation(arguments(**settings))
+
+
+def test_all_faults_are_shown_at_once():
+    with pytest.raises(ConfigurationError) as caught:
+        check_preparation(arguments(num_proc=0, sequence_length=0, shard="x"))
+    assert len(caught.value.problems) == 3
+
+
+def test_settings_that_fit_are_accepted():
+    check_preparation(arguments(shard="3/4", sequence_length=128, on_overlong="drop"))
+    check_preparation(arguments(**TRAINED, tokenizer_only=True))
+
+
+def test_an_undivided_run_is_one_shard():
+    assert shard_of(arguments()) == (0, 1)
+    assert shard_of(arguments(shard="3/7")) == (3, 7)
