@@ -1,0 +1,256 @@
+import pickle
+import random
+from collections import Counter
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from utils.data.loader import PackedDataset, eval_loader, train_loader
+from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
+from utils.data.packing import plan_packing
+from utils.data.token_dataset import open_token_dataset
+
+T = 16
+PAD = 999
+SHAPED = ("input_ids", "labels", "position_ids")
+
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def documents(count, seed, longest=40):
+    """Return documents whose tokens are all different, so that a token names its place."""
+    lengths = np.random.default_rng(seed).integers(1, longest, count)
+    starts = np.cumsum(lengths) - lengths
+    return [list(range(s, s + n)) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
+def open_saved(path, input_ids, **columns):
+    Dataset.from_dict({"input_ids": input_ids, **columns}).save_to_disk(path)
+    return open_token_dataset(path)
+
+
+def packed(path, count=30, seed=0, packing="best_fit", **columns):
+    dataset = open_saved(path, documents(count, seed), **columns)
+    plan = plan_packing(dataset.lengths, T, packing)
+    return PackedDataset([dataset], [plan], PAD)
+
+
+def masks_for(input_ids, seed=1):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 2, len(document)).tolist() for document in input_ids]
+
+
+def row_by_hand(rows, number):
+    """Return (input_ids, labels, position_ids, segment lengths) of one row, token by token."""
+    ids, labels, positions, lengths = [], [], [], []
+    if number != PADDING_ROW:
+        source = int(np.searchsorted(rows.first_rows, number, side="right")) - 1
+        segments = rows.plans[source].row(number - int(rows.first_rows[source]))
+        for document, start, stop in zip(*map(np.ndarray.tolist, segments), strict=True):
+            tokens = rows.datasets[source].tokens(document, start, stop).tolist()
+            loss = rows.datasets[source].loss_mask_of(document, start, stop).tolist()
+            loss[0] = False
+            ids += tokens
+            labels += [token if bears else -100 for token, bears in zip(tokens, loss, strict=True)]
+            positions += range(len(tokens))
+            lengths.append(len(tokens))
+    padding = T - len(ids)
+    if padding:
+        lengths.append(padding)
+    return (
+        ids + [PAD] * padding,
+        labels + [-100] * padding,
+        positions + list(range(padding)),
+        lengths,
+    )
+
+
+def check_batch(rows, numbers):
+    batch = rows.__getitems__(numbers)
+    expected = [row_by_hand(rows, number) for number in numbers]
+    for key, values in zip(SHAPED, zip(*expected, strict=True), strict=False):
+        assert batch[key].tolist() == list(values), key
+    starts = np.concatenate([[0], np.cumsum([n for row in expected for n in row[3]])]).tolist()
+    size = len(numbers) * rows.max_segments_per_row + 1
+    assert batch["cu_seq_lens_q"].tolist() == starts + [len(numbers) * T] * (size - len(starts))
+    assert torch.equal(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"])
+    return batch
+
+
+# ---- one batch
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+@pytest.mark.parametrize("mask", [None, "labels", "assistant_masks", "completion_mask"])
+def test_a_batch_is_what_its_rows_say_token_by_token(tmp_path, packing, mask):
+    input_ids = documents(30, seed=0)
+    columns = {mask: masks_for(input_ids)} if mask else {}
+    if mask == "labels":
+        columns["labels"] = [
+            [token if bit else -100 for token, bit in zip(ids, bits, strict=True)]
+            for ids, bits in zip(input_ids, columns["labels"], strict=True)
+        ]
+    rows = packed(tmp_path / "d", packing=packing, **columns)
+    numbers = list(range(len(rows)))
+    check_batch(rows, numbers)
+    check_batch(rows, [numbers[-1], PADDING_ROW, 0, 0])
+    check_batch(rows, [PADDING_ROW])
+
+
+def test_rows_of_several_sources_meet_in_one_batch(tmp_path):
+    input_ids = documents(20, seed=3)
+    plain = open_saved(tmp_path / "plain", documents(30, seed=2))
+    chats = open_saved(tmp_path / "chats", input_ids, assistant_masks=masks_for(input_ids))
+    plans = [plan_packing(dataset.lengths, T) for dataset in (plain, chats)]
+    rows = PackedDataset([plain, chats], plans, PAD)
+    assert len(rows) == plans[0].rows + plans[1].rows == sum(rows.rows_per_source)
+    last = len(rows) - 1
+    check_batch(rows, [last, 0, PADDING_ROW, plans[0].rows, plans[0].rows - 1, 3])
+    numbers = np.array([last, PADDING_ROW, 0])
+    expected = plans[1].row_tokens[-1] + plans[0].row_tokens[0]
+    assert rows.tokens_in_rows(numbers) == expected
+
+
+def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
+    rows = packed(tmp_path / "d")
+    shapes = set()
+    for numbers in ([0, 1, 2], [PADDING_ROW] * 3, [5, PADDING_ROW, 4]):
+        batch = rows.__getitems__(numbers)
+        shapes.add(tuple(value.shape for value in batch.values() if torch.is_tensor(value)))
+        assert [batch[key].dtype for key in SHAPED] == [torch.int64] * 3
+        assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
+        assert (batch["max_length_q"], batch["max_length_k"]) == (T, T)
+        assert isinstance(batch["max_length_q"], int)
+        assert set(batch) == {
+            *SHAPED, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+        }  # fmt: skip
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_packed_targets_are_those_of_the_single_documents(tmp_path, packing):
+    rows = packed(tmp_path / "d", packing=packing)
+    batch = rows.__getitems__(list(range(len(rows))))
+    inputs, labels = batch["input_ids"][:, :-1], batch["labels"][:, 1:]  # as the model shifts them
+    learned = labels != -100
+    found = Counter(zip(inputs[learned].tolist(), labels[learned].tolist(), strict=True))
+    expected = Counter(pair for document in documents(30, seed=0) for pair in pairwise(document))
+    assert found == expected
+    assert not (batch["labels"][:, 0] != -100).any()
+
+
+# ---- loaders
+
+
+def loader(rows, *, rank=0, world_size=1, micro_batch=2, batch=8, steps=6, **options):
+    order = SampleOrder(rows.rows_per_source, seed=7)
+    sampler = GlobalBatchSampler(order, batch, micro_batch, rank, world_size, steps)
+    return train_loader(rows, sampler, **options)
+
+
+def same(first, second):
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one)
+
+
+def test_ranks_together_load_the_batches_of_one(tmp_path):
+    rows = packed(tmp_path / "d")
+    whole = [row for batch in loader(rows) for row in batch["input_ids"].tolist()]
+    for world_size, micro_batch in ((2, 2), (4, 1), (2, 4)):
+        ranks = [
+            list(loader(rows, rank=rank, world_size=world_size, micro_batch=micro_batch))
+            for rank in range(world_size)
+        ]
+        turns = zip(*ranks, strict=True)
+        assert [
+            row for turn in turns for part in turn for row in part["input_ids"].tolist()
+        ] == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_load_the_same_batches_in_the_same_order(tmp_path, context):
+    rows = packed(tmp_path / "d")
+    ahead = loader(
+        rows,
+        num_workers=2,
+        prefetch_factor=3,
+        persistent_workers=True,
+        multiprocessing_context=context,
+    )
+    same(list(ahead), list(loader(rows)))
+
+
+def test_a_resumed_loader_gives_the_rest_of_the_uninterrupted_one(tmp_path):
+    rows = packed(tmp_path / "d")
+    whole = list(loader(rows))
+    resumed = loader(rows)
+    resumed.resume_at(4)
+    same(list(resumed), whole[16:])
+    assert len(resumed) == len(whole) == 24
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_loading_draws_nothing_from_the_global_random_state(tmp_path, workers):
+    rows = packed(tmp_path / "d")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = pickle.dumps(np.random.get_state())
+    list(loader(rows, num_workers=workers, pin_memory=True))
+    list(eval_loader(rows, EvalBatchSampler(len(rows), 4, 0, 1), num_workers=workers))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert pickle.dumps(np.random.get_state()) == numpy_state
+
+
+def test_tokens_of_a_step_are_those_its_ranks_load(tmp_path):
+    rows = packed(tmp_path / "d")
+    ranks = [list(loader(rows, rank=rank, world_size=2)) for rank in range(2)]
+    for step in range(6):
+        batches = [batch for rank in ranks for batch in rank[2 * step : 2 * step + 2]]
+        real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches)
+        assert loader(rows).tokens_in_step(step) == real
+
+
+def test_waiting_is_the_time_of_the_loader_not_of_the_consumer(tmp_path, monkeypatch):
+    rows = packed(tmp_path / "d")
+    clock = [0.0]
+    monkeypatch.setattr("utils.data.loader.time.perf_counter", lambda: clock[0])
+    assemble = PackedDataset.__getitems__
+
+    def slow(self, numbers):
+        clock[0] += 0.5
+        return assemble(self, numbers)
+
+    monkeypatch.setattr(PackedDataset, "__getitems__", slow)
+    loading = loader(rows)
+    for _ in loading:
+        clock[0] += 10
+    assert loading.wait_s == pytest.approx(len(loading) * 0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
+    rows = packed(tmp_path / "d")
+    samplers = [EvalBatchSampler(len(rows), 4, rank, world_size) for rank in range(world_size)]
+    ranks = [list(eval_loader(rows, sampler)) for sampler in samplers]
+    assert len({len(rank) for rank in ranks}) == 1
+    loaded = [
+        row for turn in zip(*ranks, strict=True) for b in turn for row in b["input_ids"].tolist()
+    ]
+    expected = rows.__getitems__(list(range(len(rows))))["input_ids"].tolist()
+    assert loaded[: len(rows)] == expected
+    assert all(row == [PAD] * T for row in loaded[len(rows) :])
+    assert all(
+        (b["labels"] == -100).all() for rank in ranks for b in rank if (b["input_ids"] == PAD).all()
+    )
