@@ -154,7 +154,7 @@ def _field_for_argparse(declaration: Declaration) -> dataclasses.Field:
     return field
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Each setting once, under its own spelling, with its default."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

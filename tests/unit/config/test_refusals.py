@@ -6,16 +6,16 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.arguments import FineTuneConfig, ModelArguments, PretrainConfig
+from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, PretrainConfig
 from utils.config.command_line import SettingsParser
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
+from utils.config.parsing import parse_arguments
 from utils.config.refusals import (
     REFUSED_FINE_TUNING_SETTINGS,
     REFUSED_MODEL_SETTINGS,
     REFUSED_TRAINING_SETTINGS,
 )
-from utils.config.training_settings import parse_training_settings
 
 
 def names(argument_class):
@@ -66,7 +66,9 @@ def test_giving_one_is_refused_with_its_reason_as_flag_and_in_a_recipe(
     path.write_text("".join(f"{name}: 1\n" for name in refused))
     flags = [word for name in refused for word in (f"--{name}", "1")]
     with pytest.raises(ConfigurationError) as caught:
-        parse_training_settings(training_class, ["--config", str(path), *flags])
+        parse_arguments(
+            (DataArguments, ModelArguments, training_class), ["--config", str(path), *flags]
+        )
     for line, (name, reason) in enumerate(refused.items(), 1):
         assert f"--{name} cannot be set here: {reason}" in caught.value.problems
         assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems

@@ -1,4 +1,4 @@
-"""The settings of the training scripts: what is built of them, and every contradiction refused."""
+"""The training arguments and their checks: what is built, and every contradiction refused."""
 
 import re
 import warnings
@@ -6,10 +6,16 @@ import warnings
 import pytest
 import torch
 
-from utils.config.arguments import FineTuneConfig, PretrainConfig
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    PretrainConfig,
+    RunArguments,
+)
 from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
 from utils.config.errors import ConfigurationError
-from utils.config.training_settings import parse_training_settings
+from utils.config.parsing import parse_arguments
 
 BASE = {
     "global_batch_size": "8",
@@ -25,6 +31,12 @@ def started_alone(monkeypatch, tmp_path):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+def parse_training_settings(training_class, argv):
+    checks = PRETRAINING_CHECKS if training_class is PretrainConfig else FINE_TUNING_CHECKS
+    classes = (RunArguments, DataArguments, ModelArguments, training_class)
+    return parse_arguments(classes, argv, checks=checks)
 
 
 def words(changes):
