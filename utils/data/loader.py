@@ -52,20 +52,23 @@ class PackedDataset(Dataset):
         flattened (B * T) tokens and then B * T, int32, padded to B * max_segments_per_row + 1 with
         B * T. max_length_q and _k: T, an upper bound that does not change.
         """
+        numbers = np.asarray(rows, dtype=np.int64)
         length, places = self.sequence_length, len(rows) * self.sequence_length
         input_ids = np.full(places, self.pad_token_id, dtype=np.int64)
-        located = list(self._located(np.asarray(rows, dtype=np.int64)))
-        for source, segments, begins in located:
-            _copy(self.datasets[source].token_views(*segments), begins, segments, input_ids)
-        labels = input_ids.copy()
-        for source, segments, begins in located:
-            if self.datasets[source].loss_mask is not None:
-                _mask(self.datasets[source].loss_views(*segments), begins, segments, labels)
-        tails = self._tails(np.asarray(rows, dtype=np.int64))
+        bears_loss = np.ones(places, dtype=bool)
+        tails = self._tails(numbers)
+        found = [tails[:, 0]]
+        for source, segments, begins in self._located(numbers):
+            dataset = self.datasets[source]
+            _copy(dataset.token_views(*segments), begins, segments, input_ids)
+            if dataset.loss_mask is not None:
+                _copy(dataset.loss_views(*segments), begins, segments, bears_loss)
+            found.append(begins)
         for begin, end in tails.tolist():
-            labels[begin:end] = IGNORED_LABEL
-        starts = np.sort(np.concatenate([tails[:, 0], *(begins for _, _, begins in located)]))
-        labels[starts] = IGNORED_LABEL
+            bears_loss[begin:end] = False
+        starts = np.sort(np.concatenate(found))
+        bears_loss[starts] = False
+        labels = np.where(bears_loss, input_ids, IGNORED_LABEL)
         bounds = np.append(starts, places)
         position_ids = np.arange(places) - np.repeat(starts, np.diff(bounds))
         cu_seq_lens = np.full(len(rows) * self.max_segments_per_row + 1, places, dtype=np.int32)
@@ -203,11 +206,3 @@ def _copy(
     ends = begins + segments.lengths
     for view, begin, end in zip(views, begins.tolist(), ends.tolist(), strict=True):
         target[begin:end] = view  # widens as it copies
-
-
-def _mask(
-    views: Iterator[np.ndarray], begins: np.ndarray, segments: Segments, labels: np.ndarray
-) -> None:
-    ends = begins + segments.lengths
-    for view, begin, end in zip(views, begins.tolist(), ends.tolist(), strict=True):
-        labels[begin:end][~view] = IGNORED_LABEL
