@@ -1,38 +1,47 @@
-"""Keeps the loader's position and the logged epoch with the optimizer step."""
+"""Keeps the loader's position, and what Trainer takes for an epoch, with the optimizer step."""
 
+import math
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from utils.data.loader import TrainLoader
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from typing_extensions import override
 
 
 class DataPosition(TrainerCallback):
-    """Start the loader at the run's step, and say the epoch of the data.
+    """Start the loader at the run's step, and count the epochs of the data.
 
     The order of samples is a pure function of the step (utils/data/order.py), so going on after a
     checkpoint is one assignment: no batch is skipped by reading it. Trainer sees one long epoch;
-    the epoch it logs is put right after every step.
+    the epoch it logs is put right after every step, and what it does at the end of an epoch is
+    asked for at the step that ends an epoch of the data.
     """
 
+    @override
     def on_train_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002 - the hook's signature
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        train_dataloader: TrainLoader,
-        **kwargs: Any,  # noqa: ARG002
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Move the loader to the step that the checkpoint ended with (0 for a fresh start)."""
-        train_dataloader.resume_at(state.global_step)
+        kwargs["train_dataloader"].resume_at(state.global_step)
 
+    @override
     def on_step_end(
         self,
-        args: TrainingArguments,  # noqa: ARG002 - the hook's signature
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        train_dataloader: TrainLoader,
-        **kwargs: Any,  # noqa: ARG002
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
-        """Replace the share of the run that Trainer calls epoch by the epochs of the data."""
-        state.epoch = train_dataloader.batch_sampler.epoch_at(state.global_step)
+        """Count the epochs of the data; act on those that end, but for the run's last step."""
+        sampler = kwargs["train_dataloader"].batch_sampler
+        before = sampler.epoch_at(state.global_step - 1)
+        state.epoch = sampler.epoch_at(state.global_step)
+        ended = math.floor(state.epoch) > math.floor(before)
+        if ended and state.global_step < state.max_steps:  # Trainer's own epoch ends with the run
+            control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH

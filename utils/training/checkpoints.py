@@ -13,7 +13,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def resume_point(output_dir: str | Path) -> str | None:
-    """Return the newest complete checkpoint of the run in ``output_dir``, or None for a fresh start.
+    """Return the newest complete checkpoint of the run in ``output_dir``; None: start afresh.
 
     Trainer writes ``trainer_state.json`` last, so a checkpoint without a readable one was cut off
     while it was written: it is passed over, aloud, and left where it is.

@@ -17,7 +17,7 @@ def export_final(trainer: Trainer) -> Path:
     All ranks call it: gathering sharded weights is collective. Rank 0 writes under another name and
     renames, so ``final/`` is whole or absent.
     """
-    output_dir = Path(trainer.args.output_dir)
+    output_dir = Path(str(trainer.args.output_dir))
     state = _gathered_state(trainer)
     if trainer.is_world_process_zero():
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -57,8 +57,10 @@ def _write(
     shutil.rmtree(partial, ignore_errors=True)  # of a run that ended while it was exporting
     if isinstance(model, PreTrainedModel):
         model.config.use_cache = True  # off while training on packed rows
-    model.save_pretrained(partial, state_dict=state)
-    trainer.processing_class.save_pretrained(partial)
+    model.save_pretrained(str(partial), state_dict=state)
+    tokenizer = trainer.processing_class
+    assert tokenizer is not None, "both scripts give one"
+    tokenizer.save_pretrained(partial)
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)

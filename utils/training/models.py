@@ -1,7 +1,8 @@
-"""The tokenizer and the model of a run: from a model directory, or from scratch by a configuration."""
+"""The tokenizer and the model of a run: from a directory, or from scratch by a configuration."""
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -58,11 +59,12 @@ def model_problems(
     """Return what makes this model unfit for this tokenizer and sequence length."""
     problems = []
     text = config.get_text_config()
-    if text.vocab_size < vocabulary_size(tokenizer):
+    needed = vocabulary_size(tokenizer)
+    if text.vocab_size < needed:
         problems.append(
             f"the model's vocabulary has {text.vocab_size:,} entries but the tokenizer has "
-            f"{vocabulary_size(tokenizer):,}: use the tokenizer the model was made with, or set vocab_size to at "
-            f"least {vocabulary_size(tokenizer):,} in the model configuration."
+            f"{needed:,}: use the tokenizer the model was made with, or set vocab_size to at least "
+            f"{needed:,} in the model configuration."
         )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and sequence_length > positions:
@@ -77,7 +79,7 @@ def model_problems(
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
     """Return the type the weights are kept in: float32 unless --dtype says otherwise."""
     if model.dtype == "auto":
-        return config.dtype or torch.float32
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return getattr(torch, model.dtype) if model.dtype else torch.float32
 
 
@@ -95,21 +97,28 @@ def load_model(
         torch.manual_seed(settings.training.seed)
         built = AutoModelForCausalLM.from_config(config, attn_implementation=attention.name)
         return built.to(dtype)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        model.model_name_or_path,
+    path = _model_path(model)
+    loading: Any = AutoModelForCausalLM.from_pretrained(
+        path,
         revision=model.model_revision,
         config=config,
         dtype=dtype,
         attn_implementation=attention.name,
         output_loading_info=True,
     )
-    _refuse_incomplete(model.model_name_or_path, info)
+    loaded, info = loading
+    _refuse_incomplete(path, info)
     return loaded
+
+
+def _model_path(model: ModelArguments) -> str:
+    assert model.model_name_or_path is not None, "checked with the settings"
+    return model.model_name_or_path
 
 
 def _config_of_model(model: ModelArguments) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+        return AutoConfig.from_pretrained(_model_path(model), revision=model.model_revision)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"no model could be found at --model_name_or_path {model.model_name_or_path}: "
@@ -159,11 +168,11 @@ def _refuse_unknown_settings(path: Path, settings: dict, config: PreTrainedConfi
         )
 
 
-def _refuse_incomplete(path: str | None, info: dict) -> None:
+def _refuse_incomplete(path: str, info: dict) -> None:
     problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
     problems += [
-        f"tensor {entry[0]} in {path} has shape {tuple(entry[1])}, the model needs {tuple(entry[2])}."
-        for entry in sorted(info["mismatched_keys"])
+        f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
+        for name, found, needed in sorted(info["mismatched_keys"])
     ]
     if problems:
         raise ConfigurationError(problems)

@@ -84,7 +84,7 @@ def start_run(
     if problems:
         raise ConfigurationError(problems)
     if not run.finished:
-        prepare_wandb(settings.training.report_to, run.output_dir, launch.rank)
+        prepare_wandb(list(settings.training.report_to or ()), run.output_dir, launch.rank)
     return run
 
 
@@ -112,7 +112,7 @@ def finish_run(trainer: Trainer) -> None:
 def _claim(
     settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, total_steps: int
 ) -> Run:
-    output_dir = Path(settings.training.output_dir)
+    output_dir = Path(str(settings.training.output_dir))
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     known = _known_files(output_dir)
@@ -146,9 +146,9 @@ def _known_files(output_dir: Path) -> bool:
     others = sorted(path.name for path in output_dir.iterdir())
     if others:
         raise ConfigurationError(
-            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
-            f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}): name another directory; "
-            "nothing is written over."
+            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has {others[0]}"
+            f"{', ...' if len(others) > 1 else ''}): name another directory; nothing is written "
+            "over."
         )
     return False
 

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
+from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.progress import remove_default_reporting
@@ -32,20 +33,17 @@ class PackedTrainerMixin(Trainer):
 
     def __init__(
         self,
-        *args: Any,
+        *,
         train_rows: PackedDataset,
         eval_rows: Mapping[str, PackedDataset],
         sampler: GlobalBatchSampler,
         **kwargs: Any,
     ):
         self.train_rows = train_rows
+        self.eval_rows = dict(eval_rows)
         self.sampler = sampler
-        super().__init__(
-            *args,
-            data_collator=_rows_are_batches,
-            eval_dataset=dict(eval_rows) or None,
-            **kwargs,
-        )
+        kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
+        super().__init__(**kwargs)
         if not self.model_accepts_loss_kwargs:
             raise ConfigurationError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
@@ -53,7 +51,8 @@ class PackedTrainerMixin(Trainer):
             )
         remove_default_reporting(self)
 
-    def get_train_dataloader(self) -> TrainLoader:
+    @override
+    def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
         """Return the loader of the whole run; the callbacks set where it starts."""
         return train_loader(
             self.train_rows,
@@ -65,10 +64,10 @@ class PackedTrainerMixin(Trainer):
             seed=self.args.seed,
         )
 
-    def get_eval_dataloader(self, eval_dataset: str | PackedDataset | None = None) -> Any:
+    @override
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader over each row of the named split once, shared between the ranks."""
-        assert eval_dataset is not None, "evaluate() goes through the named splits"
-        rows = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        rows = self.eval_rows[eval_dataset]
         sampler = EvalBatchSampler(
             len(rows),
             self.args.per_device_eval_batch_size,
@@ -82,6 +81,7 @@ class PackedTrainerMixin(Trainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
+    @override
     def compute_loss(
         self,
         model: nn.Module,
@@ -97,12 +97,13 @@ class PackedTrainerMixin(Trainer):
         inputs = {**inputs, "use_cache": False}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
+    @override
     def prediction_step(
         self,
         model: nn.Module,
         inputs: Batch,
-        prediction_loss_only: bool,  # noqa: ARG002 - the hook's signature
-        ignore_keys: list[str] | None = None,  # noqa: ARG002
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[None, None, None]:
         """Add the micro-batch's summed loss and its loss-bearing tokens to the split's totals."""
         inputs = self._prepare_inputs(inputs)
@@ -113,6 +114,7 @@ class PackedTrainerMixin(Trainer):
         self._eval_totals += torch.stack((outputs["loss"].double(), tokens.double()))
         return None, None, None
 
+    @override
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -132,11 +134,13 @@ class PackedTrainerMixin(Trainer):
         )
         loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
         loss = loss_sum / tokens
+        assert output.metrics is not None
         output.metrics[f"{metric_key_prefix}_loss"] = loss
         output.metrics[f"{metric_key_prefix}_perplexity"] = _exponential(loss)
         output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
         return output
 
+    @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the figures of every MetricCallback added to training logs first."""
         if "loss" in logs:
@@ -145,14 +149,18 @@ class PackedTrainerMixin(Trainer):
                     logs.update(callback.metrics())
         super().log(logs, start_time)
 
+    @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: a run directory describes itself by config.yaml and provenance.json."""
 
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer, without the pickle of the settings that Trainer adds."""
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(
+                missing_ok=True
+            )
 
 
 class PretrainTrainer(PackedTrainerMixin, Trainer):
@@ -162,11 +170,11 @@ class PretrainTrainer(PackedTrainerMixin, Trainer):
 class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):
     """Supervised fine-tuning, full or LoRA: SFTTrainer's model wiring on packed conversations."""
 
-    def __init__(self, *args: Any, train_rows: PackedDataset, **kwargs: Any):
+    def __init__(self, *, train_rows: PackedDataset, **kwargs: Any):
         # SFTTrainer looks at one record of a datasets.Dataset; the rows come from train_rows.
         dataset = load_from_disk(str(train_rows.datasets[0].path))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
-        super().__init__(*args, train_dataset=dataset, train_rows=train_rows, **kwargs)
+        super().__init__(train_dataset=dataset, train_rows=train_rows, **kwargs)
 
 
 def _rows_are_batches(batch: Batch) -> Batch:

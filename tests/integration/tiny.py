@@ -1,0 +1,85 @@
+"""A tokenizer, token datasets and a model small enough to train whole runs in a second or two."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 128
+WORDS = ["<eos>", "<pad>", *(f"t{number}" for number in range(VOCABULARY - 2))]
+
+
+def make_tokenizer(directory: Path) -> Path:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="t0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>"
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
+    """Documents with something to learn: each token is the one before plus a constant step."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(3, longest, size=count)
+    starts = random.integers(2, VOCABULARY, size=count)
+    return [
+        [int(2 + (start + 3 * place) % (VOCABULARY - 2)) for place in range(length)]
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def masked(rows: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Prompts of a third of each document: the rest bears loss."""
+    masks = [[int(place >= max(1, len(row) // 3)) for place in range(len(row))] for row in rows]
+    return {"input_ids": rows, "completion_mask": masks}
+
+
+def save(directory: Path, columns: dict[str, list[list[int]]]) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).save_to_disk(directory)
+    return directory
+
+
+def make_model_config(path: Path, **changes: object) -> Path:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "vocab_size": VOCABULARY,
+    }
+    path.write_text(json.dumps(config | changes))
+    return path
+
+
+def flags(**settings: object) -> list[str]:
+    """Turn settings into a command line."""
+    argv: list[str] = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        argv += [f"--{name}", *map(str, values)]
+    return argv
+
+
+def losses(output_dir: Path) -> list[float]:
+    """The training losses of a run by step, read from its journal."""
+    from utils.callbacks.journal import read_journal
+
+    lines = read_journal(output_dir / "metrics.jsonl")
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def evaluations(output_dir: Path, split: str) -> dict[int, float]:
+    """The losses of a split by step."""
+    from utils.callbacks.journal import read_journal
+
+    lines = read_journal(output_dir / "metrics.jsonl")
+    return {line["step"]: line[f"eval_{split}_loss"] for line in lines if line.get("split") == split}
