@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 # What a template may raise on a conversation it was not written for (roles out of order, ...).
 RENDERING_ERRORS = (TemplateError, TypeError, ValueError, KeyError)
+NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template: give --chat_template FILE, for example "
+    "recipes/chat_templates/chatml.jinja"
+)
 
 
 def attach_training_template(
@@ -32,10 +36,7 @@ def attach_training_template(
     if template_file is not None:
         tokenizer.chat_template = read_chat_template(template_file)
     if tokenizer.chat_template is None:
-        raise ConfigurationError(
-            "the tokenizer has no chat template: give --chat_template FILE, for example "
-            "recipes/chat_templates/chatml.jinja"
-        )
+        raise ConfigurationError(NO_CHAT_TEMPLATE)
     if isinstance(tokenizer.chat_template, dict):
         # Several named templates; conversations are rendered with the default one.
         tokenizer.chat_template = tokenizer.get_chat_template()

@@ -40,7 +40,7 @@ class Preparation:
         self.arguments = arguments
         self.output_dir = Path(arguments.output_dir)
         self.plan = plan_preparation(arguments)
-        self._given = given_tokenizer(arguments, self.plan.settings.document_format)
+        self._given = given_tokenizer(arguments, self.plan)
         digest = self.plan.digest(tokenizer_identity(self._given, arguments))
         self.workspace = Workspace(self.output_dir, digest)
         self.is_finished = is_already_prepared(

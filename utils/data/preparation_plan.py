@@ -31,11 +31,13 @@ class PreparationPlan:
     """Everything that decides the output, but for the tokenizer.
 
     `sources` maps each split to its files, `train` first; `units` are cut from them.
+    `needs_chat_template`: documents are messages, or prompts and completions made of messages.
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
     units: Sequence[WorkUnit]
     settings: UnitSettings
+    needs_chat_template: bool
 
     @property
     def splits(self) -> list[str]:
@@ -83,7 +85,13 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         size / 2**20,
         f"{len(units):,}",
     )
-    return PreparationPlan(sources, units, settings)
+    first = _first_record([unit for unit in units if unit.split == TRAIN], arguments)
+    needs_chat_template = document_format == "messages" or (
+        first is not None
+        and document_format == "prompt_completion"
+        and isinstance(first.fields.get("prompt"), list)
+    )
+    return PreparationPlan(sources, units, settings, needs_chat_template)
 
 
 def _find_sources(arguments: PreparationArguments) -> dict[str, list[SourceFile]]:

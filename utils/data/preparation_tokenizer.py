@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.chats import attach_training_template, read_chat_template
+from utils.data.chats import NO_CHAT_TEMPLATE, attach_training_template, read_chat_template
 from utils.data.documents import texts_of
 from utils.data.preparation_plan import PreparationPlan
 from utils.data.records import BadRow
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def given_tokenizer(
-    arguments: PreparationArguments, document_format: str
+    arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer that the user names, with the chat template in use.
 
@@ -32,9 +33,11 @@ def given_tokenizer(
     if arguments.tokenizer_name_or_path is None:
         if arguments.chat_template is not None:
             read_chat_template(arguments.chat_template)
+        elif plan.needs_chat_template:
+            raise ConfigurationError(NO_CHAT_TEMPLATE)
         return None
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
-    _attach_template(tokenizer, arguments, document_format)
+    _attach_template(tokenizer, arguments, plan)
     return tokenizer
 
 
@@ -66,7 +69,7 @@ def trained_tokenizer(
         logger.info("training a tokenizer of %s tokens", f"{arguments.train_tokenizer:,}")
         texts = _training_texts(plan, arguments.tokenizer_sample_bytes)
         tokenizer = train_tokenizer(texts, arguments.train_tokenizer)
-        _attach_template(tokenizer, arguments, plan.settings.document_format)
+        _attach_template(tokenizer, arguments, plan)
         save_tokenizer(tokenizer, folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -88,10 +91,10 @@ def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def _attach_template(
-    tokenizer: "PreTrainedTokenizerBase", arguments: PreparationArguments, document_format: str
+    tokenizer: "PreTrainedTokenizerBase", arguments: PreparationArguments, plan: PreparationPlan
 ) -> None:
     """Check the template where chats need it; a text dataset only passes a given one on."""
-    if document_format == "messages" or arguments.chat_template is not None:
+    if plan.needs_chat_template or arguments.chat_template is not None:
         attach_training_template(tokenizer, arguments.chat_template)
 
 

@@ -237,6 +237,28 @@ def test_the_tokenizer_never_sees_held_out_documents(tmp_path):
     assert knows == {True: False, False: True}
 
 
+def test_the_tokenizer_is_trained_on_a_sample_of_every_unit(tmp_path):
+    # Every work unit (2000 bytes) begins with words of its own; only its beginning is read.
+    lines = []
+    for unit in range(6):
+        lines += [{"text": f"opening{unit} " * 30}, {"text": f"closing{unit} " * 150}]
+    source = samples.write_jsonl(tmp_path / "a.jsonl", lines)
+    knows = {}
+    for sample_bytes in (600, 100_000):
+        out = tmp_path / f"{sample_bytes}"
+        samples.prepare(
+            sources=[source],
+            output_dir=out,
+            train_tokenizer=266,
+            tokenizer_sample_bytes=sample_bytes,
+        )
+        vocabulary = json.loads((out / "tokenizer" / "tokenizer.json").read_text())["model"]
+        merged = "".join(token for token in vocabulary["vocab"] if len(token) > 1)
+        knows[sample_bytes] = ("pen" in merged, "los" in merged)
+    assert knows[600] == (True, False)
+    assert knows[100_000][1]
+
+
 # The written layout
 
 
@@ -344,6 +366,42 @@ def test_the_saved_tokenizer_generates_with_the_template_of_the_data(tmp_path):
     dataset = open_token_dataset(tmp_path / "out" / "train")
     first_trained = int(np.argmax(dataset.loss_mask_of(0)))
     assert dataset.tokens(0)[:first_trained].tolist() == prompt
+
+
+@pytest.mark.parametrize("tokenizer", ["given", "trained"])
+@pytest.mark.parametrize("kind", ["messages", "prompt_completion"])
+def test_chats_without_a_template_are_refused_before_any_work(tmp_path, tokenizer, kind):
+    turns = samples.chat("q", "a")["messages"]
+    row = {"messages": turns} if kind == "messages" else {"prompt": turns[:1]}
+    row |= {} if kind == "messages" else {"completion": turns[1:]}
+    settings = {"train_tokenizer": 300}
+    if tokenizer == "given":
+        settings = {"tokenizer_name_or_path": samples.saved_tokenizer(tmp_path / "tokenizer")}
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template"):
+        samples.prepare(
+            sources=[samples.write_jsonl(tmp_path / "a.jsonl", [row])],
+            output_dir=tmp_path / "out",
+            **settings,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_completions_made_of_messages_bear_loss_in_the_completion_alone(tmp_path):
+    turns = samples.chat("q", "old", "q2", "new")["messages"]
+    samples.prepare(
+        sources=[
+            samples.write_jsonl(
+                tmp_path / "a.jsonl", [{"prompt": turns[:3], "completion": turns[3:]}]
+            )
+        ],
+        output_dir=tmp_path / "out",
+        tokenizer_name_or_path=samples.saved_tokenizer(tmp_path / "tokenizer"),
+        chat_template=samples.CHATML,
+    )
+    dataset = open_token_dataset(tmp_path / "out" / "train")
+    trained = dataset.tokens(0)[dataset.loss_mask_of(0)]
+    assert samples.tiny_tokenizer().decode(trained) == "new<|im_end|>"
+    assert dataset.loss_mask == "completion_mask"
 
 
 def overlong_chats(tmp_path):
@@ -546,6 +604,18 @@ def test_unfinished_work_of_other_settings_is_not_mixed_in(tmp_path, source, tok
         samples.prepare(
             **settings, output_dir=tmp_path / "out", shard="1/2", validation_fraction=0.5
         )
+
+
+def test_a_unit_that_was_prepared_with_other_settings_counts_as_missing(
+    tmp_path, source, tokenizer
+):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    samples.prepare(**settings, output_dir=tmp_path / "out", shard="0/2")
+    record = tmp_path / "out" / ".shards" / "unit-000000.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "digest": "that of a job started by mistake"}))
+    with pytest.raises(ConfigurationError, match="shard 0/2 is incomplete, 1 of its work units"):
+        samples.prepare(**settings, output_dir=tmp_path / "out", merge=2)
 
 
 def test_merge_names_the_shards_that_are_incomplete(tmp_path, source, tokenizer):
