@@ -102,7 +102,7 @@ def test_an_evaluation_repeated_at_the_resumed_step_counts_once(tmp_path):
 
 
 def test_a_line_cut_off_by_a_kill_spoils_no_other(tmp_path):
-    write(tmp_path, [(1, {"loss": 1.0})])
+    write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "st')
     write(tmp_path, [(2, {"loss": 2.0})], start_step=1)

@@ -135,3 +135,21 @@ def test_two_ranks_agree_on_the_worst_and_on_every_row(tmp_path):
     assert [row["rank"] for row in rows] == [0, 1]
     assert rows[1]["host_rss_gib"] > rows[0]["host_rss_gib"] + 0.2
     assert first["figures"]["host_rss_gib"] == pytest.approx(rows[1]["host_rss_gib"], abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_peaks_follow_real_allocations():
+    monitor = begin(MemoryMonitor(), "cuda:0")
+    state, control = TrainerState(), TrainerControl()
+    control.should_evaluate = True
+    base = torch.cuda.memory_allocated(0) / GIB
+    torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
+    monitor.on_step_end(None, state, control)
+    torch.empty(GIB, dtype=torch.uint8, device="cuda:0")
+    monitor.on_evaluate(None, state, control)
+    figures = monitor.metrics()
+    assert figures["memory_peak_train_gib"] == pytest.approx(base + 2, abs=0.01)
+    assert figures["memory_peak_eval_gib"] == pytest.approx(base + 1, abs=0.01)
+    assert figures["memory_reserved_gib"] >= 2
+    assert 0 < figures["memory_free_gib"] < 1000

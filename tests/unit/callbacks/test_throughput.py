@@ -17,9 +17,11 @@ class Clock:
 class Loader:
     """Step k holds 1000 + k tokens."""
 
-    wait_s = 0.0
+    def __init__(self):
+        self.wait_s, self.asked = 0.0, []
 
     def tokens_in_step(self, step):
+        self.asked.append(step)
         return 1000 + step
 
 
@@ -118,6 +120,7 @@ def test_tokens_seen_go_on_after_a_resume_from_the_last_log():
     for _ in range(2):
         after.step(1.0)
     assert after.callback.metrics()["tokens_seen"] == expected
+    assert after.loader.asked == [4, 5, 6, 7], "a long run is not counted again from its start"
 
 
 def test_tokens_seen_are_counted_from_step_0_where_no_log_has_them():
