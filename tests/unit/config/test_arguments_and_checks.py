@@ -13,9 +13,11 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, check_hardware
+from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.parsing import parse_arguments
+from utils.config.settings import SettingValues
 
 BASE = {
     "global_batch_size": "8",
@@ -94,6 +96,11 @@ def test_fine_tuning_neither_truncates_nor_prepares_data_in_trl():
     assert training.dataset_kwargs == {"skip_prepare_dataset": True}
     assert training.packing is False
     assert training.learning_rate == 2e-5
+
+
+def test_memory_is_pinned_only_where_there_is_a_device_to_copy_to():
+    training = parse(use_cpu=None).instances[3]
+    assert training.dataloader_pin_memory is (training.device.type != "cpu")
 
 
 def test_our_packing_is_the_only_packing():
@@ -336,6 +343,16 @@ def test_a_dry_run_checks_a_recipe_for_gpus_on_a_machine_without(no_accelerator,
     assert training.bf16 is True
     assert settings.as_dict()["use_cpu"] is False, "the settings stay the user's"
     assert settings.as_dict()["tf32"] is True
+
+
+@pytest.mark.parametrize(("use_cpu", "faults"), [(False, 0), (True, 2)])
+def test_half_precision_is_refused_beside_an_accelerator_only_if_it_is_not_used(
+    monkeypatch, use_cpu, faults
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    given = {"fp16": True, "tf32": True, "use_cpu": use_cpu}
+    values = SettingValues(declared_settings([RunArguments, PretrainConfig]), given, {})
+    assert len(list(check_hardware(values))) == faults
 
 
 def test_float16_weights_may_carry_adapters():
