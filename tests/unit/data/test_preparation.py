@@ -21,7 +21,7 @@ import zstandard
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data import unit_pool, work_units
+from utils.data import documents, unit_pool, work_units
 from utils.data.preparation import Preparation
 from utils.data.token_dataset import open_token_dataset
 from utils.data.unit_preparation import UnitPreparation
@@ -203,6 +203,30 @@ def test_the_held_out_split_depends_on_content_alone(tmp_path, tokenizer):
         assert len(train | held_out[-1]) == 300
     assert held_out[0] == held_out[1]
     assert 45 < len(held_out[0]) < 105
+
+
+def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
+    tmp_path, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 64)
+    texts = [f"name{number:03d}\n" * 40 for number in range(20)]
+    samples.prepare(
+        sources=[samples.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])],
+        output_dir=tmp_path / "out",
+        tokenizer_name_or_path=tokenizer,
+        validation_fraction=0.4,
+    )
+    plain = samples.tiny_tokenizer()
+    found = {}
+    for split in ("train", "validation"):
+        parts = [plain.decode(row[:-1]) for row in rows(tmp_path / "out" / split)]
+        found[split] = "".join(parts)
+        for text in texts:
+            assert found[split].count(text[:8]) in (0, 40)
+    assert all(text in found["train"] or text in found["validation"] for text in texts)
+    assert found["validation"]
+    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
+    assert content["sources"]["continued"] == 20 * 4
 
 
 def test_another_seed_holds_out_other_documents(tmp_path, source, tokenizer):
