@@ -57,7 +57,7 @@ def run_processes(
     processes: int = 2,
     env: Mapping[str, str] | None = None,
     cpu_environment: bool = True,
-    timeout_s: float = 180,
+    timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` under `accelerate launch` with accelerate_configs/<config>.yaml on CPUs.
 

@@ -84,18 +84,14 @@ def test_two_processes_train_like_one(name, one_process, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_sharded_checkpoint_resumes_on_one_and_on_two_processes(processes, tmp_path):
+def test_a_sharded_checkpoint_resumes_on_one_and_on_two_processes(tmp_path):
     """What fsdp2.yaml's choice of SHARDED_STATE_DICT promises."""
-    args = ["--output_dir", str(tmp_path), "--micro_batch_size", "2", "--steps", "4"]
-    uninterrupted = result(run_two_processes("fsdp2", SCRIPT, [*args, "--save_steps", "2"]))
+    args = ["--output_dir", str(tmp_path), "--steps", "4", "--micro_batch_size"]
+    uninterrupted = result(run_two_processes("fsdp2", SCRIPT, [*args, "2", "--save_steps", "2"]))
     checkpoint = tmp_path / "checkpoint-2"
     assert (checkpoint / "pytorch_model_fsdp_0").is_dir()
-    args = ["--output_dir", str(tmp_path), "--micro_batch_size", str(4 // processes)]
-    resumed = result(
-        run_processes(
-            "fsdp2", SCRIPT, [*args, "--steps", "4", "--resume", str(checkpoint)],
-            processes=processes,
-        )
-    )  # fmt: skip
-    assert resumed["losses"] == pytest.approx(uninterrupted["losses"], abs=1e-5)
+    for processes in (1, 2):
+        given = [*args, str(4 // processes), "--resume", str(checkpoint)]
+        resumed = result(run_processes("fsdp2", SCRIPT, given, processes=processes))
+        assert resumed["world_size"] == processes
+        assert resumed["losses"] == pytest.approx(uninterrupted["losses"], abs=1e-5)

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -48,6 +50,20 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
     before = path.read_text()
     with pytest.raises(TypeError):
         write(path, data={"train": object()})
+    assert path.read_text() == before
+
+
+def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "provenance.json"
+    write(path)
+    before = path.read_text()
+
+    def fail(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write(path)
     assert path.read_text() == before
 
 
