@@ -17,10 +17,12 @@ from utils.config.parsing import run_script
 def main(argv: list[str] | None = None) -> None:
     """Run one fine-tuning job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
+    from utils.config.run_settings import parse_fine_tuning
+
+    settings = parse_fine_tuning(argv, description=__doc__)  # the rest is imported if it is sound
     from trl import get_peft_config
 
     from utils.cluster.launch import check_strategy
-    from utils.config.run_settings import parse_fine_tuning
     from utils.training.models import load_model, load_model_config, load_run_tokenizer
     from utils.training.plan import plan_run
     from utils.training.reporting import run_callbacks
@@ -29,7 +31,6 @@ def main(argv: list[str] | None = None) -> None:
     from utils.training.startup import start_process
     from utils.training.trainers import FineTuneTrainer
 
-    settings = parse_fine_tuning(argv, description=__doc__)
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
     data = load_run_data(settings, tokenizer, fine_tuning=True)

@@ -193,7 +193,7 @@ def test_the_directory_of_another_run_is_refused_and_harmless_changes_are_said(
         problem.split(": its ")[1].split()[0] for problem in caught.value.problems[:-1]
     }
     assert "content fingerprint" in caught.value.problems[-1]
-    with pytest.raises(ConfigurationError, match="holds a run of pretrain.py"):
+    with pytest.raises(ConfigurationError, match=r"holds a run of pretrain\.py"):
         sft_train.main(fine_tuning(run))
     assert (run / "config.yaml").read_bytes() == before
     capsys.readouterr()

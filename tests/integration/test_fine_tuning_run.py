@@ -38,7 +38,7 @@ def _completion_loss(model: torch.nn.Module) -> float:
     with torch.no_grad():
         for row, mask in zip(columns["input_ids"], columns["completion_mask"], strict=True):
             ids = torch.tensor([row])
-            labels = torch.tensor([[token if m else -100 for token, m in zip(row, mask, strict=True)]])
+            labels = ids.masked_fill(torch.tensor([mask]) == 0, -100)
             total += model(input_ids=ids, labels=labels).loss.item() * sum(mask)
             targets += sum(mask)
     return total / targets

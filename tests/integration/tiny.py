@@ -81,5 +81,6 @@ def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     """The losses of a split by step."""
     from utils.callbacks.journal import read_journal
 
+    metric = f"eval_{split}_loss"
     lines = read_journal(output_dir / "metrics.jsonl")
-    return {line["step"]: line[f"eval_{split}_loss"] for line in lines if line.get("split") == split}
+    return {line["step"]: line[metric] for line in lines if metric in line}

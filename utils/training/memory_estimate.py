@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from trl import get_peft_config
 
 from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
 from utils.config.run_settings import RunSettings
+from utils.kernels.probe_model import causal_lm_class
 from utils.training.models import weights_dtype
 
 GIB = 2**30
@@ -89,7 +90,8 @@ def estimate_memory(
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
     """Return (all, trained) parameters, counted on the meta device."""
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
+        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        built = causal_lm_class(config)(config)
         adapters = get_peft_config(model)
         if adapters is not None:
             built = get_peft_model(built, adapters)

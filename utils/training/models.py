@@ -19,6 +19,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
+from utils.kernels.probe_model import causal_lm_class
 from utils.training.run_data import tokenizer_directory
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,9 @@ def load_model(
     model, dtype = settings.model, weights_dtype(settings.model, config)
     if model.model_config is not None:
         torch.manual_seed(settings.training.seed)
-        built = AutoModelForCausalLM.from_config(config, attn_implementation=attention.name)
+        # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
+        built = causal_lm_class(config)(config)
+        built.set_attn_implementation(attention.name)
         return built.to(dtype)
     path = _model_path(model)
     loading: Any = AutoModelForCausalLM.from_pretrained(

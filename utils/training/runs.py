@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 
@@ -17,6 +16,7 @@ from utils.cluster.launch import LaunchFacts
 from utils.cluster.wandb_setup import prepare_wandb
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
+from utils.config.strict_yaml import dump_yaml, load_mapping
 from utils.training.checkpoints import resume_point
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
@@ -164,7 +164,8 @@ def _make(output_dir: Path) -> None:
 
 def _other_run(output_dir: Path, now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Return why the directory belongs to another run; say aloud what changed harmlessly."""
-    before = yaml.safe_load((output_dir / CONFIG).read_text(encoding="utf-8"))
+    saved, _ = load_mapping((output_dir / CONFIG).read_text(encoding="utf-8"))
+    before = {key: value for key, (value, _) in saved.items()}
     last = json.loads((output_dir / PROVENANCE).read_text(encoding="utf-8"))["starts"][-1]
     if last["script"] != facts["script"]:
         return [f"{output_dir} holds a run of {last['script']}: name another --output_dir."]
@@ -188,7 +189,7 @@ def _other_run(output_dir: Path, now: Mapping[str, Any], facts: Mapping[str, Any
 def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
     """Write the resolved settings, atomically; the file is a recipe for the same run."""
     text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
-    text += yaml.safe_dump(dict(resolved), sort_keys=False)
+    text += dump_yaml(dict(resolved))
     partial = output_dir / f".{CONFIG}.partial"
     partial.write_text(text, encoding="utf-8")
     partial.replace(output_dir / CONFIG)

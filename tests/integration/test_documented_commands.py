@@ -1,0 +1,83 @@
+"""Every recipe, and every training command of the README and docs, passes a dry run."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+import pretrain
+import sft_train
+
+ROOT = Path(__file__).parents[2]
+MAINS = {"pretrain.py": pretrain.main, "sft_train.py": sft_train.main}
+RECIPES = [
+    (script, path.relative_to(ROOT))
+    for script, room in (("pretrain.py", "pretrain"), ("sft_train.py", "sft"))
+    for path in sorted((ROOT / "recipes" / room).glob("*.yaml"))
+]
+
+pytestmark = pytest.mark.slow
+
+
+def stand_ins(script: str, recipe: dict, workspace: Path, model: Path) -> list[str]:
+    """Tiny data and models in place of those the recipe names; all else stays as it is."""
+    documents = "documents" if script == "pretrain.py" else "chats"
+    settings: dict[str, object] = {
+        "train_data": workspace / documents,
+        "tokenizer_name_or_path": workspace / "tokenizer",
+    }
+    if "eval_data" in recipe:
+        names = [entry.split("=")[0] for entry in recipe["eval_data"]]
+        settings["eval_data"] = [f"{name}={workspace / documents}" for name in names]
+    if "model_name_or_path" in recipe:
+        settings["model_name_or_path"] = model
+    return tiny.flags(**settings)
+
+
+@pytest.fixture(scope="module")
+def long_model(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory whose positions are enough for any recipe."""
+    directory = tmp_path_factory.mktemp("long")
+    tiny.make_model_config(directory / "config.json", max_position_embeddings=1 << 20)
+    return directory
+
+
+@pytest.mark.parametrize(("script", "recipe"), RECIPES, ids=str)
+def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_path, capsys):
+    content = yaml.safe_load((ROOT / recipe).read_text())
+    MAINS[script](
+        [
+            "--config",
+            str(ROOT / recipe),
+            *stand_ins(script, content, workspace, long_model),
+            *tiny.flags(output_dir=tmp_path / "run", dry_run="true", global_batch_size=8),
+            *tiny.flags(per_device_train_batch_size=8),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert "tokens/step" in shown
+    assert "GiB a device" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def readme_recipe() -> dict:
+    """The recipe that the README writes down."""
+    text = (ROOT / "README.md").read_text()
+    return yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+
+
+def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
+    recipe = tmp_path / "my_run.yaml"
+    recipe.write_text(yaml.safe_dump(readme_recipe()))
+    assert "pretrain.py --config my_run.yaml --dry_run" in (ROOT / "README.md").read_text()
+    argv = shlex.split(f"--config {recipe} --dry_run")
+    pretrain.main(
+        [
+            *argv,
+            *stand_ins("pretrain.py", readme_recipe(), workspace, long_model),
+            *tiny.flags(sequence_length=64, output_dir=tmp_path / "run"),
+        ]
+    )
+    assert "4 sequences x 64 tokens x 1 rank x 16 accumulation" in capsys.readouterr().out

@@ -1,0 +1,151 @@
+"""Both scripts in two CPU processes, by every shipped config: the numbers of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from launching import run_processes, run_two_processes
+from transformers import AutoModelForCausalLM
+
+import pretrain
+import sft_train
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = {
+    "multi_gpu": "ddp",
+    "cpu": "ddp",
+    "fsdp2": "fsdp2",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+}
+LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+
+
+def succeed(done) -> str:
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def evaluation(workspace: Path, split: str) -> dict[str, object]:
+    """Both on an odd number of rows, so that one of two ranks evaluates padding."""
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}
+    return {"eval_data": f"heldout={workspace / split}", **settings}
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """The same losses at training and evaluation, and the same model to rounding."""
+    assert tiny.losses(run) == pytest.approx(tiny.losses(reference), abs=2e-5)
+    assert tiny.evaluations(run, "heldout") == pytest.approx(
+        tiny.evaluations(reference, "heldout"), abs=2e-5
+    )
+    weights = AutoModelForCausalLM.from_pretrained(run / "final").state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(reference / "final").state_dict()
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3, msg=name)
+
+
+@pytest.fixture(scope="module")
+def pretrained_alone(workspace, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("alone") / "run"
+    pretrain.main(
+        tiny.flags(
+            train_data=workspace / "documents",
+            tokenizer_name_or_path=workspace / "tokenizer",
+            model_config=workspace / "model.json",
+            output_dir=run,
+            **COMMON,
+            **evaluation(workspace, "heldout"),
+        )
+    )
+    return run
+
+
+COMMON = {
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 1,
+    "max_steps": 6,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": 3,
+}
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_pretraining_in_two_processes_equals_one(name, pretraining, workspace, pretrained_alone, tmp_path):
+    run = tmp_path / "run"
+    argv = pretraining(run, per_device_train_batch_size=1, **evaluation(workspace, "heldout"))
+    shown = succeed(run_two_processes(name, "pretrain.py", argv))
+    assert "2 ranks x 2 accumulation" in shown
+    assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
+    launch = json.loads((run / "provenance.json").read_text())["starts"][0]["launch"]
+    assert (launch["strategy"], launch["world_size"]) == (STRATEGIES[name], 2)
+    assert_same_run(run, pretrained_alone)
+
+
+@pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero3"])
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
+def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, workspace, tmp_path):
+    settings = {**adapters, **evaluation(workspace, "chats_heldout")}
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    sft_train.main(fine_tuning(alone, **settings))
+    succeed(run_two_processes(name, "sft_train.py", fine_tuning(run, **settings)))
+    assert_same_run(run, alone)
+
+
+@pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero2"])
+def test_a_run_cut_in_two_processes_resumes_exactly(name, pretraining, tmp_path):
+    import shutil
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run in (whole, cut):
+        succeed(run_two_processes(name, "pretrain.py", pretraining(run)))
+    shutil.rmtree(cut / "final")
+    shutil.rmtree(cut / "checkpoint-6")
+    shown = succeed(run_two_processes(name, "pretrain.py", pretraining(cut)))
+    assert f"resuming from {cut / 'checkpoint-3'}" in shown
+    assert tiny.losses(cut) == tiny.losses(whole)
+
+
+def test_a_run_of_two_processes_goes_on_in_one(pretraining, pretrained_alone, workspace, tmp_path):
+    run = tmp_path / "run"
+    settings = evaluation(workspace, "heldout")
+    argv = pretraining(run, max_steps=6, per_device_train_batch_size=1, **settings)
+    import shutil
+
+    succeed(run_two_processes("multi_gpu", "pretrain.py", argv))
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoint-6")
+    succeed(run_processes("cpu", "pretrain.py", argv, processes=1))
+    assert_same_run(run, pretrained_alone)
+
+
+def test_a_launch_that_is_not_what_was_asked_is_refused(pretraining, tmp_path):
+    """In silence, FSDP and DeepSpeed on a CPU would become plain DDP, and strangers train alone."""
+    run = tmp_path / "run"
+    argv = pretraining(run)
+    for name, environment, words in (
+        ("fsdp2", {"ACCELERATE_USE_CPU": "true"}, "asked for fsdp2, but accelerate runs ddp"),
+        ("zero2", {"ACCELERATE_USE_CPU": "true"}, "asked for zero2, but accelerate runs ddp"),
+        ("multi_gpu", {}, "started 2 processes, but accelerate connected 1"),
+    ):
+        done = run_two_processes(
+            name, "pretrain.py", argv, env=environment, cpu_environment=False
+        )
+        assert done.returncode != 0
+        assert words in done.stdout
+        assert "Traceback (most recent call last):\n  File \"pretrain" not in done.stdout
+        assert not list(run.glob("checkpoint-*"))
+
+
+def test_a_refusal_in_two_processes_is_shown_once_and_ends_both(pretraining, tmp_path):
+    argv = pretraining(tmp_path / "run", train_data="/no/such/data")
+    done = run_two_processes("multi_gpu", "pretrain.py", argv)
+    assert done.returncode != 0
+    assert done.stdout.count("/no/such/data: no such directory") == 1
+    assert not (tmp_path / "run").exists()
