@@ -11,8 +11,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.config.parsing import parse_arguments, run_script
 from utils.config.preparation import PreparationArguments
+from utils.config.reading.parsing import parse_arguments, run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
     # Imported here so that --help answers at once.
-    from utils.data.preparation import Preparation
+    from utils.data.preparation.pipeline import Preparation
 
     preparation = Preparation(arguments)
     if preparation.is_finished:

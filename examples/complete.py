@@ -6,9 +6,20 @@ python examples/complete.py --model runs/demo-sft/final --chats data/stdlib/chat
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+
+def complete(model: Any, tokenizer: Any, messages: list[dict], max_new_tokens: int) -> str:
+    """Return the model's greedy answer to the messages; it stops at its own end of turn."""
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        output = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main() -> None:
@@ -26,18 +37,7 @@ def main() -> None:
     with arguments.chats.open(encoding="utf-8") as lines:
         chats = [json.loads(line)["messages"] for line in lines]
     messages = chats[arguments.index]
-    prompt = tokenizer.apply_chat_template(
-        messages[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.no_grad():
-        output = model.generate(
-            **prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            do_sample=False,
-            eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = complete(model, tokenizer, messages[:1], arguments.max_new_tokens)
     print(f"--- instruction (held out)\n{messages[0]['content']}")  # noqa: T201 - this is a script
     print(f"--- the model's answer\n{answer}")  # noqa: T201
     print(f"--- the original\n{messages[1]['content']}")  # noqa: T201

@@ -50,9 +50,7 @@ def test_prompts_bear_no_loss(fine_tuning, workspace, tmp_path):
 
     run = tmp_path / "run"
     heldout = f"heldout={workspace / 'chats_heldout'}"
-    sft_train.main(
-        fine_tuning(run, eval_data=heldout, eval_strategy="steps", eval_steps=6)
-    )
+    sft_train.main(fine_tuning(run, eval_data=heldout, eval_strategy="steps", eval_steps=6))
     columns = tiny.masked(tiny.documents(23, seed=3))
     lines = read_journal(run / "metrics.jsonl")
     tokens = [line["eval_heldout_tokens"] for line in lines if line["event"] == "eval"]
@@ -113,9 +111,7 @@ def test_a_resumed_lora_run_equals_the_uninterrupted_one(fine_tuning, tmp_path):
     assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_long_documents_are_dropped_or_truncated_and_counted(
-    fine_tuning, tmp_path, capsys
-):
+def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_path, capsys):
     for choice, words in (("drop", "dropped as too long"), ("truncate", "truncated")):
         run = tmp_path / choice
         sft_train.main(fine_tuning(run, sequence_length=32, on_overlong=choice, max_steps=1))

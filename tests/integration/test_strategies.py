@@ -77,7 +77,9 @@ COMMON = {
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_pretraining_in_two_processes_equals_one(name, pretraining, workspace, pretrained_alone, tmp_path):
+def test_pretraining_in_two_processes_equals_one(
+    name, pretraining, workspace, pretrained_alone, tmp_path
+):
     run = tmp_path / "run"
     argv = pretraining(run, per_device_train_batch_size=1, **evaluation(workspace, "heldout"))
     shown = succeed(run_two_processes(name, "pretrain.py", argv))
@@ -134,12 +136,10 @@ def test_a_launch_that_is_not_what_was_asked_is_refused(pretraining, tmp_path):
         ("zero2", {"ACCELERATE_USE_CPU": "true"}, "asked for zero2, but accelerate runs ddp"),
         ("multi_gpu", {}, "started 2 processes, but accelerate connected 1"),
     ):
-        done = run_two_processes(
-            name, "pretrain.py", argv, env=environment, cpu_environment=False
-        )
+        done = run_two_processes(name, "pretrain.py", argv, env=environment, cpu_environment=False)
         assert done.returncode != 0
         assert words in done.stdout
-        assert "Traceback (most recent call last):\n  File \"pretrain" not in done.stdout
+        assert 'Traceback (most recent call last):\n  File "pretrain' not in done.stdout
         assert not list(run.glob("checkpoint-*"))
 
 

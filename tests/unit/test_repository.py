@@ -176,8 +176,8 @@ def known_settings(script: str) -> set[str]:
         PretrainConfig,
         RunArguments,
     )
-    from utils.config.declarations import declared_settings
     from utils.config.preparation import PreparationArguments
+    from utils.config.reading.declarations import declared_settings
 
     classes = {
         "prepare_data.py": (PreparationArguments,),

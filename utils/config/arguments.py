@@ -8,12 +8,12 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
+from utils.config.reading.settings import SettingValues
 from utils.config.refusals import (
     REFUSED_FINE_TUNING_SETTINGS,
     REFUSED_MODEL_SETTINGS,
     REFUSED_TRAINING_SETTINGS,
 )
-from utils.config.settings import SettingValues
 
 ATTENTION_IMPLEMENTATIONS = (
     "auto",

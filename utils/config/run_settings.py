@@ -13,9 +13,9 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check
-from utils.config.parsing import parse_arguments
-from utils.config.settings import SettingValues
+from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check
+from utils.config.reading.parsing import parse_arguments
+from utils.config.reading.settings import SettingValues
 
 
 @dataclass(frozen=True)

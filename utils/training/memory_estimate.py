@@ -91,7 +91,7 @@ def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[i
     """Return (all, trained) parameters, counted on the meta device."""
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
-        built = causal_lm_class(config)(config)
+        built: torch.nn.Module = causal_lm_class(config)(config)
         adapters = get_peft_config(model)
         if adapters is not None:
             built = get_peft_model(built, adapters)

@@ -97,7 +97,7 @@ def load_model(
     if model.model_config is not None:
         torch.manual_seed(settings.training.seed)
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
-        built = causal_lm_class(config)(config)
+        built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
         return built.to(dtype)
     path = _model_path(model)

@@ -15,8 +15,8 @@ from transformers import Trainer
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.wandb_setup import prepare_wandb
 from utils.config.errors import ConfigurationError
+from utils.config.reading.strict_yaml import dump_yaml, load_mapping
 from utils.config.run_settings import RunSettings
-from utils.config.strict_yaml import dump_yaml, load_mapping
 from utils.training.checkpoints import resume_point
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan

@@ -13,11 +13,15 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, check_hardware
-from utils.config.declarations import declared_settings
+from utils.config.checks.contradictions import (
+    FINE_TUNING_CHECKS,
+    PRETRAINING_CHECKS,
+    check_hardware,
+)
 from utils.config.errors import ConfigurationError
-from utils.config.parsing import parse_arguments
-from utils.config.settings import SettingValues
+from utils.config.reading.declarations import declared_settings
+from utils.config.reading.parsing import parse_arguments
+from utils.config.reading.settings import SettingValues
 
 BASE = {
     "global_batch_size": "8",

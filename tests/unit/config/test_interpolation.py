@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.interpolation import has_interpolation, resolve_interpolations
+from utils.config.reading.interpolation import has_interpolation, resolve_interpolations
 
 
 def resolve(**values):

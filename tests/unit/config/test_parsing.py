@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.config import parsing
 from utils.config.errors import ConfigurationError
-from utils.config.parsing import parse_arguments, run_script
+from utils.config.reading import parsing
+from utils.config.reading.parsing import parse_arguments, run_script
 
 
 @dataclass

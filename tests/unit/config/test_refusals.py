@@ -7,10 +7,10 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, PretrainConfig
-from utils.config.command_line import SettingsParser
-from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
-from utils.config.parsing import parse_arguments
+from utils.config.reading.command_line import SettingsParser
+from utils.config.reading.declarations import declared_settings
+from utils.config.reading.parsing import parse_arguments
 from utils.config.refusals import (
     REFUSED_FINE_TUNING_SETTINGS,
     REFUSED_MODEL_SETTINGS,

@@ -1,0 +1,93 @@
+"""Small documents, tokenizers and calls that the preparation tests share."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+from utils.config.preparation import PreparationArguments
+from utils.data.preparation.pipeline import Preparation
+from utils.data.tokenizers import train_tokenizer
+
+CHATML = str(Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja")
+WORDS = [
+    *("def", "return", "value", "list", "of", "the", "a", "to", "for", "if", "in", "is", "not"),
+    *("x", "y", "z", "self", "name", "path", "12", "345"),
+]
+
+
+def sentences(number: int, seed: int = 0) -> list[str]:
+    """Return different short texts, some with line ends and letters outside ASCII."""
+    choose = random.Random(seed)
+    return [
+        f"{i} " + " ".join(choose.choices(WORDS, k=choose.randint(3, 40))) + "\n  naïve ß\n"
+        for i in range(number)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def text_source(path: Path, number: int = 200, seed: int = 0) -> Path:
+    return write_jsonl(path, [{"text": text} for text in sentences(number, seed)])
+
+
+def chat(*contents: str, system: str | None = None) -> dict:
+    """Return a record whose messages alternate between user and assistant."""
+    opening = [{"role": "system", "content": system}] if system else []
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+    return {"messages": [*opening, *turns]}
+
+
+@cache
+def _trained():
+    return train_tokenizer(iter(sentences(300)), 320)
+
+
+def tiny_tokenizer(chat_template: str | None = None):
+    """Return a fresh tokenizer of 320 tokens, with a chat template if one is given."""
+    import copy
+
+    tokenizer = copy.deepcopy(_trained())
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def chatml_tokenizer():
+    return tiny_tokenizer(Path(CHATML).read_text(encoding="utf-8"))
+
+
+def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
+    tokenizer = tiny_tokenizer(chat_template)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def prepare(**settings) -> Preparation:
+    """Do what prepare_data.py does and return the preparation."""
+    sources = [str(path) for path in settings.pop("sources")]
+    output_dir = str(settings.pop("output_dir"))
+    arguments = PreparationArguments(sources=sources, output_dir=output_dir, **settings)
+    preparation = Preparation(arguments)
+    if preparation.is_finished:
+        return preparation
+    tokenizer = preparation.provide_tokenizer()
+    if arguments.merge is None:
+        preparation.tokenize(tokenizer)
+    if arguments.shard is None:
+        preparation.assemble(tokenizer)
+    return preparation
+
+
+def data_bytes(folder: Path) -> dict[str, bytes]:
+    """Return what a preparation wrote, but for stoker.json (it has a date and paths)."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "stoker.json"
+    }

@@ -1,0 +1,108 @@
+import pytest
+
+from utils.data.preparation import documents
+from utils.data.preparation.documents import (
+    ChatDocument,
+    CompletionDocument,
+    TextDocument,
+    content_digest,
+    detect_format,
+    parse_documents,
+    texts_of,
+)
+from utils.data.preparation.records import BadRow, Place, Record
+
+PLACE = Place("a.jsonl", "line", 3)
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def parse(fields, document_format):
+    (found,) = parse_documents(Record(fields, PLACE), document_format, "text")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "formats"),
+    [
+        ({"text": "a", "id": 3}, ["text"]),
+        ({"messages": MESSAGES}, ["messages"]),
+        ({"prompt": "a", "completion": "b"}, ["prompt_completion"]),
+        ({"prompt": "a"}, []),
+        ({"text": "a", "messages": MESSAGES}, ["text", "messages"]),
+    ],
+)
+def test_columns_show_the_format(fields, formats):
+    assert detect_format(fields, "text") == formats
+
+
+@pytest.mark.parametrize(
+    ("document_format", "fields", "reason", "message"),
+    [
+        ("text", {}, "missing_field", "no 'text', which the format text needs"),
+        ("text", {"text": None}, "missing_field", "no 'text'"),
+        ("text", {"text": ["a"]}, "wrong_type", "'text' must be a string, found list"),
+        ("text", {"text": ""}, "empty", "'text' has no text"),
+        ("text", {"text": "a\ud800"}, "invalid_utf8", "half a surrogate pair at character 1"),
+        ("messages", {"text": "a"}, "missing_field", "no 'messages'"),
+        ("messages", {"messages": "a"}, "wrong_type", "must be a list of messages, found str"),
+        ("messages", {"messages": []}, "empty", "'messages' has no messages"),
+        ("messages", {"messages": ["a"]}, "wrong_type", "message 0 of 'messages' must be an obj"),
+        ("messages", {"messages": [{"role": "user"}]}, "missing_field", "has no 'content'"),
+        ("messages", {"messages": [{"content": "a"}]}, "missing_field", "has no 'role'"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": 3}]},
+            "wrong_type",
+            "content of message 0 of messages' must be a string, found int",
+        ),
+        ("prompt_completion", {"prompt": "a"}, "missing_field", "no 'completion'"),
+        ("prompt_completion", {}, "missing_field", "no 'prompt' and no 'completion'"),
+        ("prompt_completion", {"prompt": 1, "completion": "a"}, "wrong_type", "'prompt' must be"),
+        ("prompt_completion", {"prompt": "a", "completion": " "}, "empty", "'completion' has no"),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": MESSAGES},
+            "wrong_type",
+            "must both be strings or both be lists",
+        ),
+    ],
+)
+def test_a_record_that_cannot_be_used_says_why(document_format, fields, reason, message):
+    found = parse(fields, document_format)
+    assert isinstance(found, BadRow)
+    assert found.reason == reason
+    assert message in str(found)
+    assert str(found).startswith("a.jsonl:3: ")
+
+
+def test_good_records_become_documents():
+    assert parse({"text": "a"}, "text") == TextDocument("a", PLACE)
+    assert parse({"messages": MESSAGES}, "messages") == ChatDocument(MESSAGES, PLACE)
+    pair = parse({"prompt": "a", "completion": "b"}, "prompt_completion")
+    assert pair == CompletionDocument("a", "b", PLACE)
+
+
+def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):
+    monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 100)
+    text = "some words\n" * 40
+    parts = list(parse_documents(Record({"text": text}, PLACE), "text", "text"))
+    assert "".join(part.text for part in parts) == text
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert all(part.text.endswith("\n") for part in parts)
+
+
+def test_the_digest_follows_content_and_seed_and_not_the_place():
+    one = TextDocument("a", PLACE)
+    assert content_digest(one, 0) == content_digest(TextDocument("a", Place("b")), 0)
+    assert content_digest(one, 0) != content_digest(one, 1)
+    assert content_digest(one, 0) != content_digest(TextDocument("b", PLACE), 0)
+    reordered = [{"content": "q", "role": "user"}, MESSAGES[1]]
+    chats = [ChatDocument(messages, PLACE) for messages in (MESSAGES, reordered, MESSAGES[:1])]
+    digests = [content_digest(chat, 0) for chat in chats]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_texts_are_what_a_document_says():
+    assert texts_of(ChatDocument(MESSAGES, PLACE)) == ["q", "a"]
+    assert texts_of(CompletionDocument("p", "c", PLACE)) == ["p", "c"]
+    assert texts_of(CompletionDocument(MESSAGES[:1], MESSAGES[1:], PLACE)) == ["q", "a"]

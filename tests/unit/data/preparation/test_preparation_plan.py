@@ -1,0 +1,111 @@
+import logging
+
+import preparation_samples as samples
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments
+from utils.data.preparation.plan import plan_preparation
+
+
+def plan(*sources, **settings):
+    given = {"output_dir": "out", "tokenizer_name_or_path": "t", **settings}
+    return plan_preparation(PreparationArguments(sources=[str(s) for s in sources], **given))
+
+
+@pytest.fixture
+def text(tmp_path):
+    return samples.text_source(tmp_path / "a.jsonl", 5)
+
+
+@pytest.mark.parametrize(
+    ("record", "document_format"),
+    [
+        ({"text": "a"}, "text"),
+        (samples.chat("q", "a"), "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+    ],
+)
+def test_the_first_record_decides_the_format(tmp_path, record, document_format):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [record])
+    assert plan(source).settings.document_format == document_format
+
+
+def test_another_text_column_can_be_named(tmp_path):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
+    assert plan(source, text_column="body").settings.document_format == "text"
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no known format.*\(columns: body\)"):
+        plan(source)
+
+
+def test_a_record_that_fits_two_formats_needs_a_choice(tmp_path):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": "a", **samples.chat("q", "a")}])
+    with pytest.raises(ConfigurationError, match="could be text or messages: choose one with"):
+        plan(source)
+    assert plan(source, format="messages").settings.document_format == "messages"
+
+
+def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
+    chats = samples.write_jsonl(tmp_path / "chats.jsonl", [samples.chat("q", "a")])
+    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:1: the format is text"):
+        plan(text, eval_sources=[f"other={chats}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("no-separator", "give NAME=PATH"),
+        ("name=", "give NAME=PATH"),
+        ("Big Name=x.jsonl", "use lower-case letters"),
+        ("train=x.jsonl", "'train' is taken"),
+        ("tokenizer=x.jsonl", "'tokenizer' is taken"),
+        ("validation=x.jsonl", "'validation' is taken"),
+        ("other=gone.jsonl", "other: gone.jsonl: no such file or folder"),
+    ],
+)
+def test_evaluation_sources_that_cannot_be_used_are_refused(text, given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan(text, eval_sources=[given], validation_fraction=0.1)
+
+
+def test_a_file_for_training_and_evaluation_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl: is given for both train and other"):
+        plan(text, eval_sources=[f"other={text}"])
+
+
+def test_all_paths_are_checked_at_once(text):
+    with pytest.raises(ConfigurationError) as caught:
+        plan(text, "gone.jsonl", "none*.txt", eval_sources=["b=gone2.jsonl"], chat_template="c.jin")
+    joined = "\n".join(caught.value.problems)
+    for part in ("chat_template: c.jin", "gone.jsonl", "none*.txt", "gone2.jsonl"):
+        assert part in joined
+    assert len(caught.value.problems) == 4
+
+
+def test_files_that_are_passed_over_are_said(tmp_path, text, caplog):
+    (tmp_path / "x.weird").write_text("x")
+    with caplog.at_level(logging.WARNING):
+        plan(tmp_path)
+    assert "train: files passed over: 1 x .weird" in caplog.text
+
+
+def test_a_file_of_blank_lines_is_an_empty_source(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigurationError, match="train: empty source: no record in its files"):
+        plan(tmp_path / "a.jsonl")
+
+
+def test_a_first_record_that_is_broken_stops_at_once_unless_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{oops\n{"text": "a"}\n')
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON"):
+        plan(tmp_path / "a.jsonl")
+    assert plan(tmp_path / "a.jsonl", on_bad_row="skip").settings.document_format == "text"
+
+
+def test_the_digest_follows_sources_and_settings_and_not_the_division_of_work(text):
+    digest = plan(text).digest({"sha256": "a"})
+    assert plan(text, num_proc=4, shard="1/3").digest({"sha256": "a"}) == digest
+    assert plan(text).digest({"sha256": "b"}) != digest
+    assert plan(text, seed=1).digest({"sha256": "a"}) != digest
+    samples.text_source(text, 6)
+    assert plan(text).digest({"sha256": "a"}) != digest

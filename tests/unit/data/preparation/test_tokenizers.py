@@ -1,0 +1,149 @@
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import preparation_samples as samples
+import pytest
+from transformers import AutoTokenizer
+
+from utils.config.errors import ConfigurationError
+from utils.data.tokenizers import (
+    SPECIAL_TOKENS,
+    id_type,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+    vocabulary_size,
+)
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(tmp_path):
+    samples.tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == vocabulary_size(tokenizer) == 320
+    assert tuple(tokenizer.convert_ids_to_tokens(range(4))) == SPECIAL_TOKENS
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.pad_token == "<|pad|>"
+    assert tokenizer("<|im_start|>x<|im_end|>")["input_ids"][::2] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "text", ["a\n  b\t\r\n\n", "naïve ß 漢字 \U0001f600", "\x00\x7f ", "1234567"]
+)
+def test_every_text_survives_encoding_and_decoding(text):
+    tokenizer = samples.tiny_tokenizer()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("content", ["def f", "    indented", "\tx", "1"])
+def test_the_line_end_before_an_answer_never_merges_with_it(content):
+    tokenizer = samples.tiny_tokenizer()
+    opening = tokenizer("assistant\n")["input_ids"]
+    assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
+
+
+TRAIN_AND_PRINT = """
+import sys
+sys.path[:0] = [{repository!r}, {tests!r}]
+import preparation_samples as samples
+from utils.data.tokenizers import tokenizer_sha256, train_tokenizer
+print(tokenizer_sha256(train_tokenizer(iter(samples.sentences(300)), 320)))
+"""
+
+
+@pytest.mark.slow
+def test_the_same_texts_give_the_same_tokenizer_in_another_process():
+    script = TRAIN_AND_PRINT.format(repository=str(REPOSITORY), tests=str(Path(__file__).parent))
+    found = {tokenizer_sha256(samples.tiny_tokenizer())}
+    for threads in ("1", "4"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(done.stdout.strip())
+    assert len(found) == 1
+
+
+def test_a_vocabulary_below_the_bytes_is_refused():
+    with pytest.raises(ConfigurationError, match="bytes and special tokens alone need 260"):
+        train_tokenizer(iter(["a"]), 259)
+
+
+def test_a_vocabulary_that_the_texts_cannot_fill_is_refused_with_what_they_can():
+    with pytest.raises(ConfigurationError, match="only enough for 262 tokens: give at most 262"):
+        train_tokenizer(iter(["ab ab"]), 1000)
+
+
+def test_a_fault_in_the_texts_is_not_swallowed_by_the_trainer():
+    def texts():
+        yield "some text"
+        raise ConfigurationError("a.jsonl:7: malformed JSON")
+
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:7"):
+        train_tokenizer(texts(), 300)
+
+
+def test_the_hash_tells_tokenizers_apart_and_ignores_template_and_last_call(tmp_path):
+    tokenizer = samples.tiny_tokenizer()
+    before = tokenizer_sha256(tokenizer)
+    tokenizer("a b c", truncation=True, max_length=2)
+    tokenizer.chat_template = "{{ messages }}"
+    assert tokenizer_sha256(tokenizer) == before
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == before
+    tokenizer.add_tokens(["<new>"])
+    assert tokenizer_sha256(tokenizer) != before
+
+
+@pytest.mark.parametrize(("ids", "expected"), [(320, np.uint16), (1 << 16, np.uint16)])
+def test_the_smallest_type_that_holds_the_vocabulary_is_taken(ids, expected):
+    tokenizer = samples.tiny_tokenizer()
+    tokenizer.get_vocab = lambda: {"last": ids - 1}
+    assert id_type(tokenizer) == expected
+    tokenizer.get_vocab = lambda: {"last": 1 << 16}
+    assert id_type(tokenizer) == np.uint32
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "data/demo/tokenizer"])
+def test_a_folder_that_is_not_there_is_named(name):
+    with pytest.raises(ConfigurationError, match=f"{name}: no such folder"):
+        load_tokenizer(name)
+
+
+def test_a_hub_name_that_is_not_cached_says_what_is_needed():
+    with pytest.raises(ConfigurationError, match="a Hub name needs a connection or a cached copy"):
+        load_tokenizer("stoker-tests/never-there")
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="no tokenizer can be loaded from there"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
+    tokenizer = samples.tiny_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="has no eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
+    folder = tmp_path / "custom"
+    samples.tiny_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with contextlib.suppress(ConfigurationError):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()

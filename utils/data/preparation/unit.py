@@ -1,0 +1,219 @@
+"""Unit preparation: one work unit read, checked, tokenized and written to its Arrow files."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from utils.config.errors import ConfigurationError
+from utils.data.preparation.documents import (
+    Document,
+    TextDocument,
+    columns_of,
+    content_digest,
+    parse_documents,
+    texts_of,
+)
+from utils.data.preparation.records import BadRow, read_records
+from utils.data.preparation.token_files import TokenFileWriter
+from utils.data.preparation.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
+from utils.data.preparation.work_units import WorkUnit
+
+TRAIN, VALIDATION = "train", "validation"
+DOCUMENTS_PER_BATCH = 256
+CHARACTERS_PER_BATCH = 1 << 20
+EXAMPLES_KEPT = 5
+
+# Called with (documents, tokens) after each batch.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """What decides the output of a unit, besides the tokenizer and the sources."""
+
+    document_format: str
+    text_column: str
+    on_bad_row: str
+    on_overlong: str
+    sequence_length: int | None
+    validation_fraction: float
+    seed: int
+
+
+@dataclass
+class SplitCounts:
+    """What a unit put into one split; `lengths` maps tokens to the number of documents."""
+
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    text_bytes: int = 0
+    file_bytes: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def add(self, document: TokenizedDocument, text_bytes: int) -> None:
+        """Count one document."""
+        self.documents += 1
+        self.tokens += len(document.ids)
+        self.loss_tokens += document.loss_tokens
+        self.text_bytes += text_bytes
+        length = len(document.ids)
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+
+
+@dataclass
+class UnitCounts:
+    """What happened to the records of a unit; `dropped` by reason, with the first few told."""
+
+    splits: dict[str, SplitCounts] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    truncated: int = 0
+    continued: int = 0
+
+    def drop(self, row: BadRow) -> None:
+        """Count a record that is left out."""
+        self.dropped[row.reason] = self.dropped.get(row.reason, 0) + 1
+        if len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(str(row))
+
+
+class UnitPreparation:
+    """Prepares units with one tokenizer and one set of settings."""
+
+    def __init__(self, tokenizer: DocumentTokenizer, settings: UnitSettings):
+        self.tokenizer = tokenizer
+        self.settings = settings
+
+    def __call__(self, unit: WorkUnit, files: dict[str, Path], progress: Progress) -> UnitCounts:
+        """Write the documents of a unit to `files` (split name -> path) and count them.
+
+        Raises ConfigurationError at a bad row (on_bad_row "error"), at an over-long document
+        (on_overlong "error") and when a source file is damaged.
+        """
+        counts = UnitCounts({split: SplitCounts() for split in files})
+        mask_column = MASK_COLUMNS[self.settings.document_format]
+        documents = self._documents(unit, counts)
+        with ExitStack() as stack:
+            writers = {
+                split: stack.enter_context(
+                    TokenFileWriter(path, self.tokenizer.id_type, mask_column)
+                )
+                for split, path in files.items()
+            }
+            for batch in _batches(documents):
+                self._prepare_batch(batch, writers, counts, progress)
+        for split, path in files.items():
+            counts.splits[split].file_bytes = path.stat().st_size
+        return counts
+
+    def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
+        """Yield (split, document) for every record that can be used."""
+        split = unit.split
+        for document in read_documents(unit, self.settings):
+            if isinstance(document, BadRow):
+                self._refuse(document, counts)
+            elif isinstance(document, TextDocument) and document.part:
+                # Stays with its beginning, so that no document is in two splits.
+                counts.continued += 1
+                yield split, document
+            else:
+                split = self._split_of(unit, document)
+                yield split, document
+
+    def _split_of(self, unit: WorkUnit, document: Document) -> str:
+        fraction = self.settings.validation_fraction
+        if unit.split == TRAIN and is_held_out(document, fraction, self.settings.seed):
+            return VALIDATION
+        return unit.split
+
+    def _refuse(self, row: BadRow, counts: UnitCounts) -> None:
+        refuse_bad_row(row, self.settings)
+        counts.drop(row)
+
+    def _prepare_batch(
+        self,
+        batch: Sequence[tuple[str, Document]],
+        writers: dict[str, TokenFileWriter],
+        counts: UnitCounts,
+        progress: Progress,
+    ) -> None:
+        documents = [document for _, document in batch]
+        tokens = 0
+        for (split, document), tokenized in zip(batch, self.tokenizer(documents), strict=True):
+            if isinstance(tokenized, BadRow):
+                self._refuse(tokenized, counts)
+                continue
+            kept = self._fitted(document, tokenized, counts)
+            if kept is not None:
+                writers[split].append(kept)
+                counts.splits[split].add(kept, sum(len(t.encode()) for t in texts_of(document)))
+                tokens += len(kept.ids)
+        progress(len(batch), tokens)
+
+    def _fitted(
+        self, document: Document, tokenized: TokenizedDocument, counts: UnitCounts
+    ) -> TokenizedDocument | None:
+        """Apply on_overlong; texts are kept whole, because training splits them."""
+        limit, length = self.settings.sequence_length, len(tokenized.ids)
+        if limit is None or length <= limit or isinstance(document, TextDocument):
+            return tokenized
+        too_long = f"{length} tokens, more than the sequence_length of {limit}"
+        if self.settings.on_overlong == "error":
+            raise ConfigurationError(
+                f"{document.place}: {too_long}: raise --sequence_length, or choose "
+                "--on_overlong truncate or drop"
+            )
+        if self.settings.on_overlong == "drop":
+            counts.drop(BadRow("overlong", too_long, document.place))
+            return None
+        shortened = tokenized.truncated(limit)
+        if not shortened.has_target:
+            message = f"{too_long}, and its first {limit} bear no loss"
+            counts.drop(BadRow("truncated_without_loss", message, document.place))
+            return None
+        counts.truncated += 1
+        return shortened
+
+
+def read_documents(unit: WorkUnit, settings: UnitSettings) -> Iterator[Document | BadRow]:
+    """Yield every document of a unit in order, or what is wrong with its record."""
+    columns = columns_of(settings.document_format, settings.text_column)
+    for piece in unit.pieces:
+        for record in read_records(piece, columns):
+            if isinstance(record, BadRow):
+                yield record
+            else:
+                yield from parse_documents(record, settings.document_format, settings.text_column)
+
+
+def refuse_bad_row(row: BadRow, settings: UnitSettings) -> None:
+    """Raise ConfigurationError at a bad row, unless such rows are skipped."""
+    if settings.on_bad_row == "error":
+        raise ConfigurationError(f"{row}; repair it, or skip such rows with --on_bad_row skip")
+
+
+def is_held_out(document: Document, fraction: float, seed: int) -> bool:
+    """Tell whether a document goes to the validation split.
+
+    Depends on its content and the seed alone: not on order, shard or process count, and equal
+    documents always fall on the same side.
+    """
+    return fraction > 0 and content_digest(document, seed) < fraction * 2.0**64
+
+
+def _batches(
+    documents: Iterator[tuple[str, Document]],
+) -> Iterator[list[tuple[str, Document]]]:
+    """Group documents for the tokenizer, bounded in number and in characters."""
+    batch: list[tuple[str, Document]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += sum(len(text) for text in texts_of(item[1]))
+        if len(batch) == DOCUMENTS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,131 @@
+"""The pool that prepares work units, in this process or in several."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from utils.config.errors import ConfigurationError
+from utils.data.preparation.progress import PreparationProgress
+from utils.data.preparation.tokenization import DocumentTokenizer
+from utils.data.preparation.unit import (
+    TRAIN,
+    VALIDATION,
+    UnitCounts,
+    UnitPreparation,
+    UnitSettings,
+)
+from utils.data.preparation.work_units import WorkUnit
+from utils.data.preparation.workspace import Workspace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """What a worker needs: the very tokenizer object, the settings and where results go."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    settings: UnitSettings
+    workspace: Workspace
+
+    def run(self, unit: WorkUnit, progress: Callable[[int, int], None]) -> UnitCounts:
+        """Prepare one unit into the workspace."""
+        preparation = UnitPreparation(DocumentTokenizer(self.tokenizer), self.settings)
+        splits = [unit.split]
+        if unit.split == TRAIN and self.settings.validation_fraction > 0:
+            splits.append(VALIDATION)
+
+        def prepare(unit: WorkUnit, files: dict[str, Path]) -> UnitCounts:
+            return preparation(unit, files, progress)
+
+        return self.workspace.prepare(unit, splits, prepare)
+
+
+def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:
+    """Prepare all units. The result does not depend on `num_proc`.
+
+    Raises ConfigurationError with the first fault of the sources, or when a worker was killed.
+    Units that were finished by then stay finished.
+    """
+    if not units:
+        return
+    with PreparationProgress(sum(unit.size for unit in units)) as progress:
+        if num_proc == 1 or len(units) == 1:
+            _run_here(units, job, progress)
+        else:
+            _run_in_processes(units, job, min(num_proc, len(units)), progress)
+
+
+def _run_here(units: Sequence[WorkUnit], job: UnitJob, progress: PreparationProgress) -> None:
+    def advance(documents: int, tokens: int) -> None:
+        progress.show(progress.documents + documents, progress.tokens + tokens, progress.done_bytes)
+
+    for unit in units:
+        job.run(unit, advance)
+        progress.show(progress.documents, progress.tokens, progress.done_bytes + unit.size)
+
+
+def _run_in_processes(
+    units: Sequence[WorkUnit], job: UnitJob, num_proc: int, progress: PreparationProgress
+) -> None:
+    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
+    context = multiprocessing.get_context("spawn")
+    totals = context.Array("q", 2)
+    executor = ProcessPoolExecutor(
+        num_proc, mp_context=context, initializer=_start_worker, initargs=(job, totals)
+    )
+    try:
+        futures = {executor.submit(_run_unit, unit): unit for unit in units}
+        pending: set[Future[list[str]]] = set(futures)
+        done_bytes = 0
+        while pending:
+            done, pending = wait(pending, SECONDS_BETWEEN_LOOKS, return_when=FIRST_EXCEPTION)
+            for future in sorted(done, key=lambda f: futures[f].index):
+                problems = future.result()
+                if problems:
+                    raise ConfigurationError(problems)
+                done_bytes += futures[future].size
+            progress.show(totals[0], totals[1], done_bytes)
+    except BrokenProcessPool as error:
+        raise ConfigurationError(
+            "a worker process was killed, most likely because the machine ran out of memory: run "
+            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_worker: tuple[UnitJob, "SynchronizedArray[int]"] | None = None
+
+
+def _start_worker(job: UnitJob, totals: "SynchronizedArray[int]") -> None:
+    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
+    # One process per core already: threads inside the tokenizer would fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = (job, totals)
+
+
+def _run_unit(unit: WorkUnit) -> list[str]:
+    """Prepare a unit in a worker; returns the problems, because a list survives pickling."""
+    assert _worker is not None
+    job, totals = _worker
+
+    def advance(documents: int, tokens: int) -> None:
+        with totals.get_lock():
+            totals[0] += documents
+            totals[1] += tokens
+
+    try:
+        job.run(unit, advance)
+    except ConfigurationError as error:
+        return error.problems
+    return []
