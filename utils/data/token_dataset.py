@@ -76,6 +76,11 @@ class TokenDataset:
         return (self.description.tokenizer or {}).get("sha256")
 
     @property
+    def end_of_turn_token_id(self) -> int | None:
+        """Token that ends a turn of the chats, if the dataset holds chats and says so."""
+        return (self.description.preparation or {}).get("end_of_turn_token_id")
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 (documents,); a new array at each access."""
         return np.diff(self._tokens.offsets)

@@ -47,7 +47,9 @@ def _merged(model: PeftModel, state: dict[str, Tensor]) -> PreTrainedModel:
     base = type(model.get_base_model())(base_config)
     whole = type(model)(base, model.peft_config["default"])
     whole.load_state_dict(state, assign=True)
-    return whole.merge_and_unload()
+    merged = whole.merge_and_unload()
+    merged.generation_config = model.get_base_model().generation_config
+    return merged
 
 
 def _write(

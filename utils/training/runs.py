@@ -105,6 +105,9 @@ def finish_run(trainer: Trainer) -> None:
             trainer.args.metric_for_best_model,
             trainer.state.best_metric,
         )
+    # Leave together: a rank that is gone takes the store with it that others still talk to.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
     logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
 

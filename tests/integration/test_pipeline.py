@@ -1,0 +1,192 @@
+"""From documents to a fine-tuned model through the three scripts, small; and its secrets."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import prepare_data
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+CANARIES = {
+    "WANDB_API_KEY": "canary0wandb0" + "5" * 27,
+    "HF_TOKEN": "hf_canaryREADcanaryREADcanaryREAD",
+    "HF_WRITE_TOKEN": "hf_canaryWRITEcanaryWRITEcanary",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """text/ and chats/, prepared from JSONL with one trained tokenizer."""
+    root = tmp_path_factory.mktemp("prepared")
+    names = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    texts = [{"text": f"{i}: " + " ".join(names[i % 8 :] + names[: i % 8]) * 3} for i in range(60)]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"what follows {names[i % 7]}?"},
+                {"role": "assistant", "content": names[i % 7 + 1]},
+            ]
+        }
+        for i in range(60)
+    ]
+    for name, records in (("text", texts), ("chats", chats)):
+        lines = "\n".join(map(json.dumps, records))
+        (root / f"{name}.jsonl").write_text(lines)
+    prepare_data.main(
+        tiny.flags(
+            sources=root / "text.jsonl",
+            train_tokenizer=290,
+            validation_fraction=0.1,
+            output_dir=root / "text",
+        )
+    )
+    prepare_data.main(
+        tiny.flags(
+            sources=root / "chats.jsonl",
+            tokenizer_name_or_path=root / "text" / "tokenizer",
+            chat_template=ROOT / "recipes" / "chat_templates" / "chatml.jinja",
+            output_dir=root / "chats",
+        )
+    )
+    return root
+
+
+SMALL = {
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 5,
+}
+
+
+def model_config(path: Path) -> Path:
+    tiny.make_model_config(path)
+    config = json.loads(path.read_text())
+    del config["vocab_size"]  # follows the tokenizer
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    pretrain.main(
+        tiny.flags(
+            train_data=prepared / "text",
+            eval_data=f"validation={prepared / 'text' / 'validation'}",
+            eval_strategy="steps",
+            eval_steps=10,
+            model_config=model_config(tmp_path / "model.json"),
+            output_dir=base,
+            max_steps=10,
+            **SMALL,
+        )
+    )
+    assert sorted(tiny.evaluations(base, "validation")) == [10]
+    sft_train.main(
+        tiny.flags(
+            train_data=prepared / "chats",
+            model_name_or_path=base / "final",
+            tokenizer_name_or_path=prepared / "chats" / "tokenizer",
+            output_dir=tuned,
+            max_steps=60,
+            **SMALL,
+        )
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tuned / "final")
+    model = AutoModelForCausalLM.from_pretrained(tuned / "final")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "what follows three?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    # The finished model stops by itself, at the end of its turn.
+    assert answer == "four<|im_end|>"
+
+
+def test_another_tokenizer_than_the_datas_is_refused(prepared, workspace, tmp_path):
+    argv = tiny.flags(
+        train_data=prepared / "text",
+        model_config=workspace / "model.json",
+        tokenizer_name_or_path=workspace / "tokenizer",
+        output_dir=tmp_path / "run",
+        max_steps=1,
+        **SMALL,
+    )
+    with pytest.raises(ConfigurationError, match="was made with another tokenizer"):
+        pretrain.main(argv)
+
+
+def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path, monkeypatch, capfd):
+    """Also with wandb, which goes offline by itself where there is no network."""
+    env_file = tmp_path / ".env"
+    env_file.write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
+    config = model_config(tmp_path / "model.json")
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_MODE", *CANARIES):
+        monkeypatch.delenv(name, raising=False)
+    # Nothing listens there: what a node without internet sees.
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    argv = tiny.flags(
+        train_data=prepared / "text",
+        model_config=config,
+        output_dir=tmp_path / "run",
+        report_to="wandb",
+        max_steps=10,
+        **SMALL,
+    )
+    env_file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        pretrain.main(argv)
+    env_file.chmod(0o600)
+    pretrain.main(argv)
+    shown = "".join(capfd.readouterr())
+    assert "wandb: offline" in shown
+    assert "wandb sync" in shown
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != env_file]
+    assert len(files) > 10
+    for value in CANARIES.values():
+        assert value not in shown
+        for path in files:
+            assert value.encode() not in path.read_bytes(), path
+
+
+def test_a_token_as_a_flag_is_refused_and_not_repeated(pretraining, tmp_path):
+    secret = "hf_" + "x" * 34
+    argv = [*pretraining(tmp_path / "run"), "--hub_token", secret]
+    with pytest.raises(ConfigurationError) as caught:
+        pretrain.main(argv)
+    assert "HF_TOKEN" in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", [{"bf16": "true"}, {"dtype": "bfloat16"}])
+def test_bfloat16_trains_on_a_cpu_that_is_asked_to(precision, prepared, tmp_path):
+    config = model_config(tmp_path / "model.json")
+    losses = {}
+    for name, settings in (("fp32", {}), ("bf16", {"use_cpu": "true", **precision})):
+        pretrain.main(
+            tiny.flags(
+                train_data=prepared / "text",
+                model_config=config,
+                output_dir=tmp_path / name,
+                max_steps=10,
+                **SMALL,
+                **settings,
+            )
+        )
+        losses[name] = tiny.losses(tmp_path / name)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1)
+    assert losses["bf16"] != losses["fp32"]
