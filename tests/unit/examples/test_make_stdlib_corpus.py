@@ -31,7 +31,7 @@ def one_line(): "doc"; return "x" * 100000 + "a body that is long enough to be k
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
-    for name in ("one.py", "email/a.py", "email/test/b.py", "test/c.py", "encodings/d.py"):
+    for name in ("one.py", "wsgiref/a.py", "wsgiref/test/b.py", "test/c.py", "encodings/d.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(SOURCE)
     return folder
@@ -53,7 +53,7 @@ def test_instructions_are_signature_and_docstring_and_answers_the_code_without_i
 
 
 def test_tests_and_tables_are_left_out(written):
-    assert [path for path, _ in corpus.read_sources(written)] == ["email/a.py", "one.py"]
+    assert [path for path, _ in corpus.read_sources(written)] == ["wsgiref/a.py", "one.py"]
 
 
 def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(written):
@@ -63,8 +63,8 @@ def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(written)
 
 
 def test_a_package_is_held_out_as_a_whole_and_modules_by_hash():
-    assert corpus.split_of("email/mime/text.py") == "package"
-    assert corpus.split_of("email.py") == "package"
+    assert corpus.split_of("wsgiref/mime/text.py") == "package"
+    assert corpus.split_of("wsgiref.py") == "package"
     found = [corpus.split_of(f"module{number}.py") for number in range(1000)]
     assert 30 < found.count("modules") < 90
     assert found.count("train") == 1000 - found.count("modules")
