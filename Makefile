@@ -2,6 +2,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-fast  the tests that start no process and train no model
 # make lint       ruff, mypy, shellcheck
+# make figures    write the README's figures anew from benchmarks/results/demo_cpu.json
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests.
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-fast lint lock
+.PHONY: demo figures test test-fast lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -22,12 +23,10 @@ $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 	touch $@
 
 demo: $(VENV)/.runtime
-	$(BIN)/python examples/make_stdlib_corpus.py --output_dir data/stdlib
-	$(BIN)/python prepare_data.py --config recipes/data/demo_pretrain.yaml
-	$(BIN)/python prepare_data.py --config recipes/data/demo_chats.yaml
-	$(BIN)/python pretrain.py --config recipes/pretrain/demo_cpu.yaml
-	$(BIN)/python sft_train.py --config recipes/sft/demo_cpu.yaml
-	$(BIN)/python examples/complete.py --model runs/demo-sft/final --chats data/stdlib/chats_heldout.jsonl
+	$(BIN)/python examples/run_demo.py
+
+figures:
+	$(BIN)/python examples/readme_figures.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,12 +1,15 @@
 """Both scripts in two CPU processes, by every shipped config: the numbers of one process."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from launching import run_processes, run_two_processes
+from launching import ROOT, quiet_environment, run_processes, run_two_processes
 from transformers import AutoModelForCausalLM
 
 import pretrain
@@ -102,8 +105,6 @@ def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, wo
 
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero2"])
 def test_a_run_cut_in_two_processes_resumes_exactly(name, pretraining, tmp_path):
-    import shutil
-
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for run in (whole, cut):
         succeed(run_two_processes(name, "pretrain.py", pretraining(run)))
@@ -114,16 +115,17 @@ def test_a_run_cut_in_two_processes_resumes_exactly(name, pretraining, tmp_path)
     assert tiny.losses(cut) == tiny.losses(whole)
 
 
-def test_a_run_of_two_processes_goes_on_in_one(pretraining, pretrained_alone, workspace, tmp_path):
+@pytest.mark.parametrize("name", ["multi_gpu", "fsdp2"])
+def test_a_run_of_two_processes_goes_on_in_one(
+    name, pretraining, pretrained_alone, workspace, tmp_path
+):
     run = tmp_path / "run"
     settings = evaluation(workspace, "heldout")
-    argv = pretraining(run, max_steps=6, per_device_train_batch_size=1, **settings)
-    import shutil
-
-    succeed(run_two_processes("multi_gpu", "pretrain.py", argv))
+    argv = pretraining(run, per_device_train_batch_size=1, **settings)
+    succeed(run_two_processes(name, "pretrain.py", argv))
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoint-6")
-    succeed(run_processes("cpu", "pretrain.py", argv, processes=1))
+    succeed(run_processes(name, "pretrain.py", argv, processes=1))
     assert_same_run(run, pretrained_alone)
 
 
@@ -148,4 +150,20 @@ def test_a_refusal_in_two_processes_is_shown_once_and_ends_both(pretraining, tmp
     done = run_two_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode != 0
     assert done.stdout.count("/no/such/data: no such directory") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_cpu_processes_of_which_accelerate_starts_one_are_refused(pretraining, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    done = subprocess.run(
+        [*command, "--num_processes", "2", "pretrain.py", *pretraining(tmp_path / "run")],
+        env=quiet_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "starts only one with --cpu or use_cpu" in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()

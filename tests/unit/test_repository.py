@@ -185,3 +185,14 @@ def known_settings(script: str) -> set[str]:
         "sft_train.py": (RunArguments, DataArguments, ModelArguments, FineTuneConfig),
     }
     return {"config", *declared_settings(classes[script])}
+
+
+def test_the_readmes_figures_are_those_of_the_result_file():
+    import sys
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    import readme_figures
+
+    readme = (ROOT / "README.md").read_text()
+    assert readme_figures.with_figures(readme) == readme
+    assert "| pretrain |" in readme

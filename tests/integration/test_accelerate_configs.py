@@ -1,0 +1,44 @@
+"""The accelerate configs hold only what accelerate reads, and say when to use them."""
+
+import pytest
+import yaml
+from launching import CONFIGS
+from test_strategies import STRATEGIES
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def test_every_config_is_trained_by_a_test():
+    assert sorted([*STRATEGIES, "single_gpu"]) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_has_only_keys_that_accelerate_reads(name):
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    # Unknown keys at the top are refused by accelerate itself ...
+    config = ClusterConfig.from_yaml_file(CONFIGS / f"{name}.yaml")
+    assert config.num_machines == 1
+    # ... those of a nested block become attributes of the launcher's arguments, silently.
+    arguments = {action.dest for action in launch_command_parser()._actions}
+    for block in ("fsdp_config", "deepspeed_config"):
+        nested = content.get(block, {})
+        prefix = "fsdp_" if block == "fsdp_config" else ""
+        unknown = {key for key in nested if key not in arguments and prefix + key not in arguments}
+        assert not unknown
+    # These two count on the command line only, so here they would be settings that do nothing.
+    assert not {"rdzv_backend", "same_network"} & set(content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_precision_is_left_to_the_recipe(name):
+    assert yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["mixed_precision"] == "no"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_says_when_to_use_it_and_how(name):
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    assert text.startswith("# ")
+    assert f"accelerate launch --config_file accelerate_configs/{name}.yaml" in text
