@@ -11,7 +11,7 @@ what will happen and stops before weights are loaded. The same command goes on w
 import sys
 
 from utils.cluster.environment import configure_environment
-from utils.config.reading.parsing import run_script
+from utils.config.script import run_script
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ import yaml
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
-from utils.config.reading.parsing import run_script
+from utils.config.script import run_script
 
 pytestmark = pytest.mark.slow
 

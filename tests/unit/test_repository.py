@@ -196,3 +196,12 @@ def test_the_readmes_figures_are_those_of_the_result_file():
     readme = (ROOT / "README.md").read_text()
     assert readme_figures.with_figures(readme) == readme
     assert "| pretrain |" in readme
+
+
+@pytest.mark.parametrize("script", ["pretrain", "sft_train"])
+def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script):
+    import subprocess
+    import sys
+
+    program = f"import sys, {script}; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -179,7 +179,8 @@ class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):
 
     def _stop_at_the_end_of_a_turn(self) -> None:
         """Let the finished model's `generate` stop where the chats taught it to."""
-        generation: Any = self.model.generation_config
+        model: Any = self.model
+        generation = model.generation_config
         known = generation.eos_token_id
         stops = [known] if isinstance(known, int) else list(known or [])
         ends = [dataset.end_of_turn_token_id for dataset in self.train_rows.datasets]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
 from utils.config.reading import parsing
-from utils.config.reading.parsing import parse_arguments, run_script
+from utils.config.reading.parsing import parse_arguments
+from utils.config.script import run_script
 
 
 @dataclass
