@@ -29,6 +29,7 @@ SIGNATURES = {
     ],
     "log": ["self", "logs", "start_time"],
     "_save": ["self", "output_dir", "state_dict"],
+    "_issue_warnings_after_load": ["self", "load_result"],
 }
 
 
@@ -75,6 +76,8 @@ def test_a_run_goes_through_every_hook(
         eval_data=f"heldout={workspace / split}",
         eval_strategy="steps",
         eval_steps=1,
+        load_best_model_at_end="true",
+        metric_for_best_model="eval_heldout_loss",
     )
     main(argv)
     assert called == set(SIGNATURES)

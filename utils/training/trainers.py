@@ -154,6 +154,13 @@ class PackedTrainerMixin(Trainer):
         """Write none: a run directory describes itself by config.yaml and provenance.json."""
 
     @override
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of missing tensors, but not of those tied to one that was loaded."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer, without the pickle of the settings that Trainer adds."""
         super()._save(output_dir, state_dict)
