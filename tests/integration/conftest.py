@@ -37,16 +37,9 @@ def pretraining(workspace: Path) -> Callable[..., list[str]]:
             "train_data": workspace / "documents",
             "tokenizer_name_or_path": workspace / "tokenizer",
             "model_config": workspace / "model.json",
-            "sequence_length": 64,
-            "global_batch_size": 4,
-            "per_device_train_batch_size": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_steps": 3,
             "output_dir": output_dir,
         }
-        return tiny.flags(**(settings | changes))
+        return tiny.flags(**(tiny.RUN | settings | changes))
 
     return argv
 
@@ -72,15 +65,8 @@ def fine_tuning(workspace: Path, base_model: Path) -> Callable[..., list[str]]:
         settings = {
             "train_data": workspace / "chats",
             "model_name_or_path": base_model,
-            "sequence_length": 64,
-            "global_batch_size": 4,
-            "per_device_train_batch_size": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_steps": 3,
             "output_dir": output_dir,
         }
-        return tiny.flags(**(settings | changes))
+        return tiny.flags(**(tiny.RUN | settings | changes))
 
     return argv

@@ -61,22 +61,11 @@ def pretrained_alone(workspace, tmp_path_factory) -> Path:
             tokenizer_name_or_path=workspace / "tokenizer",
             model_config=workspace / "model.json",
             output_dir=run,
-            **COMMON,
+            **tiny.RUN | {"per_device_train_batch_size": 1},
             **evaluation(workspace, "heldout"),
         )
     )
     return run
-
-
-COMMON = {
-    "sequence_length": 64,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 1,
-    "max_steps": 6,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_steps": 3,
-}
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))

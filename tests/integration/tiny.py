@@ -11,6 +11,17 @@ from transformers import PreTrainedTokenizerFast
 VOCABULARY = 128
 WORDS = ["<eos>", "<pad>", *(f"t{number}" for number in range(VOCABULARY - 2))]
 
+# The settings of a run of six steps with a checkpoint in its middle and at its end.
+RUN: dict[str, object] = {
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 2,
+    "max_steps": 6,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": 3,
+}
+
 
 def make_tokenizer(directory: Path) -> Path:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="t0"))

@@ -72,7 +72,7 @@ def estimate_memory(
         for kind, strategies in SHARDED_BY.items()
     }
     text = config.get_text_config()
-    compute_bytes = 2 if training.bf16 or training.fp16 or weight_bytes == 2 else 4
+    compute_bytes = 4 if training.mixed_precision == "no" and weight_bytes == 4 else 2
     recompute = training.activation_checkpointing
     stored = CHECKPOINT_BYTES_16_BIT if recompute else ACTIVATION_BYTES_16_BIT
     layer_bytes = micro_batch_tokens * text.hidden_size * stored * compute_bytes / 2

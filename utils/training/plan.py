@@ -21,6 +21,8 @@ from utils.training.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
+MIXED_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -74,9 +76,21 @@ def plan_run(
         f"{rows:,}",
         f"{total_steps * run.global_batch_size * length:,}",
     )
+    logger.info("precision: %s", _precision(settings, config))
     attention = _attention(settings, config, launch)
     logger.info("memory: %s (a rule of thumb)", estimate_memory(settings, config, launch))
     return RunPlan(sampler, total_steps, attention)
+
+
+def _precision(settings: RunSettings, config: PreTrainedConfig) -> str:
+    """Say in which types weights are kept and computed with, and who chose mixed precision."""
+    training = settings.training
+    weights = str(weights_dtype(settings.model, config)).removeprefix("torch.")
+    mixed = training.mixed_precision
+    if mixed == "no":
+        return f"{weights} weights, no mixed precision"
+    origin = "" if training.bf16 or training.fp16 else " (as the accelerate config says)"
+    return f"{weights} weights, mixed precision {mixed}{origin}"
 
 
 def _attention(
@@ -92,7 +106,7 @@ def _attention(
         )
         return None
     weights = weights_dtype(model, config)
-    compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    compute = MIXED_PRECISIONS.get(training.mixed_precision)
     choice = choose_attention(
         model.attn_implementation, config, launch.device, weights, compute_dtype=compute
     )
