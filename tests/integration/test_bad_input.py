@@ -247,3 +247,27 @@ def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, tmp_path
     assert saved["train_data"] == [str(tmp_path / "mine")]
     untouched = {path.name for path in (tmp_path / "mine").iterdir()}
     assert untouched == {"dataset_dict.json", "test", "train"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flash_attention_2", "flash_attention_2: needs an NVIDIA GPU"),
+        ("flash_attention_3", "flash_attention_3: needs an NVIDIA GPU"),
+        ("flex_attention", "has no backward pass on the CPU"),
+        ("flash_attention_9", "flash_attention_9"),
+    ],
+)
+def test_an_attention_that_cannot_run_here_is_refused_before_weights_load(
+    name, words, refused, pretraining, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("utils.training.models.load_model", lambda *_: pytest.fail("loaded"))
+    argv = pretraining(tmp_path / "run", attn_implementation=name)
+    assert words in refused(pretrain.main, argv)
+
+
+def test_a_model_that_cannot_keep_packed_documents_apart_is_refused(refused, pretraining, tmp_path):
+    config = tmp_path / "mamba.yaml"
+    config.write_text("model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n")
+    message = refused(pretrain.main, pretraining(tmp_path / "run", model_config=config))
+    assert "mamba" in message

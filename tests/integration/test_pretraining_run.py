@@ -213,3 +213,43 @@ def test_training_tokenizes_maps_and_downloads_nothing(
     PreTrainedTokenizerFast.from_pretrained(workspace / "tokenizer")("t1 t2")
     assert "map" in calls
     assert "__call__" in calls
+
+
+def test_every_attention_computes_the_same_losses(pretraining, tmp_path):
+    reference = None
+    for name in ("packed_varlen", "sdpa", "eager"):
+        run = tmp_path / name
+        pretrain.main(pretraining(run, attn_implementation=name, max_steps=3))
+        provenance = json.loads((run / "provenance.json").read_text())
+        assert provenance["starts"][0]["attention"]["name"] == name
+        reference = reference or tiny.losses(run)
+        assert tiny.losses(run) == pytest.approx(reference, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": '{"min_lr_rate": 0.5}',
+            },
+            [1.0, 0.97, 0.88, 0.75, 0.63, 0.53],
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "linear"}',
+                "warmup_steps": 2,
+            },
+            [0.0, 0.5, 1.0, 1.0, 1.0, 0.5],
+        ),
+    ],
+    ids=["cosine with minimum", "warmup-stable-decay"],
+)
+def test_schedules_are_trainers(schedule, rates, pretraining, tmp_path):
+    run = tmp_path / "run"
+    pretrain.main(pretraining(run, **schedule))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seen = [line["learning_rate"] / 1e-2 for line in lines if line["event"] == "train"]
+    assert seen == pytest.approx(rates, abs=0.01)
