@@ -1,4 +1,4 @@
-"""Run the demo's six commands and say what came out; `--record FILE` keeps the figures as JSON.
+"""Run the demo's six commands, say what came out and keep the figures as JSON (`--record FILE`).
 
     python examples/run_demo.py
 
@@ -41,7 +41,9 @@ RUNS = {"pretrain": "runs/demo-pretrain", "fine-tune": "runs/demo-sft"}
 def main() -> int:
     """Run the commands one after the other; the first that fails ends the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, help="JSON file for the figures.")
+    parser.add_argument(
+        "--record", type=Path, default=ROOT / "runs" / "demo.json", help="file for the figures"
+    )
     record = parser.parse_args().record
     seconds = {}
     for name, command in COMMANDS.items():
@@ -53,9 +55,8 @@ def main() -> int:
         seconds[name] = round(time.perf_counter() - started, 1)
     figures = figures_of(seconds)
     say("\n" + table(figures))
-    if record is not None:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(figures, indent=2) + "\n")
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 

@@ -53,7 +53,7 @@ def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_pa
             str(ROOT / recipe),
             *stand_ins(script, content, workspace, long_model),
             *tiny.flags(output_dir=tmp_path / "run", dry_run="true", global_batch_size=8),
-            *tiny.flags(per_device_train_batch_size=8),
+            *tiny.flags(per_device_train_batch_size=8, sequence_length=64),
         ]
     )
     shown = capsys.readouterr().out

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from utils.config import script
 from utils.config.errors import ConfigurationError
-from utils.config.reading import parsing
 from utils.config.reading.parsing import parse_arguments
 from utils.config.script import run_script
 
@@ -355,6 +355,6 @@ def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        parsing._show_problems(ConfigurationError("x"), stream)
+        script._show_problems(ConfigurationError("x"), stream)
     assert terminal.getvalue().startswith("\033[1;31mconfiguration error (1 problem):\033[0m\n")
     assert file.getvalue() == "configuration error (1 problem):\n  - x\n"
