@@ -13,12 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 
 def complete(model: Any, tokenizer: Any, messages: list[dict], max_new_tokens: int) -> str:
-    """Return the model's greedy answer to the messages; it stops at its own end of turn."""
+    """Return the model's answer to the messages; it stops at its own end of turn.
+
+    Sampled: the greedy answer of a model this small repeats itself.
+    """
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        output = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
+        output = model.generate(
+            **prompt, max_new_tokens=max_new_tokens, do_sample=True, temperature=0.7, top_p=0.9
+        )
     return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
