@@ -128,6 +128,26 @@ def test_another_tokenizer_than_the_datas_is_refused(prepared, workspace, tmp_pa
         pretrain.main(argv)
 
 
+def test_a_tokenizer_without_a_pad_token_needs_none(prepared, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "text" / "tokenizer")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = tmp_path / "data"
+    prepare_data.main(
+        tiny.flags(
+            sources=prepared / "text.jsonl",
+            tokenizer_name_or_path=tmp_path / "tokenizer",
+            output_dir=data,
+        )
+    )
+    run = tmp_path / "run"
+    config = model_config(tmp_path / "model.json")
+    pretrain.main(
+        tiny.flags(train_data=data, model_config=config, output_dir=run, max_steps=5, **SMALL)
+    )
+    assert AutoTokenizer.from_pretrained(run / "final").pad_token is None
+
+
 def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path, monkeypatch, capfd):
     """Also with wandb, which goes offline by itself where there is no network."""
     env_file = tmp_path / ".env"

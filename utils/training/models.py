@@ -26,11 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer; one without a pad token pads with its end-of-text token."""
-    tokenizer = load_tokenizer(tokenizer_directory(settings))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding never bears loss
-    return tokenizer
+    """Load the run's tokenizer, as it is: the data was made with just this one."""
+    return load_tokenizer(tokenizer_directory(settings))
 
 
 def load_model_config(

@@ -131,7 +131,10 @@ def _packed(
     for dataset, plan in rows:
         logger.info("%s: %s", name, packing_line(dataset, plan))
     datasets, plans = zip(*rows, strict=True)
-    return PackedDataset(datasets, plans, pad_token_id=tokenizer.pad_token_id)
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = tokenizer.eos_token_id  # it bears no loss, and no document sees it
+    return PackedDataset(datasets, plans, pad_token_id=padding)
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
