@@ -1,4 +1,4 @@
-"""Train a causal language model on documents: next-token pretraining, from scratch or continued.
+r"""Train a causal language model on documents: next-token pretraining, from scratch or continued.
 
     python pretrain.py --config recipes/pretrain/demo_cpu.yaml
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \

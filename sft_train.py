@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on conversations or prompts with completions, full or LoRA.
+r"""Fine-tune a causal language model on conversations or prompts with completions, full or LoRA.
 
     python sft_train.py --config recipes/sft/demo_cpu.yaml
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
