@@ -253,3 +253,18 @@ def test_schedules_are_trainers(schedule, rates, pretraining, tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seen = [line["learning_rate"] / 1e-2 for line in lines if line["event"] == "train"]
     assert seen == pytest.approx(rates, abs=0.01)
+
+
+def test_every_training_log_holds_speed_and_memory(pretraining, tmp_path):
+    run = tmp_path / "run"
+    pretrain.main(pretraining(run))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["event"] == "train"]
+    for line in train:
+        assert {"tokens_seen", "host_rss_gib", "host_peak_rss_gib", "memory_by_rank"} <= line.keys()
+    for line in train[1:]:  # the first step stands alone, it is in no rate
+        assert line["tokens_per_s"] > 0
+        assert line["step_time_s"] > line["data_wait_s"] >= 0
+    seen = [line["tokens_seen"] for line in train]
+    assert seen == sorted(seen)
+    assert 0.9 * 6 * 4 * 64 < seen[-1] <= 6 * 4 * 64

@@ -79,6 +79,9 @@ def test_pretraining_in_two_processes_equals_one(
     assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
     launch = json.loads((run / "provenance.json").read_text())["starts"][0]["launch"]
     assert (launch["strategy"], launch["world_size"]) == (STRATEGIES[name], 2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    memory = [line["memory_by_rank"] for line in lines if line["event"] == "train"]
+    assert {tuple(row["rank"] for row in rows) for rows in memory} == {(0, 1)}
     assert_same_run(run, pretrained_alone)
 
 
