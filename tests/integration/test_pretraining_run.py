@@ -267,4 +267,4 @@ def test_every_training_log_holds_speed_and_memory(pretraining, tmp_path):
         assert line["step_time_s"] > line["data_wait_s"] >= 0
     seen = [line["tokens_seen"] for line in train]
     assert seen == sorted(seen)
-    assert 0.9 * 6 * 4 * 64 < seen[-1] <= 6 * 4 * 64
+    assert 0.8 * 6 * 4 * 64 < seen[-1] <= 6 * 4 * 64
