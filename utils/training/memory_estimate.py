@@ -73,7 +73,7 @@ def estimate_memory(
     }
     text = config.get_text_config()
     compute_bytes = 4 if training.mixed_precision == "no" and weight_bytes == 4 else 2
-    recompute = training.activation_checkpointing
+    recompute = training.gradient_checkpointing  # both of its names, old and new, in transformers 5
     stored = CHECKPOINT_BYTES_16_BIT if recompute else ACTIVATION_BYTES_16_BIT
     layer_bytes = micro_batch_tokens * text.hidden_size * stored * compute_bytes / 2
     return MemoryEstimate(
