@@ -5,6 +5,7 @@ python examples/complete.py --model runs/demo-sft/final --chats data/stdlib/chat
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ def main() -> None:
         chats = [json.loads(line)["messages"] for line in lines]
     messages = chats[arguments.index]
     answer = complete(model, tokenizer, messages[:1], arguments.max_new_tokens)
-    print(f"--- instruction (held out)\n{messages[0]['content']}")  # noqa: T201 - this is a script
-    print(f"--- the model's answer\n{answer}")  # noqa: T201
-    print(f"--- the original\n{messages[1]['content']}")  # noqa: T201
+    shown = {
+        "instruction (held out)": messages[0]["content"],
+        "the model's answer": answer,
+        "the original": messages[1]["content"],
+    }
+    for title, text in shown.items():
+        sys.stdout.write(f"--- {title}\n{text}\n")
 
 
 if __name__ == "__main__":

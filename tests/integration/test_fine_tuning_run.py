@@ -115,7 +115,9 @@ def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_pa
     for choice, words in (("drop", "dropped as too long"), ("truncate", "truncated")):
         run = tmp_path / choice
         sft_train.main(fine_tuning(run, sequence_length=32, on_overlong=choice, max_steps=1))
-        assert words in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert words in shown
+        assert "tokens left out" in shown
 
 
 def test_weights_choose_the_share_of_each_dataset(fine_tuning, workspace, tmp_path):

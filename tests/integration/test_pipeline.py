@@ -1,10 +1,13 @@
 """From documents to a fine-tuned model through the three scripts, small; and its secrets."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
+from launching import quiet_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare_data
@@ -148,30 +151,46 @@ def test_a_tokenizer_without_a_pad_token_needs_none(prepared, tmp_path):
     assert AutoTokenizer.from_pretrained(run / "final").pad_token is None
 
 
-def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path, monkeypatch, capfd):
-    """Also with wandb, which goes offline by itself where there is no network."""
+def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
+    """Also with wandb, which goes offline by itself where there is no network.
+
+    In a process of its own: wandb keeps the settings of the first run in a process.
+    """
     env_file = tmp_path / ".env"
     env_file.write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
-    config = model_config(tmp_path / "model.json")
-    monkeypatch.chdir(tmp_path)
-    for name in ("WANDB_MODE", *CANARIES):
-        monkeypatch.delenv(name, raising=False)
-    # Nothing listens there: what a node without internet sees.
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     argv = tiny.flags(
         train_data=prepared / "text",
-        model_config=config,
+        model_config=model_config(tmp_path / "model.json"),
         output_dir=tmp_path / "run",
         report_to="wandb",
         max_steps=10,
         **SMALL,
     )
+    # Nothing listens there: what a node without internet sees.
+    environment = quiet_environment({"WANDB_BASE_URL": "http://127.0.0.1:9"})
+    for name in [name for name in environment if name.startswith("WANDB_") or name in CANARIES]:
+        if name != "WANDB_BASE_URL":
+            del environment[name]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "pretrain.py"), *argv],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
     env_file.chmod(0o644)
-    with pytest.raises(ConfigurationError, match="chmod 600"):
-        pretrain.main(argv)
+    refused = run()
+    assert refused.returncode == 2
+    assert "chmod 600" in refused.stderr
     env_file.chmod(0o600)
-    pretrain.main(argv)
-    shown = "".join(capfd.readouterr())
+    done = run()
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown[-4000:]
     assert "wandb: offline" in shown
     assert "wandb sync" in shown
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))

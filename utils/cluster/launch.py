@@ -128,7 +128,8 @@ def check_strategy(facts: LaunchFacts) -> None:
 
 def actual_strategy(state: object) -> str:
     """Name the strategy an initialised `AcceleratorState` runs, in `LaunchFacts` terms."""
-    kind = getattr(state, "distributed_type").value  # noqa: B009 - the type needs accelerate
+    # `object`, and so the ignores below: naming AcceleratorState would import accelerate here.
+    kind = getattr(state, "distributed_type").value  # noqa: B009 - unknown to `object`
     if kind == "DEEPSPEED":
         return f"zero{state.deepspeed_plugin.zero_stage}"  # type: ignore[attr-defined]
     if kind == "FSDP":

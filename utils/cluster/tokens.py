@@ -173,7 +173,7 @@ def install_redaction() -> None:
         redacting.filter(record)
         return record
 
-    make_redacted_record.redacts = True  # type: ignore[attr-defined]
+    make_redacted_record.redacts = True  # type: ignore[attr-defined] # marks it as installed
     logging.setLogRecordFactory(make_redacted_record)
     sys.excepthook = _print_redacted_error
     threading.excepthook = lambda failure: _print_redacted_error(

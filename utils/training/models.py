@@ -1,6 +1,5 @@
 """The tokenizer and the model of a run: from a directory, or from scratch by a configuration."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.training.run_data import tokenizer_directory
-
-logger = logging.getLogger(__name__)
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:

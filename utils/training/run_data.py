@@ -156,7 +156,11 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
         "left out with a single token": plan.without_targets,
     }
     told = [f"{count:,} {what}" for what, count in counts.items() if count]
-    return f"{line}; documents {', '.join(told)}" if told else line
+    if told:
+        line += f"; documents {', '.join(told)}"
+    if plan.left_out_tokens:
+        line += f"; {plan.left_out_tokens:,} tokens left out"
+    return line
 
 
 def _shortened(path: Path) -> Path:

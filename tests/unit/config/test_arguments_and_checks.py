@@ -22,6 +22,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.reading.declarations import declared_settings
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
+from utils.config.reading.strict_yaml import dump_yaml
 
 BASE = {
     "global_batch_size": "8",
@@ -121,7 +122,7 @@ def test_written_settings_give_the_same_run_again(tmp_path):
         lr_scheduler_kwargs='{"min_lr_rate": 0.1}',
         run_name="1e-4",
     )
-    (tmp_path / "config.yaml").write_text(first.as_yaml())
+    (tmp_path / "config.yaml").write_text(dump_yaml(first.as_dict()))
     second = parse_training_settings(FineTuneConfig, ["--config", "config.yaml"])
     assert second.as_dict() == first.as_dict()
     assert second.changed() == first.changed()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from utils.config import script
 from utils.config.errors import ConfigurationError
 from utils.config.reading.parsing import parse_arguments
+from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.script import run_script
 
 
@@ -287,7 +288,7 @@ def test_mutable_defaults_are_not_shared():
 
 def test_the_written_settings_are_a_recipe_of_the_same_settings(recipe):
     first = parse("--learning_rate", "1e-4", "--name", "1e-4", "--options", '{"no": "on"}')
-    path = recipe(first.as_yaml())
+    path = recipe(dump_yaml(first.as_dict()))
     second = parse_arguments((First, Second), ["--config", path])
     assert second.instances == first.instances
     assert second.as_dict() == first.as_dict()

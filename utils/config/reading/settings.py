@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.reading.declarations import Declaration
-from utils.config.reading.strict_yaml import dump_yaml
 
 DEFAULT_SOURCE = "default"
 
@@ -82,10 +81,6 @@ class Settings:
             name: str(value) if isinstance(value, Path) else value
             for name, value in self.values.items()
         }
-
-    def as_yaml(self) -> str:
-        """Write `as_dict` as a recipe: read again, it gives the same settings."""
-        return dump_yaml(self.as_dict())
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
