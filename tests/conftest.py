@@ -1,5 +1,6 @@
 """What every test runs under: offline, no telemetry, few threads; tiny models and tokenizers."""
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,5 +16,6 @@ def _restore_environment():
     """Undo what a test (or the code under test) changed in the environment."""
     before = dict(os.environ)
     yield
+    logging.captureWarnings(False)  # a run in this process turns it on
     os.environ.clear()
     os.environ.update(before)

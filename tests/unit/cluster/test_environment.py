@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def fresh_logging(monkeypatch):
     """Undo what configure_logging changes in this process."""
+    logging.captureWarnings(False)  # on from an earlier run in this process, it would do nothing
     root = logging.getLogger()
     handlers, level, factory = list(root.handlers), root.level, logging.getLogRecordFactory()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
