@@ -1,15 +1,55 @@
-"""The one exception type for the user's mistakes."""
+"""The errors that are the user's or the machine's to mend, and the exit codes of all endings."""
 
 from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a process ended, for the user and for the scripts in slurm/.
+
+    Those requeue a job on STOPPED and LOST_RANK alone: only there does starting again help.
+    """
+
+    DONE = 0
+    REFUSED = 2  # settings or data that cannot work
+    UNFIT = 69  # this machine, or what was allocated of the cluster, cannot run it
+    STORAGE = 74  # no space, no inodes, no permission; everything older is intact
+    STOPPED = 75  # stopped early with a checkpoint: start again to go on
+    LOST_RANK = 76  # a rank hung or was killed by a signal
+    NO_PROGRESS = 77  # three restarts reached no new checkpoint
 
 
 class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
     Carries every fault found, so that one start shows them all. Scripts print it without a
-    traceback on rank 0 and exit with code 2.
+    traceback on rank 0 and exit with `exit_code`.
     """
+
+    exit_code = ExitCode.REFUSED
+    kind = "configuration error"
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(f"- {problem}" for problem in self.problems))
+
+
+class UnfitClusterError(ConfigurationError):
+    """Nodes, devices or network that cannot run what was asked; names the host."""
+
+    exit_code = ExitCode.UNFIT
+    kind = "cluster error"
+
+
+class StorageError(ConfigurationError):
+    """Storage that has no room or cannot be written to; names the host and the directory."""
+
+    exit_code = ExitCode.STORAGE
+    kind = "storage error"
+
+
+class NoProgressError(ConfigurationError):
+    """A job that starts again and again without reaching a new checkpoint."""
+
+    exit_code = ExitCode.NO_PROGRESS
+    kind = "no progress"
