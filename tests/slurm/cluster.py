@@ -1,0 +1,223 @@
+"""A real Slurm on this machine: one slurmctld and two slurmd, n1 and n2, of two cores and two GPUs.
+
+The GPUs are empty files, so Slurm counts and hands them out but nothing can be computed on them.
+Everything (keys, state, logs) lies in one directory; munged, slurmctld and slurmd are processes of
+the test that started them, and end with it.
+"""
+
+import dataclasses
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+NODES = ("n1", "n2")
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+
+_CONFIG = """\
+ClusterName=stoker
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+# A requeued job starts again after cred_expire seconds (120 by default).
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_min_interval=100000
+GresTypes=gpu
+ReturnToService=2
+JobRequeue=1
+KillWait={kill_wait_s}
+SlurmdTimeout={node_timeout_s}
+MessageTimeout=5
+InactiveLimit=0
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 RealMemory=4000 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 RealMemory=4000 Gres=gpu:2
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def missing_programs() -> list[str]:
+    """The programs of Slurm and munge that this machine lacks."""
+    path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
+    return [name for name in DAEMONS if shutil.which(name, path=path) is None]
+
+
+@dataclasses.dataclass
+class Job:
+    """A submitted job: its id and the file its output goes to."""
+
+    id: str
+    log: Path
+
+    def output(self) -> str:
+        """Everything written to the log so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class SlurmCluster:
+    """Starts, asks and ends the daemons; `start` before the first job, `stop` at the end."""
+
+    def __init__(self, directory: Path, kill_wait_s: int = 10, node_timeout_s: int = 10):
+        self.directory = directory
+        self.config = directory / "slurm.conf"
+        self.kill_wait_s = kill_wait_s
+        self.node_timeout_s = node_timeout_s
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start all daemons and wait until both nodes are idle; raises TimeoutError."""
+        self._write_configuration()
+        socket_path = self.directory / "munge.socket"
+        self._spawn(
+            "munged", "--foreground", "--force", f"--key-file={self.directory}/munge.key",
+            f"--socket={socket_path}", f"--pid-file={self.directory}/munged.pid",
+            f"--log-file={self.directory}/munged.log", f"--seed-file={self.directory}/munged.seed",
+        )  # fmt: skip
+        wait_until(socket_path.exists, 10, "munged does not open its socket")
+        self._spawn("slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+        self.wait_for_nodes()
+
+    def stop(self) -> None:
+        """End the daemons and whatever their jobs left running."""
+        self.run("scancel", "--state=RUNNING", "--state=PENDING", check=False)
+        for name in sorted(self.daemons, reverse=True):  # slurmd, slurmctld, munged
+            self.daemons[name].terminate()
+        for process in self.daemons.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start_node(self, node: str) -> None:
+        """Start a node's slurmd."""
+        self._spawn("slurmd", "-D", "-N", node, name=f"slurmd {node}")
+
+    def wait_for_nodes(self) -> None:
+        """Wait until both nodes are idle; raises TimeoutError."""
+        wait_until(self._nodes_are_idle, 60, "the nodes do not become idle", self._state)
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process's environment for Slurm's commands, without what an outer job set."""
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "STOKER_", "ACCELERATE_"))
+        }
+        inherited["PATH"] += os.pathsep + "/usr/sbin"
+        return inherited | {"SLURM_CONF": str(self.config)} | dict(extra or {})
+
+    def run(
+        self, *command: str, check: bool = True, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, timeout_s: float = 60,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run one of Slurm's commands against this cluster."""
+        return subprocess.run(
+            command, env=self.environment(env), cwd=cwd, text=True, timeout=timeout_s, check=check,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def submit(
+        self, *arguments: str, cwd: Path, log: Path, env: Mapping[str, str] | None = None
+    ) -> Job:
+        """Hand a job in with sbatch, its output going to `log`."""
+        done = self.run(
+            "sbatch", "--parsable", f"--output={log}", *arguments, cwd=cwd, env=env, check=False
+        )
+        assert done.returncode == 0, done.stdout
+        return Job(done.stdout.split()[-1].split(";")[0], log)
+
+    def state(self, job: Job) -> str:
+        """The job's state in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED ..."""
+        return self.fields(job).get("JobState", "UNKNOWN")
+
+    def fields(self, job: Job) -> dict[str, str]:
+        """What `scontrol show job` says, by name."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", job.id, check=False).stdout
+        pairs = (word.split("=", 1) for word in shown.split() if "=" in word)
+        return {pair[0]: pair[1] for pair in pairs}
+
+    def wait(self, job: Job, timeout_s: float, states: Sequence[str] = ()) -> str:
+        """Wait until the job ended (or is in one of `states`) and return its state."""
+        ends = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        wait_until(
+            lambda: self.state(job) in ends, timeout_s, f"job {job.id} does not end", job.output
+        )
+        return self.state(job)
+
+    def _write_configuration(self) -> None:
+        for name in ("state", "spool-n1", "spool-n2"):
+            (self.directory / name).mkdir(parents=True)
+        key = self.directory / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        gpus = self.directory / "fakegpu"
+        for number in range(2):
+            Path(f"{gpus}{number}").touch()
+        (self.directory / "gres.conf").write_text(f"Name=gpu File={gpus}[0-1]\n")
+        controller, first, second = free_ports(3)
+        text = _CONFIG.format(
+            host=socket.gethostname(), user=getpass.getuser(), directory=self.directory,
+            kill_wait_s=self.kill_wait_s, node_timeout_s=self.node_timeout_s,
+            controller_port=controller, n1_port=first, n2_port=second,
+        )  # fmt: skip
+        self.config.write_text(text)
+
+    def _spawn(self, program: str, *arguments: str, name: str | None = None) -> None:
+        name = name or program
+        with (self.directory / f"{name.replace(' ', '-')}.out").open("ab") as output:
+            self.daemons[name] = subprocess.Popen(
+                [program, *arguments],
+                env=self.environment(),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def _nodes_are_idle(self) -> bool:
+        shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
+        return sorted(shown.stdout.split()) == sorted(["n1", "idle", "n2", "idle"])
+
+    def _state(self) -> str:
+        parts = [self.run("sinfo", "--Node", "--long", check=False).stdout]
+        parts += [path.read_text()[-1500:] for path in sorted(self.directory.glob("*.log"))]
+        return "\n".join(parts)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    listeners = [socket.socket() for _ in range(count)]
+    for listener in listeners:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def wait_until(condition, timeout_s: float, what: str, details=lambda: "") -> None:
+    """Wait until `condition()` holds; raises TimeoutError with what did not happen, and details."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} (waited {timeout_s} s)\n{details()}")
+        time.sleep(0.2)
