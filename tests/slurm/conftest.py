@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from slurm_cluster import SlurmCluster, missing_programs
 
 
