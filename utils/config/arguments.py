@@ -45,6 +45,14 @@ class RunArguments:
             "estimate, and stop before weights are loaded"
         },
     )
+    hang_timeout_s: float = field(
+        default=600,
+        metadata={
+            "help": "seconds without any progress after which the run ends with exit code 76 and "
+            "says which rank stands where; three times that while saving and in the first step; "
+            "0: never"
+        },
+    )
 
 
 @dataclass

@@ -87,6 +87,16 @@ def estimate_memory(
     )
 
 
+def checkpoint_bytes(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> int:
+    """Return what one checkpoint takes on disk, over all ranks: weights and optimizer states."""
+    parameters, trainable = count_parameters(settings.model, config)
+    weight_bytes = weights_dtype(settings.model, config).itemsize
+    del launch
+    return weight_bytes * (parameters + 2 * trainable)
+
+
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
     """Return (all, trained) parameters, counted on the meta device."""
     with torch.device("meta"):

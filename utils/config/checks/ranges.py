@@ -43,6 +43,7 @@ RANGES = {
     "eval_delay": _ZERO_OR_MORE,
     "eval_steps": _ABOVE_ZERO,
     "global_batch_size": _COUNT,
+    "hang_timeout_s": _ZERO_OR_MORE,
     "learning_rate": _ABOVE_ZERO,
     "logging_steps": _ABOVE_ZERO,
     "lora_alpha": _COUNT,
