@@ -95,3 +95,8 @@ def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     metric = f"eval_{split}_loss"
     lines = read_journal(output_dir / "metrics.jsonl")
     return {line["step"]: line[metric] for line in lines if metric in line}
+
+
+def starts(output_dir: Path) -> list[dict]:
+    """What provenance.json says of each start."""
+    return json.loads((output_dir / "provenance.json").read_text())["starts"]

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 from slurm_cluster import SlurmCluster, missing_programs
+from training_jobs import TrainingJobs
 
 
 def why_not() -> str | None:
@@ -30,3 +32,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> TrainingJobs:
+    """The shipped job scripts on that Slurm, with a tokenizer, data and the demo's model."""
+    files = tmp_path_factory.mktemp("files")
+    tiny.make_tokenizer(files / "tokenizer")
+    tiny.save(files / "documents", {"input_ids": tiny.documents(400, seed=0)})
+    tiny.save(files / "heldout", {"input_ids": tiny.documents(31, seed=1)})
+    return TrainingJobs(slurm, files)
+
+
+@pytest.fixture
+def idle(slurm: SlurmCluster) -> None:
+    """Wait until nothing of an earlier test runs any more."""
+    slurm.wait_for_nodes()

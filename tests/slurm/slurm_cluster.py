@@ -5,11 +5,13 @@ Everything (keys, state, logs) lies in one directory; munged, slurmctld and slur
 the test that started them, and end with it.
 """
 
+import contextlib
 import dataclasses
 import getpass
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -97,8 +99,13 @@ class SlurmCluster:
         self.wait_for_nodes()
 
     def stop(self) -> None:
-        """End the daemons and whatever their jobs left running."""
-        self.run("scancel", "--state=RUNNING", "--state=PENDING", check=False)
+        """End all jobs, then the daemons."""
+        if "slurmctld" in self.daemons:
+            user = getpass.getuser()
+            self.run("scancel", f"--user={user}", check=False)
+            self.run("scancel", f"--user={user}", "--signal=KILL", "--full", check=False)
+            with contextlib.suppress(TimeoutError):  # a node that a test left dead keeps its job
+                wait_until(self._no_job_is_left, 30, "jobs are left")
         for name in sorted(self.daemons, reverse=True):  # slurmd, slurmctld, munged
             self.daemons[name].terminate()
         for process in self.daemons.values():
@@ -108,9 +115,28 @@ class SlurmCluster:
                 process.kill()
                 process.wait()
 
-    def start_node(self, node: str) -> None:
-        """Start a node's slurmd."""
-        self._spawn("slurmd", "-D", "-N", node, name=f"slurmd {node}")
+    def start_node(self, node: str, hidden: Path | None = None) -> None:
+        """Start a node's slurmd; jobs there see an empty file system in place of `hidden`."""
+        if hidden is None:
+            self._spawn("slurmd", "-D", "-N", node, name=f"slurmd {node}")
+            return
+        cover = 'mount -t tmpfs none "$1" && exec slurmd -D -N "$2"'
+        self._spawn(
+            "unshare", "--mount", "sh", "-c", cover, "sh", str(hidden), node, name=f"slurmd {node}"
+        )
+
+    def stop_node(self, node: str) -> None:
+        """End a node's slurmd as a restart of the service does."""
+        self.daemons[f"slurmd {node}"].terminate()
+        self.daemons[f"slurmd {node}"].wait(15)
+
+    def kill_node(self, node: str) -> None:
+        """Kill a node's slurmd and all that runs under it, as a power cut would."""
+        slurmd = self.daemons[f"slurmd {node}"]
+        for pid in [*_of_node(node), slurmd.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        slurmd.wait()
 
     def wait_for_nodes(self) -> None:
         """Wait until both nodes are idle; raises TimeoutError."""
@@ -197,10 +223,29 @@ class SlurmCluster:
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
         return sorted(shown.stdout.split()) == sorted(["n1", "idle", "n2", "idle"])
 
+    def _no_job_is_left(self) -> bool:
+        return not self.run("squeue", "--noheader", check=False).stdout.strip()
+
     def _state(self) -> str:
         parts = [self.run("sinfo", "--Node", "--long", check=False).stdout]
         parts += [path.read_text()[-1500:] for path in sorted(self.directory.glob("*.log"))]
         return "\n".join(parts)
+
+
+def _of_node(node: str) -> set[int]:
+    """The processes of jobs on a node: tasks, all they started, and Slurm's step daemons."""
+    mark = f"SLURMD_NODENAME={node}".encode()
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            is_step = Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd")
+        except OSError:
+            continue  # ended meanwhile
+        if mark in environment:
+            found |= {int(process.name), parent} if is_step else {int(process.name)}
+    return found
 
 
 def free_ports(count: int) -> list[int]:

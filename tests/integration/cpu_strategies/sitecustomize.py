@@ -1,7 +1,9 @@
 """Test only: let FSDP2 and DeepSpeed run on CPU processes (gloo), which accelerate does not offer.
 
-Python imports this file at start when its folder is on PYTHONPATH; STOKER_TEST_CPU_STRATEGY says
-what to do:
+Python imports this file at start when its folder is on PYTHONPATH. STOKER_TEST_STEP_DELAY_S=0.5
+makes each training step last that much longer, so that a test can interrupt a run of small steps;
+STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 when three steps are done, in every life of the run.
+STOKER_TEST_CPU_STRATEGY says what to do:
 
 fsdp2      accelerate takes the FSDP branch for accelerators only: give it a DistributedType in
            which one of those members is MULTI_CPU. Needs ACCELERATE_USE_CPU=true.
@@ -17,7 +19,9 @@ deepspeed 0.19 (`comm/torch.py`, `build_shm_op`).
 import importlib.abc
 import importlib.machinery
 import os
+import signal
 import sys
+import time
 import types
 
 
@@ -37,6 +41,21 @@ def allow_deepspeed(state):
 def compile_nothing(communication):
     """Answer that the shared-memory all-reduce is not there."""
     communication.build_shm_op = lambda: None
+
+
+def disturb_steps(callbacks):
+    """Sleep, or die, at the beginning of a training step; the numbers stay what they are."""
+    on_step_begin = callbacks.CallbackHandler.on_step_begin
+    delay_s = float(os.environ.get("STOKER_TEST_STEP_DELAY_S", "0"))
+    victim = os.environ.get("STOKER_TEST_KILL_RANK_AT_STEP", "")
+
+    def disturb_first(handler, args, state, control):
+        time.sleep(delay_s)
+        if victim == f"{os.environ['RANK']}:{state.global_step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return on_step_begin(handler, args, state, control)
+
+    callbacks.CallbackHandler.on_step_begin = disturb_first
 
 
 CHANGES = {
@@ -67,5 +86,10 @@ class ChangeAfterImport(importlib.abc.MetaPathFinder):
 
 
 # Only the workers: the launcher has no RANK yet.
-if os.environ.get("STOKER_TEST_CPU_STRATEGY") and "RANK" in os.environ:
-    sys.meta_path.insert(0, ChangeAfterImport(CHANGES[os.environ["STOKER_TEST_CPU_STRATEGY"]]))
+if "RANK" in os.environ:
+    strategy = os.environ.get("STOKER_TEST_CPU_STRATEGY")
+    wanted = dict(CHANGES[strategy]) if strategy else {}
+    if {"STOKER_TEST_STEP_DELAY_S", "STOKER_TEST_KILL_RANK_AT_STEP"} & os.environ.keys():
+        wanted["transformers.trainer_callback"] = disturb_steps
+    if wanted:
+        sys.meta_path.insert(0, ChangeAfterImport(wanted))

@@ -1,0 +1,44 @@
+"""`sbatch slurm/multinode_job.sh` on two nodes of two processes: the numbers of one process."""
+
+import pytest
+import tiny
+from training_jobs import STEPS, TrainingJobs
+
+import pretrain
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: TrainingJobs, tmp_path_factory):
+    """The run in one process, without launcher and Slurm."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    pretrain.main(jobs.flags(run, use_cpu="true", per_device_train_batch_size=2))
+    return run
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "zero2"])
+def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, tmp_path, config):
+    run = tmp_path / "run"
+    job = jobs.submit(run, "--nodes=2", "--gpus-per-node=2", config=config)
+    assert jobs.slurm.wait(job, 180) == "COMPLETED", job.output()
+    assert tiny.losses(run) == pytest.approx(tiny.losses(alone), abs=5e-5)
+    assert len(tiny.losses(run)) == STEPS
+    assert tiny.evaluations(run, "heldout") == pytest.approx(
+        tiny.evaluations(alone, "heldout"), abs=5e-5
+    )
+    assert (run / "final" / "model.safetensors").is_file()
+    start = tiny.starts(run)[0]
+    assert start["launch"]["world_size"] == 4
+    assert sorted(start["launch"]["hosts"]) == ["n1", "n2"]
+    assert start["slurm"]["job_id"] == job.id
+
+
+@pytest.mark.usefixtures("idle")
+def test_one_node(jobs, alone, tmp_path):
+    run = tmp_path / "run"
+    job = jobs.submit(run, "--gpus-per-node=2", script="slurm/train_job.sh", max_steps=4)
+    assert jobs.slurm.wait(job, 120) == "COMPLETED", job.output()
+    assert len(tiny.losses(run)) == 4
+    assert tiny.starts(run)[0]["launch"]["world_size"] == 2

@@ -1,0 +1,115 @@
+"""Hands training jobs in with the shipped scripts, and reads what became of them."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiny
+from launching import CPU_ENVIRONMENT, ROOT, quiet_environment
+from slurm_cluster import Job, SlurmCluster, wait_until
+
+# Forty steps with evaluations between them; four ranks take them in four seconds, undelayed.
+STEPS = 40
+SETTINGS: dict[str, object] = {
+    "model_config": ROOT / "recipes/model/llama_6m.yaml",
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 1,
+    "max_steps": STEPS,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_steps": 10,
+    "eval_strategy": "steps",
+    "eval_steps": 10,
+}
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One interruption as the journal saw it: steps done again, seconds without a new step."""
+
+    lost_steps: int
+    seconds: float
+
+
+class TrainingJobs:
+    """Two nodes of two CPU processes each, unless told otherwise."""
+
+    def __init__(self, slurm: SlurmCluster, files: Path):
+        self.slurm = slurm
+        self.files = files
+        self.count = 0  # of the jobs handed in
+
+    def flags(self, output_dir: Path, **changes: object) -> list[str]:
+        """The command line of `pretrain.py`."""
+        data = {
+            "train_data": self.files / "documents",
+            "eval_data": f"heldout={self.files / 'heldout'}",
+            "tokenizer_name_or_path": self.files / "tokenizer",
+            "output_dir": output_dir,
+        }
+        return tiny.flags(**(SETTINGS | data | changes))
+
+    def environment(self, config: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a user would export, and what puts the strategy on CPUs."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        fixed = {
+            "PATH": path,
+            "ACCELERATE_CONFIG": f"accelerate_configs/{config}.yaml",
+            "STOKER_PROCESSES_PER_NODE": "2",
+            "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are no names of hosts
+        }
+        return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
+
+    def submit(
+        self,
+        output_dir: Path,
+        *options: str,
+        script: str = "slurm/multinode_job.sh",
+        config: str = "multi_gpu",
+        env: Mapping[str, str] | None = None,
+        **changes: object,
+    ) -> Job:
+        """Hand `pretrain.py` in; its log is a file of its own."""
+        self.count += 1
+        return self.slurm.submit(
+            *options, script, "pretrain.py", *self.flags(output_dir, **changes),
+            cwd=ROOT, log=self.files / f"job-{self.count}.log", env=self.environment(config, env),
+        )  # fmt: skip
+
+    def wait_for_step(self, output_dir: Path, step: int, job: Job, timeout_s: float = 120) -> None:
+        """Wait until the journal holds this step; raises with the log if it never does."""
+
+        def reached() -> bool:
+            state = self.slurm.state(job)
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), job.output()
+            return any(line.get("step", 0) >= step for line in raw_journal(output_dir))
+
+        wait_until(reached, timeout_s, f"step {step} is not reached", job.output)
+
+
+def raw_journal(output_dir: Path) -> list[dict]:
+    """Every line of the journal, those too that a later start undid."""
+    path = output_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line]
+
+
+def cycles(output_dir: Path) -> list[Cycle]:
+    """What each interruption of a run cost."""
+    found, last = [], {"step": 0, "time": 0.0}
+    resumed_at: int | None = None
+    for line in raw_journal(output_dir):
+        if line["event"] in ("started", "resumed"):
+            resumed_at = line["step"]
+        elif line["event"] == "train":
+            if resumed_at is not None and last["time"]:
+                seconds = round(line["time"] - last["time"], 1)
+                found.append(Cycle(last["step"] - resumed_at, seconds))
+            resumed_at, last = None, line
+    return found
