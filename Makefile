@@ -1,17 +1,19 @@
 # make demo       from a fresh clone to a pretrained and a fine-tuned model (CPU, no network after the installation)
 # make test       lint, types, shell and every test; installs what it needs
+# make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
 # make lint       ruff, mypy, shellcheck
+# make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the README's figures anew from benchmarks/results/demo_cpu.json
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# PYTEST_ARGS="-k packing" runs a part of the tests.
+# PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: demo figures test test-fast lint lock
+.PHONY: demo figures test test-slurm test-fast slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -35,7 +37,16 @@ lint: $(VENV)/.test
 	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
 
 test: lint
-	$(BIN)/pytest -n 2 --durations=15 $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
+	$(MAKE) test-slurm
+
+# One after the other: they wait for each other's nodes, and time limits are among what they test.
+test-slurm: $(VENV)/.test
+	$(BIN)/pytest --durations=10 -rs tests/slurm
+
+slurm-cycles: $(VENV)/.test
+	rm -f benchmarks/results/slurm_cycles.json
+	STOKER_CYCLES_FILE=benchmarks/results/slurm_cycles.json $(BIN)/pytest tests/slurm/test_interruptions.py
 
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not slow and not gpu" $(PYTEST_ARGS)
