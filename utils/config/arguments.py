@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
+from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
 from utils.config.refusals import (
     REFUSED_FINE_TUNING_SETTINGS,
@@ -184,9 +185,12 @@ class _ChangedDefaults:
         import torch
 
         given = dict(given)
-        if values["dry_run"] and not torch.accelerator.is_available():
+        if not values["dry_run"]:
+            return cls(**given)
+        if not torch.accelerator.is_available():
             given |= {"use_cpu": True, "tf32": None}
-        return cls(**given)
+        with alone():  # the processes that WORLD_SIZE stands for are not there to be met
+            return cls(**given)
 
     def _settle(self, device_type: str) -> None:
         if device_type == "cpu":
