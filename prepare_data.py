@@ -11,9 +11,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from utils.cluster.script import run_script
 from utils.config.preparation import PreparationArguments
 from utils.config.reading.parsing import parse_arguments
-from utils.config.script import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:

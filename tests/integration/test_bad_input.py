@@ -10,8 +10,8 @@ import yaml
 
 import pretrain
 import sft_train
+from utils.cluster.script import run_script
 from utils.config.errors import ConfigurationError
-from utils.config.script import run_script
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ job where slurm/training_job.sh starts it. Without it there is nobody to read a 
 import dataclasses
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from utils.cluster.host import host_name
 
 NOTES_DIR = "STOKER_NOTES_DIR"
+VERDICT = "verdict.txt"
+EXIT_CODE = "exit_code"
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class Note:
     """How one rank ended. `text` is one line for people; `time` is seconds since the epoch.
 
     `kind` is "stopped" (a checkpoint was written), "refused" (the text is the first problem),
-    "failed" (the text is the traceback's last line), "hung" (where it stood) or, written by the
-    launcher for a rank that could not, "killed" (by which signal).
+    "failed" (the text is the traceback's last line), "hung" (where it stood, after how many
+    `beats`) or, written by the launcher for a rank that could not, "killed" (by which signal).
     """
 
     kind: str
@@ -31,31 +34,61 @@ class Note:
     rank: int
     host: str
     time: float
+    beats: int | None = None
 
 
-def leave_note(kind: str, exit_code: int, text: str, rank: int | None = None) -> None:
-    """Write this rank's note; the first one of a rank stays. Does nothing without a directory."""
+def notes_directory() -> Path | None:
+    """Return where notes go; None where nobody reads them."""
     directory = os.environ.get(NOTES_DIR)
-    if not directory:
+    return Path(directory) if directory else None
+
+
+def leave_note(
+    kind: str, exit_code: int, text: str, rank: int | None = None, beats: int | None = None
+) -> None:
+    """Write this rank's note; the first one of a rank stays. Does nothing without a directory.
+
+    Never raises for storage that takes no note: what made the process end matters more.
+    """
+    directory = notes_directory()
+    if directory is None:
         return
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
-    note = Note(kind, int(exit_code), text, rank, host_name(), time.time())
-    path = Path(directory) / f"rank-{rank}.json"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(dataclasses.asdict(note)), encoding="utf-8")
-    try:
-        os.link(draft, path)  # fails where a note is: who wrote first knows best
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+    note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), beats)
+    _create(directory / f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
     """Return all notes in a directory, the earliest first."""
-    notes = [
-        Note(**json.loads(path.read_text(encoding="utf-8")))
-        for path in Path(directory).glob("rank-*.json")
-    ]
-    return sorted(notes, key=lambda note: note.time)
+    texts = [path.read_text(encoding="utf-8") for path in Path(directory).glob("rank-*.json")]
+    return sorted((Note(**json.loads(text)) for text in texts), key=lambda note: note.time)
+
+
+def leave_verdict(text: str, exit_code: int) -> bool:
+    """Write why the whole job ends and its exit code; return whether this was the first verdict.
+
+    Only the first one of a job counts. False, too, without a directory.
+    """
+    directory = notes_directory()
+    if directory is None or not _create(directory / VERDICT, text.rstrip() + "\n"):
+        return False
+    return _create(directory / EXIT_CODE, f"{int(exit_code)}\n")
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a file that is whole as soon as it is there; False where there is one already."""
+    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        try:
+            os.link(draft, path)  # fails where a file is: who wrote first knows best
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        sys.stderr.write(f"{path} cannot be written ({error.strerror}); it would say: {text}\n")
+        sys.stderr.flush()
+        return False
+    return True

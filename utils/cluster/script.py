@@ -1,39 +1,107 @@
-"""Runs a script's main and shows the user's mistakes: no traceback, exit code 2."""
+"""Runs a script's main and sees to its ending: what is shown, which note stays, which exit code."""
 
+import atexit
 import os
-import socket
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TextIO
 
-from utils.config.errors import ConfigurationError
+from utils.cluster.host import host_name
+from utils.cluster.notes import leave_note
+from utils.cluster.storage_faults import storage_error
+from utils.cluster.tokens import redact
+from utils.cluster.traces import last_line
+from utils.config.errors import ConfigurationError, ExitCode
 
-REFUSED_EXIT_CODE = 2
+FAILED = 1  # an exception nobody foresaw, as Python itself ends
 
 
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError is shown without traceback and becomes exit code 2. Rank 0 shows all of
-    it; the first rank of another node shows one line, because a fault of that node alone (a file
-    system that is not mounted) would be seen nowhere else. Other exceptions pass through.
+    A ConfigurationError, or a full disk in whatever words, is shown without traceback. Rank 0
+    shows all of it; the first rank of another node shows one line, because a fault of that node
+    alone (a file system that is not mounted) would be seen nowhere else. Any other exception is
+    shown with its traceback, host and rank in front on ranks other than 0, and becomes 1. Secrets
+    are redacted. Each ending but a good one leaves a note for the launcher. SystemExit and
+    KeyboardInterrupt pass through.
+
+    A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
+    ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
+    ending = 0
+
+    def leave_at_once() -> None:
+        """Skip the teardown: process groups may wait there for ranks that wait for this one.
+
+        Registered before any library is imported, this is the last of all exit handlers.
+        """
+        if ending and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending)
+
+    atexit.register(leave_at_once)
+    ending = _run(main)
+    return ending
+
+
+def _run(main: Callable[[], int | None]) -> int:
     try:
-        return main() or 0
+        code = main() or 0
     except ConfigurationError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            _show_problems(error, sys.stderr)
-        elif int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            first = error.problems[0].splitlines()[0]
-            sys.stderr.write(f"configuration error on {socket.gethostname()}: {first}\n")
-        sys.stderr.flush()
-        return REFUSED_EXIT_CODE
+        return _refuse(error)
+    except SystemExit as left:
+        if left.code:
+            status = left.code if isinstance(left.code, int) else FAILED
+            leave_note("failed", status, redact(f"SystemExit: {left.code}"))
+        raise
+    except Exception as error:
+        full = storage_error(error)
+        if full is not None:
+            return _refuse(full, of_this_rank=True)
+        _show_traceback(error, sys.stderr)
+        leave_note("failed", FAILED, redact(last_line(error)))
+        return FAILED
+    if code == ExitCode.STOPPED:
+        leave_note("stopped", code, "stopped with a checkpoint")
+        return 0 if "STOKER_NODE_DIR" in os.environ else code
+    if code:
+        leave_note("failed", code, f"main returned {code}")
+    return code
+
+
+def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
+    """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
+    first = redact(error.problems[0].splitlines()[0])
+    if _rank() == 0:
+        _show_problems(error, sys.stderr)
+    elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        sys.stderr.write(f"{host_name()} rank {_rank()}  {error.kind}: {first}\n")
+    sys.stderr.flush()
+    leave_note("refused", error.exit_code, first)
+    return error.exit_code
 
 
 def _show_problems(error: ConfigurationError, stream: TextIO) -> None:
     count = len(error.problems)
-    title = f"configuration error ({count} problem{'s' if count != 1 else ''}):"
+    # What is wrong with a machine says which one; settings are wrong on all of them.
+    place = "" if error.exit_code == ExitCode.REFUSED else f" on {host_name()}"
+    title = f"{error.kind}{place} ({count} problem{'s' if count != 1 else ''}):"
     if stream.isatty() and "NO_COLOR" not in os.environ:
         title = f"\033[1;31m{title}\033[0m"
-    lines = ["\n    ".join(problem.splitlines()) for problem in error.problems]
+    lines = ["\n    ".join(redact(problem).splitlines()) for problem in error.problems]
     stream.write("\n".join([title, *(f"  - {line}" for line in lines)]) + "\n")
+
+
+def _show_traceback(error: Exception, stream: TextIO) -> None:
+    """Write the traceback at once: ranks that fail together do not mix their lines."""
+    lines = redact("".join(traceback.format_exception(error))).splitlines()
+    origin = f"{host_name()} rank {_rank()}  " if _rank() else ""
+    stream.write("".join(f"{origin}{line}\n" for line in lines))
+    stream.flush()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

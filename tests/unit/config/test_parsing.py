@@ -1,6 +1,5 @@
 """Recipes and flags become dataclasses, in a fixed precedence, with every fault at once."""
 
-import io
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.config import script
 from utils.config.errors import ConfigurationError
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.strict_yaml import dump_yaml
-from utils.config.script import run_script
 
 
 @dataclass
@@ -309,53 +306,3 @@ def test_help_prints_each_setting_with_help_and_default_and_leaves_with_0(capsys
 def test_the_command_line_of_the_process_is_read_by_default(monkeypatch):
     monkeypatch.setattr("sys.argv", ["script.py", "--sources", "x"])
     assert parse_arguments((First,)).instances[0].sources == ["x"]
-
-
-def fail():
-    raise ConfigurationError(["first\nsecond line", "third"])
-
-
-def test_run_script_shows_the_problems_without_traceback_and_returns_2(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert run_script(fail) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err == (
-        "configuration error (2 problems):\n  - first\n    second line\n  - third\n"
-    )
-
-
-def test_run_script_returns_what_main_returns():
-    assert run_script(lambda: None) == 0
-    assert run_script(lambda: 75) == 75
-
-
-def test_run_script_lets_other_exceptions_through():
-    def crash():
-        raise ValueError("a bug")
-
-    with pytest.raises(ValueError, match="a bug"):
-        run_script(crash)
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "lines"), [("0", "0", 4), ("1", "1", 0), ("8", "0", 1)]
-)
-def test_rank_0_shows_all_and_other_nodes_one_line(capsys, monkeypatch, rank, local_rank, lines):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert run_script(fail) == 2
-    assert len(capsys.readouterr().err.splitlines()) == lines
-
-
-def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        script._show_problems(ConfigurationError("x"), stream)
-    assert terminal.getvalue().startswith("\033[1;31mconfiguration error (1 problem):\033[0m\n")
-    assert file.getvalue() == "configuration error (1 problem):\n  - x\n"

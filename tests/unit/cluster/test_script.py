@@ -1,0 +1,256 @@
+"""How a script ends: what is shown, the note that stays, the exit code."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from utils.cluster import script
+from utils.cluster.notes import read_notes
+from utils.cluster.script import run_script
+from utils.config.errors import (
+    ConfigurationError,
+    ExitCode,
+    NoProgressError,
+    StorageError,
+    UnfitClusterError,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path, monkeypatch) -> Path:
+    """This process is rank 0 on n1, and its notes are read."""
+    directory = tmp_path / "notes"
+    directory.mkdir()
+    monkeypatch.setenv("STOKER_NOTES_DIR", str(directory))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "STOKER_NODE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return directory
+
+
+def raising(error: BaseException):
+    def main():
+        raise error
+
+    return main
+
+
+def the_note(notes: Path) -> tuple[str, int, str]:
+    [note] = read_notes(notes)
+    return note.kind, note.exit_code, note.text
+
+
+def test_problems_are_shown_without_traceback(capsys, notes):
+    assert run_script(raising(ConfigurationError(["first\nsecond line", "third"]))) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
+        "configuration error (2 problems):\n  - first\n    second line\n  - third\n"
+    )
+    assert the_note(notes) == ("refused", 2, "first")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "title"),
+    [
+        (UnfitClusterError("no"), 69, "cluster error on n1 (1 problem):"),
+        (StorageError("no"), 74, "storage error on n1 (1 problem):"),
+        (NoProgressError("no"), 77, "no progress on n1 (1 problem):"),
+    ],
+)
+def test_each_kind_of_refusal_has_its_title_and_exit_code(capsys, notes, error, code, title):
+    assert run_script(raising(error)) == code
+    assert capsys.readouterr().err.splitlines() == [title, "  - no"]
+    assert the_note(notes) == ("refused", code, "no")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "shown"),
+    [
+        ("0", "0", ["configuration error (2 problems):", "  - one", "  - two"]),
+        ("1", "1", []),
+        ("8", "0", ["n1 rank 8  configuration error: one"]),
+    ],
+)
+def test_rank_0_shows_all_and_other_nodes_one_line(
+    capsys, monkeypatch, notes, rank, local_rank, shown
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert run_script(raising(ConfigurationError(["one", "two"]))) == 2
+    assert capsys.readouterr().err.splitlines() == shown
+    assert read_notes(notes)[0].rank == int(rank)
+
+
+def test_what_main_returns_is_the_exit_code(notes):
+    assert run_script(lambda: None) == 0
+    assert run_script(lambda: 0) == 0
+    assert read_notes(notes) == []
+    assert run_script(lambda: 3) == 3
+    assert the_note(notes)[:2] == ("failed", 3)
+
+
+def test_a_stop_is_a_success_to_a_launcher_that_reads_notes(notes, monkeypatch):
+    assert run_script(lambda: ExitCode.STOPPED) == 75
+    monkeypatch.setenv("STOKER_NODE_DIR", "/tmp")
+    assert run_script(lambda: ExitCode.STOPPED) == 0
+    assert the_note(notes)[:2] == ("stopped", 75)
+
+
+def fail_in_the_repository():
+    from utils.cluster.traces import place
+
+    place(3)  # type: ignore[arg-type] # fails in traces.py
+
+
+def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_place(capsys, notes):
+    assert run_script(fail_in_the_repository) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.splitlines()[-1].startswith("TypeError: ")
+    kind, code, text = the_note(notes)
+    assert (kind, code) == ("failed", 1)
+    assert text.startswith("TypeError: 'int' object is not reversible (utils/cluster/traces.py:")
+    assert text.endswith(" in place)")
+
+
+def test_a_message_of_several_lines_is_noted_with_its_first(notes):
+    run_script(raising(RuntimeError("the cause\n\nCompile with DSA")))
+    assert the_note(notes)[2].startswith("RuntimeError: the cause (tests/unit/cluster/test_script")
+
+
+def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    run_script(raising(RuntimeError("boom\nbang")))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 4
+    assert all(line.startswith("n1 rank 5  ") for line in lines)
+    assert lines[-1] == "n1 rank 5  bang"
+
+
+def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
+    monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
+    run_script(raising(RuntimeError("sent correcthorsebattery")))
+    run_script(raising(ConfigurationError("sent correcthorsebattery")))
+    run_script(raising(OSError(errno.ENOSPC, "No space left", "/no/correcthorsebattery")))
+    assert "correcthorsebattery" not in capsys.readouterr().err
+    assert "sent *** (" in the_note(notes)[2]
+
+
+def test_system_exit_and_interrupts_pass_through(notes):
+    with pytest.raises(SystemExit) as left:
+        run_script(raising(SystemExit(0)))
+    assert left.value.code == 0
+    with pytest.raises(KeyboardInterrupt):
+        run_script(raising(KeyboardInterrupt()))
+    assert read_notes(notes) == []
+    with pytest.raises(SystemExit, match="usage"):
+        run_script(raising(SystemExit("usage")))
+    assert the_note(notes) == ("failed", 1, "SystemExit: usage")
+
+
+def test_a_note_that_cannot_be_left_is_no_second_error(capsys, monkeypatch):
+    monkeypatch.setenv("STOKER_NOTES_DIR", "/nowhere")
+    assert run_script(raising(ConfigurationError("first"))) == 2
+    assert "/nowhere/rank-0.json cannot be written (No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space (or no inode) is left"),
+        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EROFS, "the file system is read-only"),
+    ],
+)
+def test_storage_that_takes_no_more_is_said_with_its_directory(capsys, notes, number, words):
+    error = OSError(number, os.strerror(number), "/no/checkpoint-3/model.safetensors")
+    assert run_script(raising(error)) == 74
+    shown = capsys.readouterr().err
+    assert f"n1: {words}" in shown
+    assert "writing /no/checkpoint-3/model.safetensors (" in shown
+    assert "GiB free)" in shown
+    assert "Traceback" not in shown
+    assert the_note(notes)[:2] == ("refused", 74)
+
+
+def test_a_rank_that_meets_a_full_disk_says_so_whichever_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert run_script(raising(OSError(errno.ENOSPC, "full", "/no/x"))) == 74
+    assert capsys.readouterr().err.startswith("n1 rank 3  storage error: n1: no space")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ECONNRESET])
+def test_other_errors_of_the_system_are_not_about_room(number):
+    assert run_script(raising(OSError(number, "other"))) == 1
+
+
+def save_state(output_dir: str) -> None:
+    torch.save({"a": torch.zeros(200_000)}, f"{output_dir}/optimizer.pt")
+
+
+def save_weights(output_dir: str) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(200_000)}, f"{output_dir}/model.safetensors")
+
+
+def save_rows(output_dir: str) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"a": [list(range(200_000))]}).save_to_disk(f"{output_dir}/rows")
+
+
+@pytest.mark.parametrize("save", [save_state, save_weights, save_rows])
+def test_the_words_of_libraries_for_a_full_disk_are_known(save, small_disk, capsys):
+    assert run_script(lambda: save(str(small_disk))) == 74
+    shown = capsys.readouterr().err
+    assert "storage error on n1" in shown
+    assert str(small_disk) in shown
+
+
+def test_a_failed_rank_of_several_does_not_wait_in_its_teardown():
+    """Its threads, exit handlers and process groups may wait for ranks that wait for it."""
+    program = """
+        import atexit, os, sys, threading, time
+        from utils.cluster.script import run_script
+        atexit.register(lambda: print("libraries' own exit handlers ran", flush=True))
+        class WaitsWhenTornDown:
+            def __del__(self): time.sleep(60)
+        kept = WaitsWhenTornDown()
+        def main(): raise RuntimeError("boom")
+        sys.exit(run_script(main))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
+        timeout=30,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "RuntimeError: boom" in ended.stderr
+
+
+def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        script._show_problems(ConfigurationError("x"), stream)
+    assert terminal.getvalue().startswith("\033[1;31mconfiguration error (1 problem):\033[0m\n")
+    assert file.getvalue() == "configuration error (1 problem):\n  - x\n"
