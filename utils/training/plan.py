@@ -15,6 +15,7 @@ from utils.config.run_settings import RunSettings
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.isolation import check_isolation
+from utils.training.job_plan import report_job
 from utils.training.memory_estimate import estimate_memory
 from utils.training.models import weights_dtype
 from utils.training.run_data import RunData
@@ -79,6 +80,8 @@ def plan_run(
     logger.info("precision: %s", _precision(settings, config))
     attention = _attention(settings, config, launch)
     logger.info("memory: %s (a rule of thumb)", estimate_memory(settings, config, launch))
+    if run.dry_run:
+        report_job(settings, launch, total_steps)
     return RunPlan(sampler, total_steps, attention)
 
 

@@ -1,0 +1,166 @@
+"""Holds the settings of a run against the job it is to run in, and says what will happen.
+
+Called in a dry run, before any job: needs no GPU and meets no other process. Without a request
+(the user started the dry run, not slurm/submit.sh) there is nothing to say about a job.
+"""
+
+import json
+import logging
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.callbacks.lines import duration, number
+from utils.cluster.job_request import JobRequest, request_from
+from utils.cluster.launch import LaunchFacts
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.training.job_checks import (
+    Pace,
+    Saves,
+    measured_pace,
+    request_problems,
+    request_warnings,
+    saves_of,
+    stop_signal_saves,
+)
+
+logger = logging.getLogger(__name__)
+
+_YES = ("1", "true", "yes", "on", "y", "t")
+
+
+def report_job(settings: RunSettings, launch: LaunchFacts, total_steps: int) -> None:
+    """Log what will happen, one fact a line, and what may go wrong as warnings.
+
+    Raises ConfigurationError with every contradiction between settings, launch and request.
+    """
+    request = request_from(os.environ)
+    saves = saves_of(settings, total_steps)
+    pace = measured_pace(Path(str(settings.training.output_dir)))
+    problems = list(_launch_problems(settings, launch))
+    if request is not None:
+        problems += request_problems(request, saves, pace)
+    if problems:
+        raise ConfigurationError(problems)
+    for line in plan_lines(settings, launch, saves, total_steps):
+        logger.info("%s", line)
+    if request is not None:
+        for line in job_lines(request, saves, pace, total_steps):
+            logger.info("%s", line)
+        for warning in request_warnings(request, saves, settings):
+            logger.warning("%s", warning)
+        _leave_facts(request, settings)
+
+
+def _launch_problems(settings: RunSettings, launch: LaunchFacts) -> Iterator[str]:
+    """Refuse a strategy that the run's first check would refuse."""
+    asked_by = None
+    if settings.values["use_cpu"]:  # as the user set it: a dry run without GPU sets it by itself
+        asked_by = settings.values.shown("use_cpu")
+    elif os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
+        asked_by = "ACCELERATE_USE_CPU"
+    if asked_by and launch.strategy.startswith(("fsdp", "zero")):
+        yield (
+            f"{launch.strategy} needs GPUs, but {asked_by} asks for the CPU, where accelerate "
+            "would train with plain DDP: use accelerate_configs/cpu.yaml, or leave it out"
+        )
+
+
+def plan_lines(
+    settings: RunSettings, launch: LaunchFacts, saves: Saves, total_steps: int
+) -> Iterator[str]:
+    """Yield what will happen to the run itself, in whatever way it is started."""
+    ranks = f"{launch.world_size} {'process' if launch.world_size == 1 else 'processes'}"
+    yield f"processes: {ranks}, strategy {launch.strategy}"
+    kept = "all are kept" if saves.kept is None else f"the newest {saves.kept} are kept"
+    if saves.every:
+        count = math.ceil(total_steps / saves.every)
+        yield f"saves: every {saves.every:,} steps, {count:,} in all; {kept}"
+    elif saves.periodic:
+        yield f"saves: with each better evaluation (save_strategy {saves.strategy}); {kept}"
+    else:
+        yield "saves: none (save_strategy no)"
+    output_dir = Path(str(settings.training.output_dir))
+    state = "goes on there" if (output_dir / "config.yaml").exists() else "new"
+    yield f"run directory: {output_dir} ({state})"
+
+
+def job_lines(
+    request: JobRequest, saves: Saves, pace: Pace | None, total_steps: int
+) -> Iterator[str]:
+    """Yield what will happen to the job."""
+    each = f"{request.processes_per_node} processes"
+    if request.gpus_per_node:
+        each = f"{request.gpus_per_node} GPUs, {each}"
+    nodes = f"{request.nodes} {'node' if request.nodes == 1 else 'nodes'}"
+    array = f", array of {len(request.array)}" if request.array is not None else ""
+    yield (
+        f"job: {request.job_name}, {nodes} of {each}{array}; strategy {request.strategy} from "
+        f"{request.strategy_file}"
+    )
+    yield from _time_lines(request)
+    yield from _pace_lines(request, saves, pace, total_steps)
+    yield f"log: {request.log}"
+
+
+def _time_lines(request: JobRequest) -> Iterator[str]:
+    limit, stop = request.time_limit_s, request.signal
+    if limit is None:
+        yield "time limit: none asked for, the partition's counts"
+        return
+    if stop is None or not stop.stops_the_run:
+        yield f"time limit: {duration(limit)}, without a stop signal"
+        return
+    again = "queues again and goes on" if request.requeue else "ends"
+    yield (
+        f"time limit: {duration(limit)}; stop signal after {duration(limit - stop.lead_s)}: the "
+        f"run saves, exits with 75, and the job {again}"
+    )
+
+
+def _pace_lines(
+    request: JobRequest, saves: Saves, pace: Pace | None, total_steps: int
+) -> Iterator[str]:
+    """Say how long it takes where that was measured, else what a step may take at most."""
+    limit = request.time_limit_s
+    lead = request.signal.lead_s if request.signal and stop_signal_saves(request) else 0
+    if pace is None:
+        if limit is None:
+            return
+        if saves.every:
+            most = (limit - lead) / min(saves.every, total_steps)
+            yield (
+                f"pace: not measured yet; the first periodic checkpoint fits the time limit if a "
+                f"step takes at most {number(most, '.3g')} s"
+            )
+        if lead:
+            yield (
+                f"pace: a step and a save together must fit into the {lead} s between stop signal "
+                "and time limit"
+            )
+        return
+    left = max(total_steps - pace.step, 0)
+    expected = left * pace.step_time_s
+    line = (
+        f"pace: {number(pace.step_time_s, '.3g')} s/step (measured up to step {pace.step:,}); "
+        f"{left:,} steps left take about {duration(expected)}"
+    )
+    if limit is not None:
+        restarts = max(math.ceil(expected / max(limit - lead, 1)) - 1, 0)
+        line += f", {restarts} {'restart' if restarts == 1 else 'restarts'} at the time limit"
+    yield line + " (evaluations, saves and start-up come on top)"
+    if saves.every:
+        lost = min(saves.every, total_steps) * pace.step_time_s
+        yield f"lost work: a crash costs at most {saves.every:,} steps, {duration(lost)}"
+
+
+def _leave_facts(request: JobRequest, settings: RunSettings) -> None:
+    """Tell submit.sh what it cannot know: where the run will be."""
+    output_dir = str(settings.training.output_dir)
+    logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
+    if request.facts_file:
+        facts = json.dumps({"output_dir": output_dir})
+        Path(request.facts_file).write_text(facts, encoding="utf-8")
