@@ -5,11 +5,15 @@ write to one output directory, and a strategy that cannot run silently becomes a
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from utils.config.errors import ConfigurationError
+from utils.cluster.first_contact import meet_all_ranks
+from utils.cluster.host import host_name
+from utils.config.errors import ConfigurationError, UnfitClusterError
+
+# Set where a scheduler handed out GPUs; the value names or counts them.
+ALLOCATED_DEVICES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def check_launch() -> LaunchFacts:
     """Check that all processes found each other; every rank calls it, before the data is opened.
 
     Call it once TrainingArguments exists: parsing `use_cpu` sets accelerate's `PartialState` up.
-    Raises ConfigurationError.
+    Raises ConfigurationError, UnfitClusterError where it is not the command that is wrong.
     """
     import torch
     from accelerate import PartialState
@@ -40,55 +44,71 @@ def check_launch() -> LaunchFacts:
     state = PartialState()
     device = state.device.type
     visible_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    problems = launch_problems(os.environ, state.num_processes, visible_gpus)
-    if problems:
-        raise ConfigurationError(problems)
-    hosts = [socket.gethostname()] * state.num_processes
+    problem = launch_problem(os.environ, state.num_processes, visible_gpus)
+    if problem is not None:
+        raise problem
+    hosts: tuple[str, ...] = (host_name(),)
     if state.num_processes > 1:
-        torch.distributed.all_gather_object(hosts, socket.gethostname())
+        hosts = meet_all_ranks(state.process_index, state.num_processes, state.device)
     return LaunchFacts(
         rank=state.process_index,
         local_rank=max(state.local_process_index, 0),
         world_size=state.num_processes,
         strategy=requested_strategy(os.environ, state.num_processes),
-        hosts=tuple(hosts),
+        hosts=hosts,
         device=device,
     )
 
 
-def launch_problems(environment: Mapping[str, str], processes: int, visible_gpus: int) -> list[str]:
-    """Say what is wrong with a launch of `processes` connected processes, as user messages."""
+def launch_problem(
+    environment: Mapping[str, str], processes: int, visible_gpus: int
+) -> ConfigurationError | None:
+    """Say what is wrong with a launch of `processes` connected processes; None when nothing is."""
     asked = int(environment.get("WORLD_SIZE", "1"))
     if asked != processes:
-        return [
-            f"The launcher started {asked} processes, but accelerate connected {processes}: each "
-            "would train alone and write to the same output directory. Without a GPU give the "
-            "script --use_cpu true or set ACCELERATE_USE_CPU=true; with GPUs check that torch "
-            "sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
-        ]
+        return _alone(environment, asked, processes)
     if "WORLD_SIZE" in environment:
-        return []
+        return None
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1:
-        return [
+        return ConfigurationError(
             f"srun started {tasks} copies of this script that do not know of each other "
             f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE). Start one task per node "
-            "(--ntasks-per-node=1) with `accelerate launch` in it, which starts the processes."
-        ]
+            "(--ntasks-per-node=1) with slurm/launch_node.sh or `accelerate launch` in it, which "
+            "starts the processes."
+        )
     if _single_cpu_process_of_several(environment):
-        return [
+        return ConfigurationError(
             "accelerate launch was asked for several processes, but starts only one with --cpu or "
             "use_cpu (it leaves the others to mpirun). Use accelerate_configs/cpu.yaml and give "
             "the script --use_cpu true. (One process is what you want? Then unset MASTER_ADDR.)"
-        ]
+        )
     if visible_gpus > 1:
-        return [
+        return ConfigurationError(
             f"{visible_gpus} GPUs are visible, but one process was started: transformers' Trainer "
             "would use DataParallel, which is slow and changes the batch. Use one GPU "
-            "(CUDA_VISIBLE_DEVICES=0) or all of them (accelerate launch --config_file "
-            f"accelerate_configs/multi_gpu.yaml --num_processes {visible_gpus} ...)."
-        ]
-    return []
+            "(CUDA_VISIBLE_DEVICES=0) or all of them (slurm/launch_node.sh, or accelerate launch "
+            f"--config_file accelerate_configs/multi_gpu.yaml --num_processes {visible_gpus} ...)."
+        )
+    return None
+
+
+def _alone(environment: Mapping[str, str], asked: int, processes: int) -> ConfigurationError:
+    """Explain processes that did not connect: no devices where there should be, or none asked."""
+    problem = (
+        f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
+        f"{processes}: each would train alone and write to the same output directory. "
+    )
+    devices = next((name for name in ALLOCATED_DEVICES if environment.get(name)), None)
+    if devices is not None:
+        return UnfitClusterError(
+            f"{problem}Devices were allocated here ({devices}={environment[devices]}), but torch "
+            f"sees none: look at nvidia-smi on {host_name()} and whether torch is built for them."
+        )
+    return ConfigurationError(
+        f"{problem}Without a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; "
+        "with GPUs check that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
+    )
 
 
 def _single_cpu_process_of_several(environment: Mapping[str, str]) -> bool:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TextIO
@@ -14,6 +15,7 @@ from utils.cluster.tokens import redact
 from utils.cluster.traces import last_line
 from utils.config.errors import ConfigurationError, ExitCode
 
+TEARDOWN_LIMIT_S = 10.0
 FAILED = 1  # an exception nobody foresaw, as Python itself ends
 
 
@@ -44,6 +46,11 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     atexit.register(leave_at_once)
     ending = _run(main)
+    if ending and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # What comes before that handler can be stuck too: threads to join, other exit handlers.
+        limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
+        limit.daemon = True
+        limit.start()
     return ending
 
 

@@ -1,5 +1,6 @@
 """What the user may set in `pretrain.py` and `sft_train.py`: our settings, and changed defaults."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
@@ -7,7 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
+from utils.config.checks.devices import missing_devices
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
+from utils.config.errors import UnfitClusterError
 from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
 from utils.config.refusals import (
@@ -180,11 +183,16 @@ class _ChangedDefaults:
     def from_settings(cls, given: Mapping[str, Any], values: SettingValues) -> Self:
         """Build it; a dry run on a machine without accelerator is built for the CPU.
 
-        That is how a recipe for bf16 on GPUs is checked on a login node.
+        That is how a recipe for bf16 on GPUs is checked on a login node. Raises UnfitClusterError
+        for a process without a device, before building it takes that device.
         """
         import torch
 
         given = dict(given)
+        if torch.cuda.is_available() and not (values["dry_run"] or values["use_cpu"]):
+            problem = missing_devices(os.environ, torch.cuda.device_count())
+            if problem:
+                raise UnfitClusterError(problem)
         if not values["dry_run"]:
             return cls(**given)
         if not torch.accelerator.is_available():

@@ -7,11 +7,11 @@ from utils.cluster.launch import (
     actual_strategy,
     check_launch,
     check_strategy,
-    launch_problems,
+    launch_problem,
     requested_strategy,
     strategy_problem,
 )
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 ON_CPU = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -20,16 +20,28 @@ ON_CPU = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
 @pytest.mark.parametrize(
     ("environment", "processes", "visible_gpus", "message"),
     [
-        ({"WORLD_SIZE": "2"}, 1, 0, r"started 2 processes, but accelerate connected 1.*--use_cpu"),
+        ({"WORLD_SIZE": "2"}, 1, 0, r"n1: .*started 2 processes, .* connected 1.*--use_cpu"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, r"srun started 4 copies.*--ntasks-per-node=1"),
         (ON_CPU | {"MASTER_ADDR": "127.0.0.1"}, 1, 0, r"starts only one.*cpu\.yaml"),
         ({}, 1, 4, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*--num_processes 4"),
     ],
 )
-def test_a_launch_that_went_wrong_is_explained(environment, processes, visible_gpus, message):
-    (problem,) = launch_problems(environment, processes, visible_gpus)
+def test_a_launch_that_went_wrong_is_explained(
+    environment, processes, visible_gpus, message, monkeypatch
+):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    problem = launch_problem(environment, processes, visible_gpus)
+    assert problem.exit_code == ExitCode.REFUSED
     with pytest.raises(ConfigurationError, match=message):
-        raise ConfigurationError(problem)
+        raise problem
+
+
+def test_devices_that_were_allocated_and_are_not_seen_are_the_clusters_fault(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    problem = launch_problem({"WORLD_SIZE": "2", "SLURM_STEP_GPUS": "0,1"}, 1, 0)
+    assert problem.exit_code == ExitCode.UNFIT
+    with pytest.raises(UnfitClusterError, match=r"SLURM_STEP_GPUS=0,1\), but torch sees none.* n2"):
+        raise problem
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,7 @@ def test_a_launch_that_went_wrong_is_explained(environment, processes, visible_g
     ],
 )
 def test_a_sound_launch_has_no_problem(environment, processes, visible_gpus):
-    assert launch_problems(environment, processes, visible_gpus) == []
+    assert launch_problem(environment, processes, visible_gpus) is None
 
 
 @pytest.mark.parametrize(

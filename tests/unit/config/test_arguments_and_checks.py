@@ -18,7 +18,8 @@ from utils.config.checks.contradictions import (
     PRETRAINING_CHECKS,
     check_hardware,
 )
-from utils.config.errors import ConfigurationError
+from utils.config.checks.devices import missing_devices
+from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.reading.declarations import declared_settings
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
@@ -76,7 +77,7 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(training_clas
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run, data, model, training = parse(training_class)
-    assert (run.global_batch_size, run.dry_run) == (8, False)
+    assert (run.global_batch_size, run.dry_run, run.hang_timeout_s) == (8, False, 600)
     assert (data.sequence_length, data.packing, data.eval_splits) == (64, "best_fit", {})
     assert [source.directory for source in data.train_sources] == ["data/x"]
     assert (model.dtype, model.attn_implementation) == (None, "auto")
@@ -203,6 +204,8 @@ CONTRADICTIONS = [
         {**EVALUATED, "metric_for_best_model": "a_loss", "greater_is_better": "true"},
         "greater_is_better True .*: a lower loss is better",
     ),
+    ({"hang_timeout_s": "-1"}, "hang_timeout_s -1.* .*: it must be at least 0"),
+    ({"hang_timeout_s": "inf"}, "hang_timeout_s inf.*: it must be at least 0"),
     ({"global_batch_size": "0"}, "global_batch_size 0 .*: it must be at least 1"),
     ({"per_device_train_batch_size": "0"}, "per_device_train_batch_size 0 .*: it must be"),
     ({"sequence_length": "1"}, "sequence_length 1 .*: it must be at least 2"),
@@ -358,6 +361,56 @@ def test_half_precision_is_refused_beside_an_accelerator_only_if_it_is_not_used(
     given = {"fp16": True, "tf32": True, "use_cpu": use_cpu}
     values = SettingValues(declared_settings([RunArguments, PretrainConfig]), given, {})
     assert len(list(check_hardware(values))) == faults
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible_gpus", "message"),
+    [
+        (
+            TORCHRUN | {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"},
+            2,
+            r"has 4 processes .*local rank 0\), but torch sees 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\)",
+        ),
+        (TORCHRUN, 1, r"torch sees 1 GPU \(CUDA_VISIBLE_DEVICES is not set\).*--gpus-per-node"),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 2, r"local rank 2\), but torch sees 2"),
+    ],
+)
+def test_more_processes_than_gpus_are_refused(monkeypatch, environment, visible_gpus, message):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible_gpus)
+    with pytest.raises(UnfitClusterError, match=message) as caught:
+        parse(use_cpu=None)
+    assert caught.value.exit_code == 69
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_cpu": "true"}, {"use_cpu": None, "dry_run": "true"}], ids=["cpu", "dry run"]
+)
+def test_gpus_do_not_matter_where_none_is_used(monkeypatch, no_accelerator, changes):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert parse(**changes).instances[3].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible_gpus"),
+    [
+        (TORCHRUN, 4),
+        (TORCHRUN | {"ACCELERATE_USE_CPU": "True"}, 1),
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 1),  # each task of srun sees its own
+    ],
+)
+def test_processes_that_have_their_gpu_are_not(environment, visible_gpus):
+    assert missing_devices(environment, visible_gpus) is None
 
 
 def test_float16_weights_may_carry_adapters():
