@@ -1,0 +1,226 @@
+"""Starts a script's processes on this node by `accelerate launch`, and says how they ended.
+
+slurm/launch_node.sh runs it, once a node: python -m utils.jobs.launch_node SCRIPT ARGUMENTS
+"""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from utils.cluster.environment import configure_logging
+from utils.cluster.host import host_name
+from utils.cluster.notes import NOTES_DIR, leave_verdict, read_notes
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
+from utils.jobs.allocation import Allocation, read_allocation
+from utils.jobs.node_check import check_nodes, node_facts
+from utils.jobs.node_environment import (
+    debugging,
+    make_directories,
+    make_node_directory,
+    node_environment,
+    threads_per_process,
+)
+from utils.jobs.verdict import Verdict, note_worker_ends, read_verdict, wait_for_verdict
+
+logger = logging.getLogger("launch_node")
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class StopSignals:
+    """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
+
+    TERM ends the launcher at once when a verdict says that the job is over (srun sends it then).
+    """
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.asked = False
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == signal.SIGTERM and (verdict := read_verdict()) is not None:
+            kill_workers()
+            raise SystemExit(verdict.exit_code)
+        if self.directory is not None:
+            (self.directory / "STOP").touch()
+        if not self.asked:
+            self.asked = True
+            # Not logging: it may be in the middle of a line, holding its lock.
+            name = signal.Signals(number).name
+            clock = time.strftime("%H:%M:%S")
+            line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
+            os.write(sys.stdout.fileno(), line.encode())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch and return the exit code of the job as far as this node knows it."""
+    signals = StopSignals()
+    command = sys.argv[1:] if argv is None else argv
+    alone = NOTES_DIR not in os.environ
+    try:
+        try:
+            signals.directory = prepare_node()
+            verdict = launch(command, signals)
+        except ConfigurationError as error:
+            title = f"{error.kind} on {host_name()}:"
+            verdict = Verdict(f"{title}\n{error}", error.exit_code)
+        except KeyboardInterrupt:
+            verdict = Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+        finally:
+            kill_workers()
+        return say(verdict, alone)
+    finally:
+        if signals.directory is not None:
+            shutil.rmtree(signals.directory, ignore_errors=True)
+
+
+def say(verdict: Verdict, alone: bool) -> int:
+    """Leave the verdict for the job script, or print it where there is none; return its code.
+
+    An earlier verdict of the job wins: its cause is the job's.
+    """
+    if verdict.exit_code == ExitCode.DONE:
+        return verdict.exit_code
+    left = leave_verdict(verdict.text, verdict.exit_code)
+    earlier = None if left else read_verdict()
+    if alone or (not left and earlier is None):
+        sys.stderr.write(f"{(earlier or verdict).text}\n")
+        sys.stderr.flush()
+    return (earlier or verdict).exit_code
+
+
+def prepare_node() -> Path:
+    """Make the node's directory, set the environment, and return the directory."""
+    directory = make_node_directory(os.environ)
+    added = node_environment(os.environ, directory)
+    make_directories(directory, added)
+    os.environ.update(added)
+    configure_logging()
+    if debugging(os.environ):
+        names = [name for name in added if name.startswith(("NCCL_", "TORCH_"))]
+        logger.info("STOKER_DEBUG: %s", " ".join(f"{name}={added[name]}" for name in names))
+    return directory
+
+
+def launch(command: list[str], signals: StopSignals) -> Verdict:
+    """Check this node and the others, run the processes, and return how they ended.
+
+    Raises ConfigurationError for what cannot be launched.
+    """
+    if not command:
+        raise ConfigurationError("no script given: slurm/launch_node.sh SCRIPT ARGUMENTS ...")
+    if not Path(command[0]).is_file():
+        raise ConfigurationError(f"{command[0]} is no file in {Path.cwd()}: name a Python script.")
+    devices = count_devices()
+    allocation = read_allocation(os.environ, lambda: devices)
+    path, reason = choose_config(os.environ, allocation)
+    config = read_config(path, allocation)
+    set_processes_up(allocation)
+    arguments = launch_arguments(path, config, allocation, os.environ, command)
+    if allocation.node == 0:
+        logger.info(
+            "launch: %d process(es) on each of %d node(s), %s (%s)",
+            allocation.processes, len(allocation.hosts), path, reason,
+        )  # fmt: skip
+    facts = node_facts(allocation, [*code_files(), path, Path(command[0])], devices)
+    found = check_nodes(allocation, facts)
+    if allocation.node == 0:
+        logger.info("%s", found)
+    if signals.asked:
+        return Verdict("stopped before the processes were started", ExitCode.STOPPED)
+    return run_processes(arguments, several_nodes=len(allocation.hosts) > 1)
+
+
+def count_devices() -> int:
+    """Count the GPUs that torch sees here. Raises UnfitClusterError for a Python without torch."""
+    try:
+        import accelerate  # noqa: F401 - a missing one shows here, not in a worker
+        import torch
+    except ModuleNotFoundError as error:
+        raise UnfitClusterError(
+            f"{host_name()}: {sys.executable} has no {error.name}: activate the environment in "
+            "slurm/cluster.env, on a file system that the nodes see."
+        ) from error
+    return torch.cuda.device_count()
+
+
+def set_processes_up(allocation: Allocation) -> None:
+    """Set what the processes of this node read: hosts, threads, and the CPU without a GPU."""
+    os.environ["STOKER_NODE_HOSTS"] = " ".join(allocation.hosts)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = threads_per_process(os.environ, allocation.processes)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def code_files() -> list[Path]:
+    """All Python files of the repository that a run may load, in order, relative to it."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")]
+    return sorted(path.relative_to(ROOT) for path in files)
+
+
+def run_processes(arguments: object, several_nodes: bool) -> Verdict:
+    """Run the processes of this node to their end."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if not debugging(os.environ):
+        quieten_torchrun()
+    directory = Path(os.environ[NOTES_DIR])
+    try:
+        launch_command(arguments)
+    except ChildFailedError as error:
+        note_worker_ends({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except subprocess.CalledProcessError as error:
+        note_worker_ends({0: error.returncode})
+    except SignalException:
+        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+    except RendezvousError as error:
+        raise UnfitClusterError(
+            f"{host_name()}: torchrun's launchers of all nodes did not find each other: {error}. "
+            "They had met a moment before: look for a firewall, or set STOKER_MAIN_PORT."
+        ) from error
+    except (ValueError, ConnectionError, ImportError) as error:
+        raise ConfigurationError(f"accelerate launch: {error}") from error
+    else:
+        stopped = [note for note in read_notes(directory) if note.kind == "stopped"]
+        if not stopped:
+            return Verdict("done", ExitCode.DONE)
+        return Verdict(stopped[0].text, ExitCode.STOPPED)
+    return wait_for_verdict(directory, several_nodes)
+
+
+def quieten_torchrun() -> None:
+    """Leave out torchrun's own account of an end, in which the cause is easily missed."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def kill_workers() -> None:
+    """Leave no process of ours behind."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main())
