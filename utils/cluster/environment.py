@@ -2,10 +2,11 @@
 
 import logging
 import os
-import socket
 import sys
 import warnings
 
+from utils.cluster.host import host_name
+from utils.cluster.slurm_tasks import adopt_slurm_tasks
 from utils.cluster.tokens import install_redaction
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, rank: int) -> None:
         super().__init__(datefmt="%H:%M:%S")
-        self.origin = f"{socket.gethostname()} rank {rank}  " if rank else ""
+        self.origin = f"{host_name()} rank {rank}  " if rank else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put time, origin and level in front of the message."""
@@ -92,7 +93,14 @@ def configure_environment(offline: bool | None = None) -> None:
     where stderr is no terminal. `offline=None` means offline inside a Slurm job, whose nodes seldom
     have internet and would wait for time-outs. What the user set stays: HF_HUB_OFFLINE=0 keeps a
     job online.
+
+    Where srun started each rank as a task of its own, their places are set first (see
+    `slurm_tasks`). Raises ConfigurationError where that cannot work.
     """
+    launch = adopt_slurm_tasks(os.environ)
+    if launch:
+        configure_logging()  # the rank is known from here on
+        logger.info("%s", launch)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # The tokenizers library warns, and can deadlock, when data workers are forked after its use.

@@ -5,7 +5,6 @@ accelerate miss is the names of the variables they read.
 """
 
 import errno
-import logging
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -13,8 +12,6 @@ from pathlib import Path
 
 from utils.cluster.host import host_name
 from utils.config.errors import ConfigurationError, UnfitClusterError
-
-logger = logging.getLogger(__name__)
 
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 MAIN_PORT = "STOKER_MAIN_PORT"
@@ -94,16 +91,16 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
+def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> str | None:
     """Give a task that srun started as a rank of its own the variables that torch reads.
 
-    Changes nothing where a launcher did that (torchrun, accelerate) and where the step has one
-    task. Raises ConfigurationError, UnfitClusterError.
+    Returns a line that says so. Changes nothing, and returns None, where a launcher did that
+    (torchrun, accelerate) and where the step has one task. Raises ConfigurationError, UnfitClusterError.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     launched = {"RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & environment.keys()
     if tasks < 2 or launched or "SLURM_PROCID" not in environment:
-        return
+        return None
     _refuse_unused_config(environment)
     rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
     counts = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
@@ -113,7 +110,7 @@ def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
     if rank == 0 and not can_listen(port):
         raise UnfitClusterError(taken_port_message(host_name(), port, environment))
     address = environment.get(MAIN_ADDRESS) or expand_hosts(environment["SLURM_STEP_NODELIST"])[0]
-    environment |= {
+    variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local_rank),
@@ -121,7 +118,8 @@ def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    logger.info("launch: srun's %d tasks are the ranks, rank 0 at %s:%d", tasks, address, port)
+    environment.update(variables)
+    return f"launch: srun's {tasks} tasks are the ranks, rank 0 is at {address}:{port}"
 
 
 def _refuse_unused_config(environment: Mapping[str, str]) -> None:

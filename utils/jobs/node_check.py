@@ -152,7 +152,7 @@ def _meet(allocation: Allocation, facts: Mapping[str, Any]) -> tuple[list[Any], 
         everyone = _exchange(store, "facts", facts, allocation)
         # All are here now, so clocks are read within milliseconds of each other.
         clocks = [float(clock) for clock in _exchange(store, "clock", time.time(), allocation)]
-        store.set(f"read/{allocation.node}", b"1")
+        store.set(f"read/{allocation.node}", "1")
         if listener is not None:  # the store ends with this process's last use of it
             store.wait([f"read/{node}" for node in range(len(allocation.hosts))], timeout)
     except RuntimeError as error:  # all of torch's network errors are some
@@ -165,7 +165,7 @@ def _meet(allocation: Allocation, facts: Mapping[str, Any]) -> tuple[list[Any], 
 
 def _exchange(store: Any, name: str, value: Any, allocation: Allocation) -> list[Any]:
     """Publish this node's value and return those of all nodes. JSON: nothing in it can run."""
-    store.set(f"{name}/{allocation.node}", json.dumps(value).encode())
+    store.set(f"{name}/{allocation.node}", json.dumps(value))
     keys = [f"{name}/{node}" for node in range(len(allocation.hosts))]
     try:
         store.wait(keys)
