@@ -11,10 +11,10 @@ what will happen and stops before weights are loaded. The same command goes on w
 import sys
 
 from utils.cluster.environment import configure_environment
-from utils.config.script import run_script
+from utils.cluster.script import run_script
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     """Run one pretraining job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
     from utils.config.run_settings import parse_pretraining
@@ -35,10 +35,10 @@ def main(argv: list[str] | None = None) -> None:
     config = load_model_config(settings, tokenizer)
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
-        return
+        return 0
     run = start_run(settings, plan, data, launch, script="pretrain.py")
     if run.finished:
-        return
+        return 0
     trainer = PretrainTrainer(
         model=load_model(settings, config, plan.attention),
         args=settings.training,
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> None:
         train_rows=data.train,
         eval_rows=data.evaluation,
         sampler=plan.sampler,
-        callbacks=run_callbacks(run),
+        callbacks=run_callbacks(settings, run),
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)
-    finish_run(trainer)
+    return finish_run(trainer)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,15 +31,22 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 class Journal(TrainerCallback):
     """Writes every log event of rank 0; silent on other ranks.
 
-    A line of the file holds event (started, resumed, train, eval or summary), step, epoch, time
-    (unix seconds), split for an evaluation, and the logged figures. NaN and infinities are the
-    strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON. `sources` add
-    details that only the file gets, and remarks of their own to the log.
+    A line of the file holds event (started, resumed, train, eval, and last stopped or summary),
+    step, epoch, time (unix seconds), split for an evaluation, and the logged figures. NaN and
+    infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
+    `sources` add details that only the file gets, and remarks of their own to the log; `stopped`
+    says at the end whether the run ended early.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], sources: Sequence[MetricCallback] = ()):
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        sources: Sequence[MetricCallback] = (),
+        stopped: Callable[[], bool] = lambda: False,
+    ):
         self.path = Path(output_dir) / FILE_NAME
         self.sources = list(sources)
+        self.stopped = stopped
         self.file: TextIO | None = None
         self.start_time = 0.0
         self.start_step = 0
@@ -78,6 +85,8 @@ class Journal(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         event = event_of(logs)
+        if event == "summary" and self.stopped():
+            event = "stopped"  # a summary there is once, of a run that is finished
         line = {"event": event, "step": state.global_step} | dict(logs)
         if event == "eval":
             line["split"] = split_of(logs)
@@ -160,7 +169,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a journal as one series: undone lines, broken lines and repeated events left out.
 
     Non-finite figures are floats again. Of several events of one kind, split and step the last
-    counts (an evaluation before the first step is repeated at each start).
+    counts (an evaluation that was broken off is done again, all of its splits).
     """
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():

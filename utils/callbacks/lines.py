@@ -8,7 +8,7 @@ def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float |
     """Format an event of the journal; figures that it does not hold are left out."""
     if line["event"] == "eval":
         return _evaluation(line)
-    if line["event"] == "summary":
+    if line["event"] in ("summary", "stopped"):
         return _summary(line)
     width = len(str(max_steps))
     parts = [f"step {line['step']:>{width}}/{max_steps}", *_figures(line)]
@@ -42,7 +42,8 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _summary(line: Mapping[str, Any]) -> str:
-    parts = [f"finished at step {line['step']} after {duration(line['train_runtime'])}"]
+    ended = "stopped" if line["event"] == "stopped" else "finished"
+    parts = [f"{ended} at step {line['step']} after {duration(line['train_runtime'])}"]
     if "train_loss" in line:
         parts.append(f"mean loss {number(line['train_loss'], '.4f')}")
     return "  ".join(parts)

@@ -57,6 +57,16 @@ def prepare_wandb(report_to: Sequence[str], output_dir: str | os.PathLike[str], 
             )
 
 
+def mark_wandb_stopped(exit_code: int) -> None:
+    """Tell wandb that the run goes on later: by its exit code alone it would count as crashed."""
+    wandb = sys.modules.get("wandb")
+    run = getattr(wandb, "run", None)
+    if run is None:
+        return
+    run.mark_preempting()
+    run.finish(exit_code=exit_code)
+
+
 def _kept_run_id(folder: Path) -> str:
     """Return the wandb run id of this output directory, made at its first start."""
     path = folder / RUN_ID_FILE

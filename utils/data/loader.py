@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from utils.cluster.signals import shield_loader_worker
 from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler
 from utils.data.packing import PackPlan, Segments
 from utils.data.statistics import IGNORED_LABEL
@@ -189,6 +190,7 @@ def _loader(
         # Pinning speeds up copies to an accelerator; without one torch would only warn.
         pin_memory=pin_memory and torch.accelerator.is_available(),
         collate_fn=_whole_batch,
+        worker_init_fn=shield_loader_worker,
         # Without its own generator every iterator would take a number from the global one.
         generator=torch.Generator().manual_seed(seed),
         **options,

@@ -16,7 +16,7 @@ from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.isolation import check_isolation
 from utils.training.job_plan import report_job
-from utils.training.memory_estimate import estimate_memory
+from utils.training.memory_estimate import checkpoint_bytes, estimate_memory
 from utils.training.models import weights_dtype
 from utils.training.run_data import RunData
 
@@ -32,6 +32,7 @@ class RunPlan:
     sampler: GlobalBatchSampler
     total_steps: int
     attention: AttentionChoice | None
+    checkpoint_bytes: int
 
 
 def plan_run(
@@ -82,7 +83,7 @@ def plan_run(
     logger.info("memory: %s (a rule of thumb)", estimate_memory(settings, config, launch))
     if run.dry_run:
         report_job(settings, launch, total_steps)
-    return RunPlan(sampler, total_steps, attention)
+    return RunPlan(sampler, total_steps, attention, checkpoint_bytes(settings, config, launch))
 
 
 def _precision(settings: RunSettings, config: PreTrainedConfig) -> str:

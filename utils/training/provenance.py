@@ -48,7 +48,7 @@ def write_provenance(
     one. Raises ConfigurationError when the file there is something else.
     """
     path = Path(path)
-    starts = _earlier_starts(path)
+    starts = earlier_starts(path)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "script": script,
@@ -77,7 +77,8 @@ def write_provenance(
     return entry
 
 
-def _earlier_starts(path: Path) -> list[dict[str, Any]]:
+def earlier_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts in a file that `write_provenance` wrote; none where there is no file."""
     if not path.exists():
         return []
     try:

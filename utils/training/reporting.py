@@ -8,16 +8,23 @@ from utils.callbacks.journal import Journal
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.position import DataPosition
 from utils.callbacks.progress import reporting_callbacks
+from utils.callbacks.stop import StopWatch
 from utils.callbacks.throughput import Throughput
+from utils.callbacks.watchdog import HangWatch
+from utils.config.run_settings import RunSettings
 from utils.training.runs import Run
 
 
-def run_callbacks(run: Run) -> list[TrainerCallback]:
+def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts; progress bars only where a person looks on."""
     measured = [Throughput(), MemoryMonitor()]
+    # After what asks for evaluations and saves, before what measures them.
+    stop = StopWatch(run.output_dir, run.checkpoint_bytes)
     return [
+        HangWatch(settings.run.hang_timeout_s),
         DataPosition(),
+        stop,
         *measured,
-        Journal(run.output_dir, measured),
+        Journal(run.output_dir, measured, stopped=lambda: stop.stopped),
         *reporting_callbacks(is_terminal=sys.stdout.isatty()),
     ]

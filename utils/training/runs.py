@@ -11,17 +11,23 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from utils.callbacks.requests import remove_stale_requests
+from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
-from utils.cluster.wandb_setup import prepare_wandb
-from utils.config.errors import ConfigurationError
+from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
+from utils.config.errors import ConfigurationError, ExitCode, StorageError
 from utils.config.reading.strict_yaml import dump_yaml, load_mapping
 from utils.config.run_settings import RunSettings
 from utils.training.checkpoints import resume_point
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
-from utils.training.provenance import write_provenance
+from utils.training.preflight import check_storage
+from utils.training.provenance import earlier_starts, slurm_job, write_provenance
+from utils.training.restarts import check_progress
 from utils.training.run_data import RunData
+from utils.training.trainers import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +61,7 @@ class Run:
     output_dir: Path
     resume_from: str | None
     finished: bool
+    checkpoint_bytes: int  # about
 
 
 def start_run(
@@ -65,31 +72,40 @@ def start_run(
     A new or empty directory starts a run; the directory of the same run goes on from its newest
     complete checkpoint. Writes config.yaml (once) and provenance.json (an entry a start). Rank 0
     looks and decides for all ranks. Raises ConfigurationError, with nothing written, for the
-    directory of another run or of no run at all.
+    directory of another run or of no run at all; StorageError and NoProgressError.
     """
     assert plan.attention is not None, "only a dry run leaves it open"
+    output_dir = Path(str(settings.training.output_dir))
+    check_storage(output_dir, plan.checkpoint_bytes, launch)
     facts = {
         "script": script,
         "data": data.fingerprints(),
         "attention": dataclasses.asdict(plan.attention),
     }
-    decision: list[Any] = [None, []]
+    decision: list[Any] = [None, None, []]
     if launch.rank == 0:
         try:
-            decision[0] = _claim(settings, facts, launch, plan.total_steps)
+            decision[0] = _claim(settings, facts, launch, plan)
         except ConfigurationError as error:
-            decision[1] = error.problems
+            decision[1:] = [type(error), error.problems]
+        except OSError as error:  # the other ranks wait for the decision
+            decision[1:] = [StorageError, [f"{host_name()}: {output_dir}: {error}"]]
     broadcast_object_list(decision)
-    run, problems = decision
+    run, refusal, problems = decision
     if problems:
-        raise ConfigurationError(problems)
+        raise refusal(problems)
     if not run.finished:
         prepare_wandb(list(settings.training.report_to or ()), run.output_dir, launch.rank)
     return run
 
 
-def finish_run(trainer: Trainer) -> None:
-    """Evaluate if the last step was not, write ``final/``, and say where everything is."""
+def finish_run(trainer: PackedTrainerMixin) -> int:
+    """Evaluate if the last step was not, write ``final/``, and say where everything is.
+
+    Returns the exit code. A run that was stopped is left as it is, for the next start.
+    """
+    if trainer.watch.stopped:
+        return _leave_stopped_run(trainer)
     step = trainer.state.global_step
     evaluated = any(
         entry["step"] == step and any(key.startswith("eval_") for key in entry)
@@ -105,15 +121,31 @@ def finish_run(trainer: Trainer) -> None:
             trainer.args.metric_for_best_model,
             trainer.state.best_metric,
         )
-    # Leave together: a rank that is gone takes the store with it that others still talk to.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    _leave_together(trainer)
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
     logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
+    return ExitCode.DONE
+
+
+def _leave_stopped_run(trainer: PackedTrainerMixin) -> int:
+    _leave_together(trainer)
+    mark_wandb_stopped(ExitCode.STOPPED)
+    step = trainer.state.global_step
+    checkpoint = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
+    total = trainer.state.max_steps
+    logger.info("stopped at step %d of %d %s; the same command goes on", step, total, kept)
+    return ExitCode.STOPPED
+
+
+def _leave_together(trainer: Trainer) -> None:
+    """Wait: a rank that is gone takes the store with it that others still talk to."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def _claim(
-    settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, total_steps: int
+    settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, plan: RunPlan
 ) -> Run:
     output_dir = Path(str(settings.training.output_dir))
     if output_dir.exists() and not output_dir.is_dir():
@@ -129,13 +161,15 @@ def _claim(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
             "another --output_dir; nothing is written over."
         )
+    check_progress(earlier_starts(output_dir / PROVENANCE), resume_from, slurm_job(os.environ))
+    remove_stale_requests(output_dir)
     if not known:
         _write_config(output_dir, settings.resolved)
     write_provenance(output_dir / PROVENANCE, launch, resumed_from=resume_from, **facts)
-    finished = _is_finished(output_dir, resume_from, total_steps)
+    finished = _is_finished(output_dir, resume_from, plan.total_steps)
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
-    return Run(output_dir, resume_from, finished)
+    return Run(output_dir, resume_from, finished, plan.checkpoint_bytes)
 
 
 def _known_files(output_dir: Path) -> bool:

@@ -1,15 +1,16 @@
-"""The process before the run: readable log lines, tokens, and a launch that is what was asked."""
+"""The process before the run: log lines, tokens, signals, and a launch that is what was asked."""
 
 import os
 
 from utils.cluster.environment import configure_logging, global_rank
 from utils.cluster.launch import LaunchFacts, check_launch, requested_strategy
+from utils.cluster.signals import install_stop_signals
 from utils.cluster.tokens import load_env_file
 from utils.config.run_settings import RunSettings
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging and tokens and check the launch; call it once the settings are parsed.
+    """Set up logging, tokens and signals and check the launch; call it after parsing the settings.
 
     A dry run on a login node stands for the launch that WORLD_SIZE and the accelerate variables
     describe. Raises ConfigurationError.
@@ -17,6 +18,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     configure_logging()
     load_env_file()
     if not settings.run.dry_run:
+        install_stop_signals()
         return check_launch()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return LaunchFacts(
