@@ -5,18 +5,16 @@ for half an hour with the default time-out of process groups.
 """
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from utils.cluster.host import host_name
+from utils.cluster.limits import call_within
 from utils.config.errors import UnfitClusterError
 
 if TYPE_CHECKING:
     import torch
-
-Answer = TypeVar("Answer")
 
 # Ranks start apart: a node whose file cache is cold imports a minute longer.
 ARRIVAL_LIMIT_S = 120.0
@@ -36,11 +34,21 @@ def meet_all_ranks(rank: int, world_size: int, device: "torch.device") -> tuple[
     end the process without its teardown, as `run_script` does.
     """
     _await_all(rank, world_size)
-    hosts, total = _within_limit(
-        lambda: _sum_and_hosts(rank, world_size, device),
-        f"{_name(rank, world_size)}: all ranks are there, but their first all-reduce ({device.type}) "
-        f"{{}}: the network between the nodes, or between the devices, does not carry it. {ADVICE}",
+    problem = (
+        f"{_name(rank, world_size)}: all ranks are there, but their first all-reduce "
+        f"({device.type}) {{}}: the network between the nodes, or between the devices, does not "
+        f"carry it. {ADVICE}"
     )
+    try:
+        hosts, total = call_within(
+            COLLECTIVE_LIMIT_S, lambda: _sum_and_hosts(rank, world_size, device)
+        )
+    except TimeoutError:
+        raise UnfitClusterError(
+            problem.format(f"did not end within {COLLECTIVE_LIMIT_S:g} s")
+        ) from None
+    except RuntimeError as error:  # of which torch's DistError is one
+        raise UnfitClusterError(problem.format(f"failed ({_first_line(error)})")) from error
     expected = world_size * (world_size + 1) // 2
     if total != expected:
         raise UnfitClusterError(
@@ -114,27 +122,6 @@ def _sum_and_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[
     hosts = [""] * world_size
     torch.distributed.all_gather_object(hosts, host_name())
     return hosts, int(number.item())
-
-
-def _within_limit(action: Callable[[], Answer], problem: str) -> Answer:
-    """Run a collective in a thread, which may stay stuck in it; `problem` has a place for why."""
-    answers: list[Answer] = []
-    errors: list[Exception] = []
-
-    def act() -> None:
-        try:
-            answers.append(action())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=act, name="first collective", daemon=True)
-    thread.start()
-    thread.join(COLLECTIVE_LIMIT_S)
-    if answers:
-        return answers[0]
-    if errors:
-        raise UnfitClusterError(problem.format(f"failed ({_first_line(errors[0])})")) from errors[0]
-    raise UnfitClusterError(problem.format(f"did not end within {COLLECTIVE_LIMIT_S:g} s"))
 
 
 def _first_line(error: Exception) -> str:

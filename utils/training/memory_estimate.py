@@ -87,14 +87,25 @@ def estimate_memory(
     )
 
 
-def checkpoint_bytes(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
-) -> int:
-    """Return what one checkpoint takes on disk, over all ranks: weights and optimizer states."""
+def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
+    """Return about what one checkpoint takes on disk, over all ranks: weights and AdamW's states.
+
+    With adapters only they are saved. DeepSpeed keeps the weights once more in its own shards, and
+    in mixed precision float32 masters and states of all that is trained, 12 bytes a parameter
+    (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1).
+    """
     parameters, trainable = count_parameters(settings.model, config)
+    kept = trainable if settings.model.use_peft else parameters
     weight_bytes = weights_dtype(settings.model, config).itemsize
-    del launch
-    return weight_bytes * (parameters + 2 * trainable)
+    weights, optimizer = kept * weight_bytes, 2 * trainable * weight_bytes
+    training = settings.training
+    if launch.strategy.startswith("zero"):
+        mixed = training.mixed_precision != "no"
+        weights += kept * (2 if mixed else weight_bytes)
+        optimizer = trainable * (12 if mixed else 2 * weight_bytes)
+    if training.save_only_model or training.save_strategy == "no":  # then final/ is all there is
+        return weights
+    return weights + optimizer
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:

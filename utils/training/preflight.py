@@ -1,12 +1,244 @@
-"""Looks at the storage and the clocks of all hosts before anything is written or trained."""
+"""Looks at storage and clocks of all hosts, before anything is written that has to stay."""
 
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
+
+from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
+from utils.cluster.limits import call_within
+from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+MARK = ".stoker-preflight-"  # begins the names of the files that are there for a moment
+STORAGE_LIMIT_S = 30.0  # a file system that answers later would stall every save
+SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
+CLOCKS_REFUSED_S = 60.0
+CLOCKS_SAID_S = 5.0
+PROBE_BYTES = 2**20
+CHECKPOINTS = 2  # a new one is whole before an old one goes
+# Beside weights and optimizer: settings, tokenizer, states; shards and random states of each rank.
+FILES = 30
+FILES_PER_RANK = 4
+
+Answer = TypeVar("Answer")
+Refusal = tuple[type[ConfigurationError], str]
 
 
 def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) -> None:
-    """Check that all hosts write to one ``output_dir`` with room for two checkpoints.
+    """Check that all hosts write to one ``output_dir``, with room, and that their clocks agree.
 
-    Every rank calls it, and every rank raises the same error.
+    Every rank calls it, and every rank raises the same StorageError (UnfitClusterError for clocks,
+    ConfigurationError for a file of that name). Makes the directory; after a refusal one that was
+    not there before is gone again. Room is wanted for two checkpoints of ``checkpoint_bytes``, less
+    those that are there already.
+
+    What a file system does not tell is not found: a quota with too little left (a small file is
+    written to see whether it takes any at all), and what other jobs will write meanwhile.
     """
+    made: list[Path] = []
+    hosts = {host: launch.hosts.index(host) for host in launch.hosts}
+    try:
+        mark, room = _decided_by_rank_0(
+            lambda: _open(output_dir, checkpoint_bytes, launch.world_size, made), launch
+        )
+        refusal = None
+        if launch.rank in hosts.values():
+            _, refusal = _attempt(
+                lambda: _check_sight(output_dir, f"{mark}-{launch.rank}", mark, checkpoint_bytes)
+            )
+        _raise([found for found in _gathered(refusal, launch) if found is not None])
+        times = _gathered(time.time(), launch)
+        clocks = _check_clocks({host: times[rank] for host, rank in hosts.items()}, launch)
+    except ConfigurationError:
+        if launch.rank == 0:
+            _attempt(lambda: _clear(output_dir, made))
+        raise
+    if launch.rank == 0:
+        _attempt(lambda: _clear(output_dir, []))
+        many = len(hosts) > 1
+        same = "is the same everywhere" if many else f"on {host_name()} can be written to"
+        logger.info(
+            "preflight: %s, %s, %s %s, %s%s",
+            _count(len(hosts), "host"),
+            _count(launch.world_size, "rank"),
+            output_dir,
+            same,
+            room,
+            clocks if many else "",
+        )
+
+
+def _open(output_dir: Path, checkpoint_bytes: int, ranks: int, made: list[Path]) -> tuple[str, str]:
+    """Make the directory, see that it has room, and leave a mark in it; return mark and room."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
+    _make(output_dir, made)
+    _clear(output_dir, [])  # of a start that was killed just here
+    room = _check_room(output_dir, checkpoint_bytes, ranks)
+    mark = MARK + secrets.token_hex(8)
+    try:
+        (output_dir / mark).touch(exist_ok=False)
+    except OSError as error:
+        raise StorageError(_takes_nothing(output_dir, error)) from error
+    return mark, room
+
+
+def _make(output_dir: Path, made: list[Path]) -> None:
+    """Make a directory and its parents, each of which joins `made`, the outermost first."""
+    missing = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    for path in reversed(missing):
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"{host_name()}: --output_dir {output_dir} cannot be made ({path}: "
+                f"{error.strerror}): name a directory where you may write."
+            ) from error
+        made.append(path)
+
+
+def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
+    """Return what is free and what checkpoints take, in words; raise where it does not suffice."""
+    there = sum(path.is_dir() for path in output_dir.glob("checkpoint-*"))
+    count = max(1, CHECKPOINTS - there)
+    needed_bytes = count * checkpoint_bytes
+    needed_files = count * (FILES + FILES_PER_RANK * ranks)
+    status = os.statvfs(output_dir)
+    free_bytes = status.f_bavail * status.f_frsize
+    wanted = f"{_count(count, 'checkpoint')} of this run {'takes' if count == 1 else 'take'} about"
+    remedy = "make room there (see also your quota), or name an --output_dir with more of it."
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            f"{host_name()}: {output_dir} has {_gib(free_bytes)} free, but {wanted} "
+            f"{_gib(needed_bytes)}: {remedy}"
+        )
+    # Some file systems make inodes as they go and count 0 of them.
+    if status.f_files and status.f_favail < needed_files:
+        raise StorageError(
+            f"{host_name()}: {output_dir} has {status.f_favail:,} inodes (files) free, but "
+            f"{wanted} {needed_files:,}: {remedy}"
+        )
+    return f"{_gib(free_bytes)} free ({wanted} {_gib(needed_bytes)})"
+
+
+def _check_sight(output_dir: Path, own_mark: str, mark: str, checkpoint_bytes: int) -> None:
+    """Find rank 0's mark from this host, and write a file of its own."""
+    end = time.monotonic() + SIGHT_LIMIT_S
+    while not _lists(output_dir, mark):
+        if time.monotonic() > end:
+            problem = "is another directory here" if output_dir.is_dir() else "is not there"
+            raise StorageError(
+                f"{host_name()}: --output_dir {output_dir} {problem}, rank 0 made it on another "
+                "host: name a directory on storage that all nodes share (not /tmp or a node's "
+                "own scratch)."
+            )
+        time.sleep(0.1)
+    own = output_dir / own_mark
+    try:
+        with own.open("wb") as file:
+            file.write(secrets.token_bytes(min(PROBE_BYTES, max(checkpoint_bytes, 1))))
+            os.fsync(file.fileno())  # a quota may speak only when the data is on its way
+    except OSError as error:
+        raise StorageError(_takes_nothing(output_dir, error)) from error
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _lists(directory: Path, name: str) -> bool:
+    """Whether a directory lists a name: NFS remembers for a while that a file was not there."""
+    try:
+        return name in os.listdir(directory)  # noqa: PTH208 - names are wanted
+    except FileNotFoundError:
+        return False
+
+
+def _takes_nothing(output_dir: Path, error: OSError) -> str:
+    return (
+        f"{host_name()}: --output_dir {output_dir} cannot be written to ({error.strerror}): check "
+        "its owner and mode, your quota, and whether this host has it mounted read-only."
+    )
+
+
+def _clear(output_dir: Path, made: Sequence[Path]) -> None:
+    """Remove what this left, and the directories it made unless something is in them."""
+    for path in output_dir.glob(f"{MARK}*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for path in reversed(made):
+            path.rmdir()
+
+
+def _check_clocks(clocks: Mapping[str, float], launch: LaunchFacts) -> str:
+    """Compare the hosts' clocks, read at one moment; return how far they are apart, in words."""
+    fast, slow = max(clocks, key=clocks.__getitem__), min(clocks, key=clocks.__getitem__)
+    apart_s = clocks[fast] - clocks[slow]
+    problem = (
+        f"the clock of {fast} is {apart_s:.1f} s ahead of that of {slow}: time limits, logs and "
+        "the order of files go by them; ask the administrators to synchronise them (chronyc "
+        "tracking)"
+    )
+    if apart_s > CLOCKS_REFUSED_S:
+        raise UnfitClusterError(
+            f"{problem}, or leave one of them out: sbatch --exclude={slow} or --exclude={fast}."
+        )
+    if apart_s > CLOCKS_SAID_S and launch.rank == 0:
+        logger.warning("%s.", problem)
+    return f", clocks within {apart_s:.1f} s"
+
+
+def _decided_by_rank_0(action: Callable[[], Answer], launch: LaunchFacts) -> Answer:
+    """Let rank 0 act; return its answer on every rank, or raise its refusal on every rank."""
+    outcome = _attempt(action) if launch.rank == 0 else None
+    answer, refusal = _gathered(outcome, launch)[0]
+    if refusal is not None:
+        _raise([refusal])
+    return answer
+
+
+def _attempt(action: Callable[[], Answer]) -> tuple[Answer | None, Refusal | None]:
+    """Return what `action` returns, or what it refuses: other ranks wait for either of them."""
+    try:
+        return call_within(STORAGE_LIMIT_S, action), None
+    except ConfigurationError as error:
+        return None, (type(error), "\n".join(error.problems))
+    except TimeoutError:  # an OSError too
+        return None, (
+            StorageError,
+            f"{host_name()}: the storage of --output_dir did not answer within "
+            f"{STORAGE_LIMIT_S:g} s: see whether `ls` on it hangs there, and tell the "
+            "administrators, or leave the node out (sbatch --exclude).",
+        )
+    except OSError as error:
+        return None, (StorageError, f"{host_name()}: --output_dir cannot be looked at: {error}.")
+
+
+def _raise(refusals: Sequence[Refusal]) -> None:
+    if refusals:
+        kind = refusals[0][0]
+        raise kind(list(dict.fromkeys(text for _, text in refusals)))
+
+
+def _gathered(value: Any, launch: LaunchFacts) -> list[Any]:
+    """Return every rank's value, by rank."""
+    values = [value] * launch.world_size
+    if launch.world_size > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:,.{1 if size_bytes >= 10 * GIB else 3}f} GiB"
