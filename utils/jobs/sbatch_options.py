@@ -49,6 +49,7 @@ _NAMES = [*_WITH_VALUE, *_OPTIONAL_VALUE, *_FLAGS]
 # The input variables that matter here; sbatch reads the others itself.
 _VARIABLES = {
     "SBATCH_ARRAY_INX": "array",
+    "SBATCH_EXPORT": "export",
     "SBATCH_GPUS": "gpus",
     "SBATCH_GPUS_PER_NODE": "gpus-per-node",
     "SBATCH_GPUS_PER_TASK": "gpus-per-task",
@@ -80,10 +81,13 @@ class Submission:
     arguments: list[str]
 
 
-def read_submission(words: Sequence[str], environment: Mapping[str, str]) -> Submission:
+def read_submission(
+    words: Sequence[str], environment: Mapping[str, str], directory: str = "."
+) -> Submission:
     """Take `sbatch`'s words apart and add what environment and head say, the weakest first.
 
-    Raises ConfigurationError when there is no job script, or one that cannot be read.
+    The job script's path is from `directory`. Raises ConfigurationError when there is no job
+    script, or one that cannot be read.
     """
     given, rest = read_words(words)
     if any(option.name == "wrap" for option in given):
@@ -95,7 +99,7 @@ def read_submission(words: Sequence[str], environment: Mapping[str, str]) -> Sub
             "no job script: slurm/submit.sh [sbatch options] slurm/train_job.sh SCRIPT ARGS..."
         )
     job_script = rest[0]
-    options = [*read_head(job_script), *read_environment(environment), *given]
+    options = [*read_head(job_script, directory), *read_environment(environment), *given]
     return Submission(options, job_script, rest[1:])
 
 
@@ -166,17 +170,17 @@ def _needed(option: str, value: str | None) -> str:
     return value
 
 
-def read_head(job_script: str) -> list[GivenOption]:
+def read_head(job_script: str, directory: str = ".") -> list[GivenOption]:
     """Return the options of the `#SBATCH` lines before the script's first command."""
     try:
-        lines = Path(job_script).read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path(directory, job_script).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(
             f"the job script {job_script} cannot be read: {error.strerror}. (Was an option before "
             "it meant to have a value? Write --name=value.)"
         ) from error
     given: list[GivenOption] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.startswith("#"):
             break
         if line.startswith("#SBATCH"):

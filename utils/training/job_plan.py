@@ -133,8 +133,8 @@ def _pace_lines(
         if saves.every:
             most = (limit - lead) / min(saves.every, total_steps)
             yield (
-                f"pace: not measured yet; the first periodic checkpoint fits the time limit if a "
-                f"step takes at most {number(most, '.3g')} s"
+                "pace: not measured yet; the first periodic checkpoint comes in time if a step "
+                f"takes at most {_seconds(most)}"
             )
         if lead:
             yield (
@@ -145,7 +145,7 @@ def _pace_lines(
     left = max(total_steps - pace.step, 0)
     expected = left * pace.step_time_s
     line = (
-        f"pace: {number(pace.step_time_s, '.3g')} s/step (measured up to step {pace.step:,}); "
+        f"pace: {_seconds(pace.step_time_s)} a step (measured up to step {pace.step:,}); "
         f"{left:,} steps left take about {duration(expected)}"
     )
     if limit is not None:
@@ -155,6 +155,10 @@ def _pace_lines(
     if saves.every:
         lost = min(saves.every, total_steps) * pace.step_time_s
         yield f"lost work: a crash costs at most {saves.every:,} steps, {duration(lost)}"
+
+
+def _seconds(value: float) -> str:
+    return f"{number(value, '.3g')} s" if value < 100 else duration(value)
 
 
 def _leave_facts(request: JobRequest, settings: RunSettings) -> None:
