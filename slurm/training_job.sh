@@ -1,0 +1,102 @@
+# shellcheck shell=bash
+# A training job, from the batch shell on its first node; sourced by the scripts that sbatch takes,
+# with `root` set to the repository and SCRIPT ARGUMENTS as "$@". Exits with the run's exit code:
+# see utils/config/errors.py. On 75 and 76 alone it puts the job back into the queue.
+
+job_script=${job_script:-slurm/multinode_job.sh} # as messages name it
+# shellcheck source=slurm/job_setup.sh
+source "$root/slurm/job_setup.sh"
+
+if (($# == 0)); then
+  refuse 2 "no script given: sbatch [OPTIONS] $job_script SCRIPT ARGUMENTS ..., as in sbatch $job_script sft_train.py --config my_run.yaml"
+elif [[ ! -f $1 ]]; then
+  refuse 2 "$(printf '%q' "$1") is no file in $root: name a script, as in pretrain.py or sft_train.py, before its arguments."
+fi
+
+# The fewest cores that any node of the job has: one number has to do for the step.
+cores_per_node() {
+  local fewest='' count
+  # SLURM_JOB_CPUS_PER_NODE is like 64(x3),32
+  while IFS= read -r count; do
+    count=${count%%(*}
+    [[ $count =~ ^[0-9]+$ ]] || continue
+    if [[ -z $fewest ]] || ((count < fewest)); then fewest=$count; fi
+  done <<<"${SLURM_JOB_CPUS_PER_NODE//,/$'\n'}"
+  printf '%s' "${fewest:-${SLURM_CPUS_ON_NODE:-1}}"
+}
+
+# The first of two neighbouring ports that nothing on this node uses. Read from /proc, because
+# Python may exist only inside a container. Below 32768: any connection may take one above.
+free_port() {
+  local -A used=()
+  local address port try
+  while read -r _ address _; do
+    [[ $address =~ :([0-9A-F]{4})$ ]] && used[$((16#${BASH_REMATCH[1]}))]=1
+  done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
+  for ((try = 0; try < 6133; try++)); do
+    port=$((20000 + 2 * ((SLURM_JOB_ID * 31 + try) % 6133)))
+    if [[ -z ${used[$port]:-} && -z ${used[$((port + 1))]:-} ]]; then
+      printf '%s' "$port"
+      return
+    fi
+  done
+  refuse 69 "no two free ports from 20000 to 32265: set STOKER_MAIN_PORT in slurm/cluster.env."
+}
+
+# What ranks and launchers of all nodes leave behind. A failed start's stays for the reader.
+notes=$root/.stoker/job-$job.$restarts
+rm -rf -- "$root/.stoker/job-$job."*
+if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
+  refuse 74 "$notes cannot be made: the repository has to be yours and seen by all nodes."
+fi
+export STOKER_NOTES_DIR=$notes
+
+go_on="cd $(quoted "$root") && sbatch [THE SAME OPTIONS] $job_script $(quoted "$@")"
+export STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
+
+step_options=(
+  --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
+  --cpus-per-task="${SLURM_CPUS_PER_TASK:-$(cores_per_node)}" # srun forgets sbatch's since 22.05
+  --kill-on-bad-exit=1 --wait=120 --unbuffered --input=none --export=ALL
+)
+# --gres=gpu:4 on the command line wins over the --gpus-per-node of the script's head, but srun
+# would still read that from the environment and hide the difference from the tasks.
+if [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS_ON_NODE:-0}" ]]; then
+  unset SLURM_GPUS_PER_NODE
+fi
+
+say_job
+say "each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s); strategy: ${ACCELERATE_CONFIG:-by the number of processes}"
+say "in $root: $(quoted "$@")"
+
+run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
+
+verdict=
+if [[ -f $notes/exit_code ]]; then
+  read -r code <"$notes/exit_code" || true
+  [[ $code =~ ^[0-9]+$ ]] || code=1
+  verdict=$(<"$notes/verdict.txt")
+elif ((code > 128)); then
+  # The launchers leave a verdict for whatever happens to their workers. They were killed themselves.
+  verdict="a node's launcher was killed by signal $((code - 128)), see srun's lines above"
+  ((code != 137)) || verdict+=" (out of memory? sacct -j $job -o MaxRSS,ReqMem tells)"
+  code=76
+elif ((code != 0)); then
+  verdict="srun ended with exit code $code without starting the run, see its lines above"
+fi
+
+case $code in
+0)
+  rm -rf -- "$notes"
+  say "job $job: done"
+  ;;
+75 | 76)
+  if ((code == 75)); then rm -rf -- "$notes"; fi
+  requeue "${verdict:-stopped}"
+  ;;
+*)
+  say "job $job: failed with exit code $code, not requeued; every rank's last words: $notes"
+  printf '%s\n' "$verdict"
+  ;;
+esac
+exit "$code"
