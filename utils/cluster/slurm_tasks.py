@@ -95,7 +95,8 @@ def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> str | None:
     """Give a task that srun started as a rank of its own the variables that torch reads.
 
     Returns a line that says so. Changes nothing, and returns None, where a launcher did that
-    (torchrun, accelerate) and where the step has one task. Raises ConfigurationError, UnfitClusterError.
+    (torchrun, accelerate) and where the step has one task. Raises ConfigurationError,
+    UnfitClusterError.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     launched = {"RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & environment.keys()

@@ -27,6 +27,11 @@ class Allocation:
     port: int
 
     @property
+    def host(self) -> str:
+        """Slurm's name of this node."""
+        return self.hosts[self.node]
+
+    @property
     def world_size(self) -> int:
         """Processes over all nodes."""
         return len(self.hosts) * self.processes

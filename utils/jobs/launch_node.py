@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +20,7 @@ from utils.cluster.notes import NOTES_DIR, leave_verdict, read_notes
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
 from utils.jobs.allocation import Allocation, read_allocation
+from utils.jobs.meeting import Meeting, with_free_port
 from utils.jobs.node_check import check_nodes, node_facts
 from utils.jobs.node_environment import (
     debugging,
@@ -35,14 +37,20 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
 
 
+class AskedToStop(Exception):
+    """A stop was asked for before the processes were started."""
+
+
 class StopSignals:
     """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
 
-    TERM ends the launcher at once when a verdict says that the job is over (srun sends it then).
+    TERM ends the launcher at once when a verdict says that the job is over (srun sends it then),
+    and either does before the workers are `started`.
     """
 
     def __init__(self) -> None:
         self.directory: Path | None = None
+        self.started = False
         self.asked = False
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._handle)
@@ -50,17 +58,25 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == signal.SIGTERM and (verdict := read_verdict()) is not None:
+            self.ignore()
             kill_workers()
             raise SystemExit(verdict.exit_code)
-        if self.directory is not None:
-            (self.directory / "STOP").touch()
+        name = signal.Signals(number).name
+        if not self.started or self.directory is None:
+            self.ignore()
+            raise AskedToStop(f"{name} on {host_name()} before the processes were started")
+        (self.directory / "STOP").touch()
         if not self.asked:
             self.asked = True
             # Not logging: it may be in the middle of a line, holding its lock.
-            name = signal.Signals(number).name
             clock = time.strftime("%H:%M:%S")
             line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
             os.write(sys.stdout.fileno(), line.encode())
+
+    def ignore(self) -> None:
+        """Let nothing change the exit code any more: Python unsets its own handlers as it ends."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,9 +91,12 @@ def main(argv: list[str] | None = None) -> int:
         except ConfigurationError as error:
             title = f"{error.kind} on {host_name()}:"
             verdict = Verdict(f"{title}\n{error}", error.exit_code)
+        except AskedToStop as asked:
+            verdict = Verdict(str(asked), ExitCode.STOPPED)
         except KeyboardInterrupt:
             verdict = Verdict(f"interrupted on {host_name()}", INTERRUPTED)
         finally:
+            signals.ignore()
             kill_workers()
         return say(verdict, alone)
     finally:
@@ -122,24 +141,26 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         raise ConfigurationError("no script given: slurm/launch_node.sh SCRIPT ARGUMENTS ...")
     if not Path(command[0]).is_file():
         raise ConfigurationError(f"{command[0]} is no file in {Path.cwd()}: name a Python script.")
-    devices = count_devices()
-    allocation = read_allocation(os.environ, lambda: devices)
+    allocation = with_free_port(read_allocation(os.environ, count_devices))
     path, reason = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
     set_processes_up(allocation)
-    arguments = launch_arguments(path, config, allocation, os.environ, command)
     if allocation.node == 0:
         logger.info(
             "launch: %d process(es) on each of %d node(s), %s (%s)",
             allocation.processes, len(allocation.hosts), path, reason,
         )  # fmt: skip
-    facts = node_facts(allocation, [*code_files(), path, Path(command[0])], devices)
-    found = check_nodes(allocation, facts)
+    several_nodes = len(allocation.hosts) > 1
+    with Meeting(allocation) if several_nodes else nullcontext() as meeting:
+        files = [*code_files(), path, Path(command[0])]
+        facts = node_facts(allocation, files, count_devices())
+        found = check_nodes(allocation, facts, meeting)
     if allocation.node == 0:
         logger.info("%s", found)
-    if signals.asked:
-        return Verdict("stopped before the processes were started", ExitCode.STOPPED)
-    return run_processes(arguments, several_nodes=len(allocation.hosts) > 1)
+    arguments = launch_arguments(path, config, allocation, os.environ, command)
+    signals.started = True
+    verdict = run_processes(arguments)
+    return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), several_nodes)
 
 
 def count_devices() -> int:
@@ -171,8 +192,8 @@ def code_files() -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in files)
 
 
-def run_processes(arguments: object, several_nodes: bool) -> Verdict:
-    """Run the processes of this node to their end."""
+def run_processes(arguments: object) -> Verdict | None:
+    """Run the processes of this node to their end; None for an end whose cause is to be found."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -180,7 +201,6 @@ def run_processes(arguments: object, several_nodes: bool) -> Verdict:
 
     if not debugging(os.environ):
         quieten_torchrun()
-    directory = Path(os.environ[NOTES_DIR])
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -197,11 +217,11 @@ def run_processes(arguments: object, several_nodes: bool) -> Verdict:
     except (ValueError, ConnectionError, ImportError) as error:
         raise ConfigurationError(f"accelerate launch: {error}") from error
     else:
-        stopped = [note for note in read_notes(directory) if note.kind == "stopped"]
+        stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
         if not stopped:
             return Verdict("done", ExitCode.DONE)
         return Verdict(stopped[0].text, ExitCode.STOPPED)
-    return wait_for_verdict(directory, several_nodes)
+    return None
 
 
 def quieten_torchrun() -> None:

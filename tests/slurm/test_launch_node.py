@@ -1,0 +1,278 @@
+"""slurm/launch_node.sh and the other ways to start ranks, as tasks of a real Slurm."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import ROOT, quiet_environment
+from slurm_cluster import SlurmCluster, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
+
+NODE = "slurm/launch_node.sh"
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+# What a string could do on its way through shell, accelerate and torchrun.
+ARGUMENTS = [
+    "--flag", "two words", "$$", "${local_rank}", "$(touch canary)", "--", "-x", "", "a\nb", "*",
+    "'", '"',
+]  # fmt: skip
+
+# Writes what it is into a file of its rank, then does what its first argument says.
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from utils.cluster.environment import configure_environment
+from utils.cluster.script import run_script
+
+folder, action, *rest = Path(sys.argv[1]), *sys.argv[2:]
+NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE",
+         "STOKER_NODE_HOSTS", "STOKER_NODE_DIR", "OMP_NUM_THREADS", "TRITON_CACHE_DIR",
+         "HF_HUB_OFFLINE", "SLURMD_NODENAME")
+
+def main():
+    configure_environment()
+    rank = int(os.environ.get("RANK", "0"))
+    said = {name: os.environ.get(name) for name in NAMES} | {"rest": rest}
+    if action == "reduce":
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        said["sum"] = total.item()
+        dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    mine = rest and rest[0] == str(rank)
+    if action == "raise" and mine:
+        raise KeyError("no such column")
+    if action == "kill" and mine:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action in ("raise", "kill"):
+        while len(list(folder.glob("*.json"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.1)
+        time.sleep(1)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    if action == "stop":
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        while not (Path(os.environ["STOKER_NODE_DIR"]) / "STOP").exists():
+            time.sleep(0.05)
+        return 75
+    return 0
+
+sys.exit(run_script(main))
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """What a job on CPUs exports; n1 and n2 are no names of hosts."""
+    fixed = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "ACCELERATE_USE_CPU": "true",
+        "STOKER_PROCESSES_PER_NODE": "2",
+        "STOKER_MAIN_ADDRESS": "127.0.0.1",
+    }
+    chosen = quiet_environment(fixed | changes)
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        del chosen[name]
+    return {name: value for name, value in chosen.items() if value != "unset"}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a step ended: its exit code and the verdict, as slurm/training_job.sh reads them."""
+
+    code: int
+    verdict: str
+    output: str
+
+
+def srun(slurm: SlurmCluster, folder: Path, *command: object, **changes: str) -> End:
+    notes = Path(tempfile.mkdtemp(prefix="notes-", dir=folder))
+    words = [str(word) for word in command]
+    env = environment(STOKER_NOTES_DIR=str(notes), **changes)
+    done = slurm.run("srun", *words, env=env, cwd=ROOT, check=False)
+    verdict, code = notes / "verdict.txt", notes / "exit_code"
+    return End(
+        int(code.read_text()) if code.exists() else done.returncode,
+        verdict.read_text() if verdict.exists() else "",
+        done.stdout,
+    )
+
+
+def ranks(folder: Path) -> dict[int, dict]:
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_two_nodes_of_two_processes_are_four_ranks(slurm, worker, tmp_path):
+    done = srun(
+        slurm, tmp_path, *TWO_NODES, "--gres=gpu:2", NODE, worker, tmp_path, "reduce", *ARGUMENTS
+    )
+    assert done.code == 0, done.output
+    found = ranks(tmp_path)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert {said["sum"] for said in found.values()} == {4.0}
+    assert all(said["rest"] == ARGUMENTS for said in found.values())
+    assert not (ROOT / "canary").exists()
+    assert sorted(said["SLURMD_NODENAME"] for said in found.values()) == ["n1", "n1", "n2", "n2"]
+    assert {said["STOKER_NODE_HOSTS"] for said in found.values()} == {"n1 n2"}
+    assert {said["HF_HUB_OFFLINE"] for said in found.values()} == {"1"}
+    assert {said["OMP_NUM_THREADS"] for said in found.values()} == {"1"}
+    directories = {said["STOKER_NODE_DIR"] for said in found.values()}
+    assert len(directories) == 2
+    assert all(said["TRITON_CACHE_DIR"].startswith(tuple(directories)) for said in found.values())
+    assert not any(Path(directory).exists() for directory in directories)  # gone at the end
+    assert "launch: 2 process(es) on each of 2 node(s), accelerate_configs/cpu.yaml" in done.output
+    assert "node check: 2 nodes (n1, n2), CPU only, the same code" in done.output
+
+
+ALLOCATION = (
+    "import os; from utils.jobs.allocation import read_allocation; a = read_allocation(os.environ,"
+    " lambda: 9); print('found', *a.hosts, a.node, a.processes, a.gpus, a.address, a.port % 2)"
+)
+
+
+@pytest.mark.parametrize(
+    "request_", ["--gres=gpu:2", "--gpus-per-node=2", "--gpus=4", "--gpus-per-task=2"]
+)
+def test_gpus_are_counted_however_they_were_asked_for(slurm, tmp_path, request_):
+    done = srun(
+        slurm, tmp_path, *TWO_NODES, request_, "python", "-c", ALLOCATION,
+        ACCELERATE_USE_CPU="unset", STOKER_PROCESSES_PER_NODE="unset", STOKER_MAIN_ADDRESS="unset",
+    )  # fmt: skip
+    found = sorted(line for line in done.output.splitlines() if line.startswith("found"))
+    assert found == ["found n1 n2 0 2 2 n1 0", "found n1 n2 1 2 2 n1 0"], done.output
+
+
+def test_devices_that_torch_does_not_see_are_refused_for_both_nodes(slurm, worker, tmp_path):
+    done = srun(
+        slurm, tmp_path, *TWO_NODES, "--gpus-per-node=2", NODE, worker, tmp_path, "reduce",
+        ACCELERATE_USE_CPU="unset", STOKER_PROCESSES_PER_NODE="unset", CUDA_VISIBLE_DEVICES="unset",
+    )  # fmt: skip
+    assert done.code == 69, done.output
+    for node in ("n1", "n2"):
+        message = rf"{node}: the job has 2 GPUs on this node, one process each, but torch sees 0"
+        assert re.search(message, done.verdict), done.verdict
+    assert not ranks(tmp_path)
+
+
+def test_a_taken_port_and_a_wrong_number_of_tasks_are_refused(slurm, worker, tmp_path):
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        for given in (port, port - 1):  # rank 0's, and the one the nodes meet at
+            command = (*TWO_NODES, NODE, worker, tmp_path, "reduce")
+            done = srun(slurm, tmp_path, *command, STOKER_MAIN_PORT=str(given))
+            assert done.code == 69, done.output
+            assert f"n1: port {port} is in use by another process: unset" in done.verdict
+    done = srun(slurm, tmp_path, "--nodes=1", "--ntasks=2", NODE, worker, tmp_path, "reduce")
+    assert done.code == 2, done.output
+    assert "srun started 2 tasks on 1 node(s) (n1)" in done.verdict
+    assert not ranks(tmp_path)
+
+
+def test_a_node_that_never_comes_is_named(slurm, worker, tmp_path):
+    late = f'[ "$SLURM_NODEID" = 1 ] && exec sleep 60; exec {NODE} "$@"'
+    began = time.monotonic()
+    done = srun(
+        slurm, tmp_path, *TWO_NODES, "bash", "-c", late, "bash", worker, tmp_path, "reduce",
+        STOKER_MEET_TIMEOUT_S="3",
+    )  # fmt: skip
+    assert done.code == 69, done.output
+    assert re.search(r"n2 did not come to 127\.0\.0\.1:\d+ within 3 s, where n1", done.verdict)
+    assert time.monotonic() - began < 30
+
+
+def test_an_address_that_is_not_the_first_nodes_is_refused(slurm, worker, tmp_path):
+    for address, what in (("192.0.2.1", "does not lead back"), ("no.such.host", "is no name")):
+        done = srun(
+            slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, "x", STOKER_MAIN_ADDRESS=address
+        )
+        assert done.code == 69, done.output
+        assert re.search(rf"n1: {address}:\d+, the address of n1 .* {what}", done.verdict)
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "cause"),
+    [
+        ("raise", 1, r"rank 3 on n[12] failed: KeyError: 'no such column'"),
+        ("kill", 76, r"rank 3 on n[12] was killed by SIGKILL"),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(slurm, worker, tmp_path, action, code, cause):
+    began = time.monotonic()
+    done = srun(
+        slurm,
+        tmp_path,
+        *TWO_NODES,
+        NODE,
+        worker,
+        tmp_path,
+        action,
+        "3",
+    )
+    assert done.code == code, done.output
+    assert re.match(cause, done.verdict), done.verdict
+    assert time.monotonic() - began < 30
+
+
+def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path):
+    step = subprocess.Popen(
+        ["srun", *TWO_NODES, NODE, str(worker), str(tmp_path), "stop"],
+        env=slurm.environment(environment()), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_until(lambda: len(ranks(tmp_path)) == 4, 60, "the ranks do not start")
+    step.send_signal(10)  # USR1, as slurm/training_job.sh does
+    output, _ = step.communicate(timeout=30)
+    assert step.returncode == 75, output
+    for node in ("n1", "n2"):
+        assert f"launch_node on {node}: SIGUSR1, asking the processes to stop" in output
+
+
+def test_tasks_of_srun_are_ranks_without_a_launcher(slurm, worker, tmp_path):
+    tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1")
+    path = os.pathsep.join([str(ROOT)])
+    done = srun(slurm, tmp_path, *tasks, "python", worker, tmp_path, "reduce", PYTHONPATH=path)
+    assert done.code == 0, done.output
+    found = ranks(tmp_path)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert {said["sum"] for said in found.values()} == {4.0}
+    assert [found[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert [found[rank]["SLURMD_NODENAME"] for rank in range(4)] == ["n1", "n1", "n2", "n2"]
+    assert "launch: srun's 4 tasks are the ranks, rank 0 is at 127.0.0.1:" in done.output
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        # is_host: both nodes are this machine here, so each would take the address for its own.
+        "accelerate launch --config_file accelerate_configs/cpu.yaml --rdzv_backend c10d"
+        " --rdzv_conf is_host=$((SLURM_NODEID == 0))"
+        " --num_machines 2 --num_processes 4 --machine_rank $SLURM_NODEID"
+        " --main_process_ip 127.0.0.1 --main_process_port $PORT",
+        "torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d"
+        " --rdzv_endpoint 127.0.0.1:$PORT --rdzv_id 1",
+    ],
+    ids=["accelerate", "torchrun"],
+)
+def test_a_launcher_of_the_users_own_is_left_alone(slurm, worker, tmp_path, launcher):
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = (*TWO_NODES, "bash", "-c", f'{launcher} "$@"', "bash", worker, tmp_path, "reduce")
+    done = srun(slurm, tmp_path, *command, PORT=str(port), PYTHONPATH=str(ROOT))
+    assert done.code == 0, done.output
+    assert {said["sum"] for said in ranks(tmp_path).values()} == {4.0}
+    assert sorted(ranks(tmp_path)) == [0, 1, 2, 3]
