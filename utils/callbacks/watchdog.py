@@ -1,10 +1,219 @@
 """Ends a run in which nothing moves any more, and says which rank stands where."""
 
-from transformers import TrainerCallback
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from utils.cluster.hang_verdict import hang_verdict
+from utils.cluster.host import host_name
+from utils.cluster.notes import Note, leave_note, leave_verdict, notes_directory, read_notes
+from utils.cluster.tokens import redact
+from utils.cluster.traces import place, thread_frames
+from utils.config.errors import ExitCode
+
+SLOW = 3  # how many times longer saves, first times, export and the like may take
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
+LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile
+OTHERS_LIMIT_S = 2.0  # for the other ranks to say where they stand
+LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
 
 
 class HangWatch(TrainerCallback):
-    """Ends the process with exit code 76 when no step ended for ``timeout_s`` (0: never)."""
+    """Ends the process with exit code 76 when nothing moved for ``timeout_s`` (0: never).
 
-    def __init__(self, timeout_s: float):
+    Every event of training is a beat; a thread looks whether they go on. The first step of a
+    start, the first evaluation, saves and all that follows the last step may take three times as
+    long. When none came, each rank leaves its stack in the log and a note, and the first to know
+    writes the verdict: the rank that the others wait for. A rank that is silent for half the time
+    joins when another one has given up, so that all notes come together.
+
+    On from ``on_train_begin`` until the function that called ``Trainer.train`` is left, in whatever
+    way. Each rank beats equally often: the counts can be compared. The time in which the process
+    was stopped as a whole (SIGSTOP, a suspended job) does not count. ``clock`` and ``end`` are
+    there for tests.
+    """
+
+    current: ClassVar["HangWatch | None"] = None  # a later run in this process takes over
+
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ):
         self.timeout_s = timeout_s
+        self.clock, self.end = clock, end
+        self.poll_s = min(1.0, timeout_s / 20)
+        self.hosts: list[str] = []
+        self.rank = 0
+        self.beats = 0
+        self.beats_seen = 0
+        self.silent_s = 0.0
+        self.looked: float | None = None
+        self.step = 0
+        self.stepped = self.evaluated = self.trained = False
+        self.control = TrainerControl()
+        self.thread = 0
+        self.owner: CodeType | None = None
+
+    def beat(self, state: TrainerState, control: TrainerControl) -> None:
+        """Note that something moved. Costs nothing: the thread reads the clock."""
+        self.step = state.global_step
+        self.control = control  # read later: callbacks behind this one may still ask for a save
+        self.trained = state.global_step >= state.max_steps
+        self.beats += 1
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start to watch; collective over ranks."""
+        if not self.timeout_s:
+            return
+        self.rank, self.hosts = args.process_index, [host_name()] * args.world_size
+        self.stepped = self.evaluated = False
+        self.beat(state, control)
+        self.thread, self.owner = threading.get_ident(), _caller_of_training()
+        HangWatch.current = self
+        threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
+        if args.world_size > 1:
+            torch.distributed.all_gather_object(self.hosts, host_name())
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Beat; what is done for the first time is done."""
+        self.beat(state, control)
+        self.stepped = True
+
+    @override
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Beat, an evaluation batch."""
+        self.beat(state, control)
+        self.evaluated = True
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Beat; what comes now is done once, and slow."""
+        self.beat(state, control)
+        self.trained = True
+
+    def _on_event(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        del args, kwargs
+        self.beat(state, control)
+
+    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = _on_event
+    on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _on_event
+
+    def look(self) -> float:
+        """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
+
+        Called every `poll_s` by the thread.
+        """
+        now = self.clock()
+        if self.looked is None or self.beats != self.beats_seen:
+            self.silent_s = 0.0
+        else:
+            self.silent_s += min(now - self.looked, LONGEST_GAP_S)
+        self.looked, self.beats_seen = now, self.beats
+        return self.silent_s / (self.timeout_s * (SLOW if self._is_slow() else 1))
+
+    def _is_slow(self) -> bool:
+        control = self.control
+        first_evaluation = control.should_evaluate and not self.evaluated
+        ending = self.trained or control.should_training_stop
+        return not self.stepped or control.should_save or first_evaluation or ending
+
+    def _watch(self) -> None:
+        while not self._is_over():
+            hangs = self.look() >= 1
+            if hangs or (self.silent_s >= self.timeout_s / 2 and self._another_hangs()):
+                self._give_up()
+                return
+            time.sleep(self.poll_s)
+
+    def _is_over(self) -> bool:
+        if HangWatch.current is not self:
+            return True
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame.f_code is not self.owner:
+            frame = frame.f_back
+        return frame is None
+
+    def _another_hangs(self) -> bool:
+        return any(note.kind == "hung" and note.rank != self.rank for note in _notes())
+
+    def _give_up(self) -> None:
+        """Say where this rank stands and which one is at fault, and end the process."""
+        limit = threading.Timer(LAST_WORDS_LIMIT_S, self.end, [ExitCode.LOST_RANK])
+        limit.daemon = True
+        limit.start()
+        frames = thread_frames(self.thread)
+        text = (
+            f"made no progress for {self.silent_s:.0f} s after step {self.step} "
+            f"(beat {self.beats}), in {place(frames, LIBRARIES)}"
+        )
+        leave_note("hung", ExitCode.LOST_RANK, text, self.rank, self.beats)
+        origin = f"{host_name()} rank {self.rank}  "
+        stack = "".join(traceback.format_list(frames)).splitlines()
+        _say([f"{origin}{line}" for line in (text, *stack)])
+        if notes_directory() is not None:
+            self._judge(origin)
+        limit.cancel()
+        self.end(ExitCode.LOST_RANK)
+
+    def _judge(self, origin: str) -> None:
+        """Write the verdict of all ranks' notes; the lowest of them says it."""
+        end = time.monotonic() + OTHERS_LIMIT_S
+        while len(notes := _notes()) < len(self.hosts) and time.monotonic() < end:
+            time.sleep(0.1)
+        if not notes:
+            return  # storage takes none: the line above has to do
+        verdict = redact(hang_verdict(notes, self.hosts))
+        leave_verdict(verdict, ExitCode.LOST_RANK)
+        if self.rank == min(note.rank for note in notes):
+            _say([f"{origin}{line}" for line in verdict.splitlines()])
+        else:
+            time.sleep(OTHERS_LIMIT_S / 2)  # that rank speaks: a launcher ends all with the first
+
+
+def _notes() -> list[Note]:
+    directory = notes_directory()
+    try:
+        return read_notes(directory) if directory is not None else []
+    except OSError:
+        return []  # each rank then speaks for itself, as without a directory
+
+
+def _say(lines: list[str]) -> None:
+    sys.stderr.write(redact("".join(f"{line}\n" for line in lines)))
+    sys.stderr.flush()
+
+
+def _caller_of_training() -> CodeType | None:
+    """Return the code that called Trainer.train: while it runs, the run is not over."""
+    frame = sys._getframe(2)  # whoever called on_train_begin
+    caller = frame.f_code
+    outer: Any = frame
+    while outer is not None:
+        if outer.f_code.co_name == "train" and outer.f_back is not None:
+            caller = outer.f_back.f_code
+        outer = outer.f_back
+    return caller

@@ -1,7 +1,6 @@
 """Names the place in the code where something happened, in one short phrase."""
 
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +32,13 @@ def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
     return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else None
 
 
-def main_thread_frames() -> list[traceback.FrameSummary]:
-    """Return the stack of the main thread as it stands, the innermost frame last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return list(traceback.extract_stack(frame)) if frame is not None else []
+def thread_frames(thread: int) -> list[traceback.FrameSummary]:
+    """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return list(reversed(summary))
 
 
 def last_line(error: BaseException) -> str:

@@ -1,0 +1,305 @@
+"""The hang watch: what counts as silence, which rank is at fault, and no alarm in a slow run."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from utils.callbacks import watchdog
+from utils.callbacks.watchdog import HangWatch
+from utils.cluster.hang_verdict import hang_verdict
+from utils.cluster.notes import Note, leave_note, read_notes
+
+ALONE = SimpleNamespace(process_index=0, world_size=1)
+
+
+class Training:
+    """Events of training in the order of Trainer, on a clock of our own."""
+
+    def __init__(self, monkeypatch, timeout_s: float = 100.0):
+        self.now = 0.0
+        monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+        self.watch = HangWatch(timeout_s, clock=lambda: self.now)
+        self.state = TrainerState(max_steps=50)
+        self.control = TrainerControl()
+        self.event("train_begin")
+
+    def event(self, name: str) -> None:
+        getattr(self.watch, f"on_{name}")(ALONE, self.state, self.control)
+
+    def wait(self, seconds: float) -> float:
+        """The highest share of the allowed time that a thread sees, looking once a second."""
+        shares = [self.watch.look()]
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            shares.append(self.watch.look())
+        return max(shares)
+
+    def step(self, seconds: float = 1.0) -> None:
+        self.event("step_begin")
+        self.wait(seconds)
+        self.state.global_step += 1
+        self.event("step_end")
+
+
+@pytest.fixture
+def training(monkeypatch) -> Training:
+    return Training(monkeypatch)
+
+
+def test_silence_is_a_hang_at_the_timeout(training):
+    training.step()
+    assert training.wait(99) < 1
+    assert training.wait(1) >= 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log",
+     "prediction_step", "evaluate", "save", "epoch_begin", "epoch_end"],
+)  # fmt: skip
+def test_every_event_is_a_beat(training, name):
+    training.step()
+    training.wait(90)
+    training.event(name)
+    assert training.wait(90) < 1
+
+
+def test_a_slow_run_gives_no_alarm(training):
+    """Steps, batches and saves that each stay below what they may take."""
+    assert training.wait(290) < 1  # the first step
+    training.step(290)
+    for _ in range(3):
+        training.step(95)
+        training.event("log")
+    training.control.should_evaluate = training.control.should_save = True  # by a later callback
+    assert training.wait(290) < 1
+    for _ in range(3):
+        training.event("prediction_step")
+        assert training.wait(95) < 1
+    training.control.should_evaluate = False
+    training.event("evaluate")
+    assert training.wait(290) < 1
+    training.control.should_save = False
+    training.event("save")
+    training.step(95)
+    training.state.global_step = 50
+    training.event("step_end")
+    assert training.wait(290) < 1
+    training.event("train_end")
+    assert training.wait(290) < 1  # export
+
+
+@pytest.mark.parametrize("phase", ["first step", "save", "first evaluation", "export", "stop"])
+def test_what_may_take_longer_is_a_hang_at_three_times_the_timeout(training, phase):
+    if phase != "first step":
+        training.step()
+    training.control.should_save = phase == "save"
+    training.control.should_evaluate = phase == "first evaluation"
+    training.control.should_training_stop = phase == "stop"
+    if phase == "export":
+        training.event("train_end")
+    assert training.wait(299) < 1
+    assert training.wait(1) >= 1
+
+
+def test_later_evaluations_have_the_usual_time(training):
+    training.step()
+    training.control.should_evaluate = True
+    training.event("prediction_step")
+    assert training.wait(100) >= 1
+
+
+def test_time_in_which_the_whole_process_was_stopped_does_not_count(training):
+    """A suspended job wakes up after hours; its watch was asleep as well."""
+    training.step()
+    training.wait(50)
+    training.now += 10_000
+    assert training.watch.look() == pytest.approx((50 + watchdog.LONGEST_GAP_S) / 100)
+
+
+def test_zero_turns_it_off(monkeypatch):
+    training = Training(monkeypatch, timeout_s=0)
+    assert training.watch.owner is None
+    assert HangWatch.current is not training.watch
+
+
+def train(timeout_s: float, end) -> HangWatch:
+    """Begin to train, as Trainer.train does; the watch is for who called this."""
+    watch = HangWatch(timeout_s, end=end)
+    watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
+    watch.stepped = True
+    return watch
+
+
+def running() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "hang watch"]
+
+
+def wait_until(condition, limit_s: float = 5.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr(watchdog, "OTHERS_LIMIT_S", 0.2)
+    return tmp_path
+
+
+def test_a_hang_ends_the_process_with_note_stack_and_verdict(notes, capsys):
+    ended = []
+
+    def train_for_ever():
+        train(0.3, ended.append)
+        wait_until(lambda: ended)
+
+    train_for_ever()
+    assert ended == [76]
+    [note] = read_notes(notes)
+    assert (note.kind, note.exit_code, note.rank, note.beats) == ("hung", 76, 0, 1)
+    assert note.text.startswith("made no progress for 0 s after step 0 (beat 1), in tests/unit/ca")
+    verdict = (notes / "verdict.txt").read_text()
+    assert verdict.startswith("rank 0 on n1 made no progress for 0 s")
+    assert (notes / "exit_code").read_text() == "76\n"
+    shown = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("n1 rank 0  ") for line in shown)
+    assert any(line.endswith("in train_for_ever") for line in shown)
+    assert shown[-1] == f"n1 rank 0  {verdict.strip()}"
+    assert not running()
+
+
+def test_a_rank_joins_when_another_one_has_given_up(notes):
+    ended = []
+
+    def train_for_ever():
+        train(2.0, ended.append)
+        time.sleep(0.7)
+        leave_note("hung", 76, "made no progress", rank=1, beats=0)
+        time.sleep(0.2)
+        assert not ended, "it has beaten less than half the time ago"
+        begin = time.monotonic()
+        wait_until(lambda: ended)
+        assert time.monotonic() - begin < 0.9, "it waited for its own timeout"
+
+    train_for_ever()
+    assert "rank 1 on n1 made no progress" in (notes / "verdict.txt").read_text()
+
+
+def test_without_notes_a_rank_speaks_for_itself_alone(notes, monkeypatch, capsys):
+    monkeypatch.delenv("STOKER_NOTES_DIR")
+    ended = []
+
+    def train_for_ever():
+        train(0.2, ended.append).hosts = ["n1", "n2"]
+        wait_until(lambda: ended)
+
+    train_for_ever()
+    assert ended == [76]
+    assert "no sign of life" not in capsys.readouterr().err
+
+
+def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
+    monkeypatch.setattr(watchdog, "LAST_WORDS_LIMIT_S", 0.3)
+    wake = threading.Event()
+    monkeypatch.setattr(watchdog, "leave_note", lambda *_: wake.wait(10))
+    ended = []
+
+    def train_for_ever():
+        train(0.2, ended.append)
+        wait_until(lambda: ended)
+
+    train_for_ever()
+    assert ended == [76]
+    wake.set()
+    wait_until(lambda: not running())
+
+
+@pytest.mark.parametrize("way", ["return", "raise"])
+def test_it_is_over_when_the_caller_of_training_is_left(way):
+    ended = []
+
+    def main():
+        train(0.4, ended.append)
+        assert running()
+        if way == "raise":
+            raise RuntimeError
+
+    with contextlib.suppress(RuntimeError):
+        main()
+    wait_until(lambda: not running())
+    time.sleep(0.5)
+    assert not ended
+
+
+def test_it_is_not_over_while_the_caller_of_training_goes_on():
+    """finish_run comes after train(), in the same function."""
+    ended = []
+
+    def main():
+        train(0.4, ended.append)
+        wait_until(lambda: ended)
+
+    main()
+    assert ended == [76]
+
+
+def test_a_later_run_takes_over():
+    ended = []
+    train(0.4, lambda _: ended.append("first"))
+    train(60, lambda _: ended.append("second"))
+    wait_until(lambda: len(running()) == 1)
+    time.sleep(0.5)
+    assert not ended
+    HangWatch.current = None
+    wait_until(lambda: not running())
+
+
+def hung(rank: int, beats: int, text: str = "made no progress, in x.py:1 in f") -> Note:
+    return Note("hung", 76, text, rank, f"n{rank}", float(rank), beats)
+
+
+HOSTS = ["n0", "n1", "n2"]
+
+
+def test_the_rank_with_the_fewest_beats_is_at_fault():
+    verdict = hang_verdict([hung(0, 12), hung(1, 11, "made no progress, in loader.py:9 in get"),
+                            hung(2, 12)], HOSTS)  # fmt: skip
+    assert verdict == (
+        "rank 1 on n1 made no progress, in loader.py:9 in get; the other ranks waited for it."
+    )
+
+
+def test_a_rank_without_a_note_is_at_fault():
+    verdict = hang_verdict([hung(0, 11), hung(2, 12)], HOSTS)
+    assert verdict.startswith("rank 1 on n1: no sign of life, while the others hang. ")
+    assert verdict.endswith("rank 0 on n0 made no progress, in x.py:1 in f")
+
+
+def test_a_rank_that_ended_otherwise_is_at_fault():
+    failed = Note("failed", 1, "ValueError: x", 2, "n2", 0.0)
+    verdict = hang_verdict([failed, hung(0, 5)], HOSTS)
+    assert verdict == ("rank 2 on n2 ended (failed: ValueError: x); the other ranks waited for it.")
+
+
+def test_ranks_that_hang_together_blame_what_is_between_them():
+    verdict = hang_verdict([hung(rank, 7) for rank in range(3)], HOSTS)
+    assert verdict.startswith("all 3 ranks hang at the same point: the network between them")
+
+
+def test_one_rank_alone_is_named():
+    assert hang_verdict([hung(0, 7)], ["n0"]) == "rank 0 on n0 made no progress, in x.py:1 in f."
+
+
+def test_many_ranks_at_fault_are_not_all_listed():
+    hosts = [f"n{rank}" for rank in range(500)]
+    assert len(hang_verdict([hung(0, 1)], hosts)) < 500
+    notes = [hung(rank, int(rank > 200)) for rank in range(500)]
+    assert len(hang_verdict(notes, hosts).splitlines()) == 5
