@@ -9,33 +9,25 @@
 # command line instead, which wins.
 
 #SBATCH --job-name=sweep
+##SBATCH --partition=gpu            # sinfo lists them; commented out: the cluster's default
+##SBATCH --account=my_account       # sacctmgr show assoc user=$USER
 #SBATCH --nodes=1
-# One task a node: slurm/launch_node.sh, which starts one process a GPU.
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=1
-#SBATCH --cpus-per-task=2
-#SBATCH --time=01:00:00
-##SBATCH --mem=32G
-##SBATCH --partition=gpu
-##SBATCH --account=my_account
-# One log a point, which all its starts append to.
-#SBATCH --output=%x-%A_%a.log
+#SBATCH --ntasks-per-node=1         # one launcher, which starts a process per GPU
+#SBATCH --gpus-per-node=1           # of each point
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=64G                   # of each point's node
+#SBATCH --time=24:00:00             # of each point; one that needs longer requeues itself
+#SBATCH --output=%x-%A_%a.log       # job name, array's id, point; all starts of it write there
 #SBATCH --open-mode=append
-# Stopped by the time limit, a point saves, queues again and goes on.
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@300
+#SBATCH --signal=B:USR1@300         # seconds before the time limit: time for a step and a save
 set -euo pipefail
 
-# sbatch runs a copy of this file in a spool directory, so its own path says nothing.
-root=""
-for candidate in "${STOKER_ROOT:-}" "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
-  if [[ -n $candidate && -f $candidate/slurm/launch_node.sh ]]; then
-    root="$candidate"
-    break
-  fi
-done
-if [[ -z $root ]]; then
-  printf 'no repository here (%s): call sbatch in it, or set STOKER_ROOT\n' "$PWD" >&2
+# sbatch copies this file away: the repository is where sbatch was called, or STOKER_ROOT.
+root=${STOKER_ROOT:-$PWD}
+[[ -n ${STOKER_ROOT:-} || -f $root/slurm/launch_node.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}
+if [[ ! -f $root/slurm/launch_node.sh ]]; then
+  printf 'no repository here (%s): call sbatch in it, or set STOKER_ROOT to it.\n' "$root" >&2
   exit 2
 fi
 cd -- "$root"
@@ -64,6 +56,7 @@ if ((code != 0)); then
   exit "$code"
 fi
 
+# shellcheck disable=SC2329 # the trap calls it
 renew_table() {
   local code=$?
   slurm/run_python.sh -m utils.jobs.sweep ended "$sweep" "$point" "$code" ||
@@ -71,5 +64,10 @@ renew_table() {
 }
 trap renew_table EXIT
 
+# For messages: a point's arguments are not what sbatch takes.
+# shellcheck disable=SC2034
+job_script=slurm/sweep_job.sh
+# shellcheck disable=SC2034
+printf -v go_on 'cd %q && slurm/submit.sh [THE SAME OPTIONS] slurm/sweep_job.sh %q' "$root" "$sweep"
 # shellcheck source=slurm/training_job.sh
 source "$root/slurm/training_job.sh" "${arguments[@]}"

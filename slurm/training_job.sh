@@ -51,7 +51,7 @@ if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
 fi
 export STOKER_NOTES_DIR=$notes
 
-go_on="cd $(quoted "$root") && sbatch [THE SAME OPTIONS] $job_script $(quoted "$@")"
+go_on=${go_on:-"cd $(quoted "$root") && sbatch [THE SAME OPTIONS] $job_script $(quoted "$@")"}
 export STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
 
 step_options=(
@@ -70,6 +70,7 @@ say "each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_
 say "in $root: $(quoted "$@")"
 
 run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
+trap '' USR1 TERM
 
 verdict=
 if [[ -f $notes/exit_code ]]; then

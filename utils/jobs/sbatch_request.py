@@ -215,15 +215,14 @@ def _gpus_per_node(reading: _Reading, nodes: int, tasks_per_node: int) -> int:
     --gres beside --gpus-per-node is none to Slurm: it takes --gres (seen with 22.05), which is how
     a --gres on the command line overrides the head.
     """
-    gres = reading.read("gres", gpus_of_gres)
-    if gres is not None:
-        return gres
-    per_node = reading.read("gpus-per-node", gpus_of)
-    if per_node is not None:
-        return per_node
-    per_task = reading.read("gpus-per-task", gpus_of)
-    if per_task is not None:
-        return per_task * tasks_per_node
+    per_task = reading.read("gpus-per-task", gpus_of) or 0
+    for per_node in (
+        reading.read("gres", gpus_of_gres),
+        reading.read("gpus-per-node", gpus_of),  # 0 takes back what the head asks for
+        per_task * tasks_per_node,
+    ):
+        if per_node:
+            return per_node
     total = reading.read("gpus", gpus_of) or 0
     if total % nodes:
         reading.problems.append(

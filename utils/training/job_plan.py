@@ -73,7 +73,7 @@ def plan_lines(
     settings: RunSettings, launch: LaunchFacts, saves: Saves, total_steps: int
 ) -> Iterator[str]:
     """Yield what will happen to the run itself, in whatever way it is started."""
-    ranks = f"{launch.world_size} {'process' if launch.world_size == 1 else 'processes'}"
+    ranks = _counted(launch.world_size, "process", "processes")
     yield f"processes: {ranks}, strategy {launch.strategy}"
     kept = "all are kept" if saves.kept is None else f"the newest {saves.kept} are kept"
     if saves.every:
@@ -92,10 +92,10 @@ def job_lines(
     request: JobRequest, saves: Saves, pace: Pace | None, total_steps: int
 ) -> Iterator[str]:
     """Yield what will happen to the job."""
-    each = f"{request.processes_per_node} processes"
+    each = _counted(request.processes_per_node, "process", "processes")
     if request.gpus_per_node:
-        each = f"{request.gpus_per_node} GPUs, {each}"
-    nodes = f"{request.nodes} {'node' if request.nodes == 1 else 'nodes'}"
+        each = f"{_counted(request.gpus_per_node, 'GPU', 'GPUs')}, {each}"
+    nodes = _counted(request.nodes, "node", "nodes")
     array = f", array of {len(request.array)}" if request.array is not None else ""
     yield (
         f"job: {request.job_name}, {nodes} of {each}{array}; strategy {request.strategy} from "
@@ -150,11 +150,15 @@ def _pace_lines(
     )
     if limit is not None:
         restarts = max(math.ceil(expected / max(limit - lead, 1)) - 1, 0)
-        line += f", {restarts} {'restart' if restarts == 1 else 'restarts'} at the time limit"
+        line += f", {_counted(restarts, 'restart', 'restarts')} at the time limit"
     yield line + " (evaluations, saves and start-up come on top)"
     if saves.every:
         lost = min(saves.every, total_steps) * pace.step_time_s
         yield f"lost work: a crash costs at most {saves.every:,} steps, {duration(lost)}"
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"
 
 
 def _seconds(value: float) -> str:
