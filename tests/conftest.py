@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _restore_environment():
-    """Undo what a test (or the code under test) changed in the environment."""
+    """Undo what a test (or the code under test) changed in the environment and of signals."""
     before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
+    signal.set_wakeup_fd(-1)  # a run in this process may have set all three
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     logging.captureWarnings(False)  # a run in this process turns it on
     os.environ.clear()
     os.environ.update(before)

@@ -12,6 +12,7 @@ from trl import SFTTrainer
 
 import pretrain
 import sft_train
+from utils.training.interruptible import InterruptibleTrainerMixin
 from utils.training.trainers import FineTuneTrainer, PackedTrainerMixin, PretrainTrainer
 
 SIGNATURES = {
@@ -30,11 +31,45 @@ SIGNATURES = {
     "log": ["self", "logs", "start_time"],
     "_save": ["self", "output_dir", "state_dict"],
     "_issue_warnings_after_load": ["self", "load_result"],
+    "_run_epoch": [
+        "self",
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "trial",
+        "ignore_keys_for_eval",
+        "start_time",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ],
+    "_maybe_log_save_evaluate": [
+        "self",
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
+    ],
+    "_evaluate": ["self", "trial", "ignore_keys_for_eval", "skip_scheduler"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
 }
+OVERRIDING = (PackedTrainerMixin, InterruptibleTrainerMixin)
 
 
 def test_every_overridden_hook_is_listed_here():
-    own = {name for name in vars(PackedTrainerMixin) if callable(getattr(PackedTrainerMixin, name))}
+    own = {
+        name
+        for mixin in OVERRIDING
+        for name in vars(mixin)
+        if callable(getattr(mixin, name)) and hasattr(Trainer, name)
+    }
     assert own - {"__init__", "create_model_card"} == set(SIGNATURES)
 
 
@@ -58,13 +93,14 @@ def test_a_run_goes_through_every_hook(
     called: set[str] = set()
 
     def note(name: str) -> None:
-        real = getattr(PackedTrainerMixin, name)
+        owner = next(mixin for mixin in OVERRIDING if name in vars(mixin))
+        real = getattr(owner, name)
 
         def noted(self, *args, **kwargs):
             called.add(name)
             return real(self, *args, **kwargs)
 
-        monkeypatch.setattr(PackedTrainerMixin, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
     for name in SIGNATURES:
         note(name)
@@ -94,3 +130,46 @@ def test_trl_adds_no_metric_and_no_file_of_its_own(fine_tuning, tmp_path):
     keys = set().union(*read_journal(run / "metrics.jsonl"))
     assert not keys & {"num_tokens", "entropy", "mean_token_accuracy"}
     assert not list(run.rglob("README.md"))
+
+
+# What InterruptibleTrainerMixin reads and writes of Trainer's, in the order it relies on.
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        (
+            "_inner_training_loop",
+            [
+                "self._tr_loss = torch.tensor(0.0",
+                "self._total_loss_scalar = 0.0",
+                "self._globalstep_last_logged = self.state.global_step",
+                "self.callback_handler.on_train_begin(",
+                "if args.eval_on_start:",
+                "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)",
+                "self._run_epoch(",
+                "if self.control.should_training_stop:",
+                "return self._finalize_training(",
+            ],
+        ),
+        (
+            "_maybe_log_save_evaluate",
+            [
+                "self.state.global_step > self._globalstep_last_logged",
+                "self._globalstep_last_logged = self.state.global_step",
+                "if self.control.should_evaluate:",
+                "self._evaluate(trial, ignore_keys_for_eval)",
+                "self._determine_best_metric(",
+                "if self.control.should_save:",
+                "self._save_checkpoint(model, trial)",
+                "self.callback_handler.on_save(",
+            ],
+        ),
+        (
+            "_save_checkpoint",
+            ["self.state.best_global_step", "self.state.save_to_json(", "rotate_checkpoints("],
+        ),
+    ],
+)
+def test_trainer_does_things_in_the_order_that_stopping_relies_on(method, order):
+    source = inspect.getsource(getattr(Trainer, method))
+    places = [source.index(line) for line in order]
+    assert places == sorted(places)

@@ -48,7 +48,7 @@ class Deadline:
     def reason(self, now: float) -> str | None:
         """Say why it is time to stop; None while it is not."""
         left_s = self.ends_at - now
-        if left_s >= self.needed_s:
+        if left_s > self.needed_s:
             return None
         step = number(max(self.steps_s, default=0.0), ".2g")
         if self.longest_save_s is None:

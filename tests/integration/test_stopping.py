@@ -1,0 +1,391 @@
+"""A run stopped anywhere, by anything, and started again is the uninterrupted run, bit for bit."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+from launching import run_processes
+from transformers import TrainerCallback
+
+import pretrain
+import sft_train
+from utils.callbacks.stop import StopWatch
+from utils.config.errors import ExitCode
+
+pytestmark = pytest.mark.slow
+
+# Logs, evaluations and saves that do not fall together; two micro-batches a step; dropout, so that
+# random numbers count.
+STEPS = 8
+RUN = {
+    "max_steps": STEPS,
+    "logging_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 4,
+    "per_device_eval_batch_size": 4,
+    "metric_for_best_model": "eval_first_loss",
+    "load_best_model_at_end": "true",
+    "lr_scheduler_type": "cosine",
+}
+
+
+class Provoke(TrainerCallback):
+    """Acts once, at the n-th event of a kind at a step."""
+
+    def __init__(self, event: str, step: int, action: Callable[["Provoke"], None], nth: int = 1):
+        self.step, self.action, self.nth = step, action, nth
+        self.callbacks: list[TrainerCallback] = []
+        setattr(self, event, self._count)
+
+    def _count(self, args, state, _control, **_kwargs):
+        if state.global_step == self.step:
+            self.nth -= 1
+            if self.nth == 0:
+                self.output_dir = Path(args.output_dir)
+                self.action(self)
+
+    @property
+    def watch(self) -> StopWatch:
+        return next(callback for callback in self.callbacks if isinstance(callback, StopWatch))
+
+
+def touch(name: str) -> Callable[[Provoke], None]:
+    return lambda provoke: (provoke.output_dir / name).touch()
+
+
+def send(*signals: int) -> Callable[[Provoke], None]:
+    def action(_provoke: Provoke) -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    return action
+
+
+def let_the_time_run_out(provoke: Provoke) -> None:
+    provoke.watch.deadline.ends_at = time.monotonic() + 3
+
+
+@pytest.fixture(autouse=True)
+def _look_always(monkeypatch):
+    monkeypatch.setattr("utils.callbacks.requests.LOOK_INTERVAL_S", 0)
+
+
+@pytest.fixture
+def start(pretraining, workspace, monkeypatch):
+    """Start a run in this process, with or without a provocation; returns the exit code."""
+    import utils.training.reporting as reporting
+
+    real = reporting.run_callbacks
+
+    def start(run: Path, provoke: Provoke | None = None, **changes: object) -> int:
+        def run_callbacks(*args):
+            callbacks = real(*args)
+            if provoke is None:
+                return callbacks
+            provoke.callbacks = callbacks
+            return [provoke, *callbacks]
+
+        monkeypatch.setattr(reporting, "run_callbacks", run_callbacks)
+        held_out = workspace / "heldout"
+        splits = {"eval_data": [f"first={held_out}", f"second={held_out}"]}
+        model = tiny.make_model_config(workspace / "dropout.json", attention_dropout=0.1)
+        return pretrain.main(pretraining(run, **RUN | splits | {"model_config": model} | changes))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("uninterrupted")
+
+
+@pytest.fixture
+def uninterrupted(kept, start):
+    """The directory of the uninterrupted run with these settings, made once."""
+
+    def made(**changes: object) -> Path:
+        run = kept / ("-".join(f"{name}={value}" for name, value in changes.items()) or "plain")
+        if not run.exists():
+            assert start(run, **changes) == ExitCode.DONE
+        return run
+
+    return made
+
+
+def assert_the_same(run: Path, whole: Path) -> None:
+    assert tiny.losses(run) == tiny.losses(whole)
+    for split in ("first", "second"):
+        assert tiny.evaluations(run, split) == tiny.evaluations(whole, split)
+    for name in ("final", f"checkpoint-{STEPS}"):
+        weights = f"{name}/model.safetensors"
+        assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def assert_the_same_end(run: Path, whole: Path) -> None:
+    """What the last checkpoint knows of the whole run, too."""
+    assert_the_same(run, whole)
+    ends = [trainer_state(folder, STEPS) for folder in (run, whole)]
+    assert ends[0]["best_metric"] == ends[1]["best_metric"]
+    best = [Path(end["best_model_checkpoint"] or "none").name for end in ends]
+    assert best[0] == best[1]
+    figures = [
+        [
+            {key: entry[key] for key in entry if key in ("step", "loss") or key.endswith("_loss")}
+            for entry in end["log_history"]
+        ]
+        for end in ends
+    ]
+    assert figures[0] == figures[1]
+
+
+def trainer_state(run: Path, step: int) -> dict:
+    return json.loads((run / f"checkpoint-{step}" / "trainer_state.json").read_text())
+
+
+AFTER_5 = "stopping after step 5: "
+STOPS = {
+    "STOP": (Provoke, "on_step_begin", 4, touch("STOP"), "stopping after step 5: {run}/STOP"),
+    "SIGTERM": (Provoke, "on_step_begin", 4, send(signal.SIGTERM), AFTER_5 + "SIGTERM"),
+    "SIGUSR1": (Provoke, "on_step_begin", 4, send(signal.SIGUSR1), AFTER_5 + "SIGUSR1"),
+    "two signals": (
+        Provoke, "on_step_begin", 4, send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM),
+        "stopping after step 5: SIGUSR1",
+    ),
+    "time limit": (
+        Provoke, "on_step_begin", 4, let_the_time_run_out,
+        "stopping after step 5: the time limit ends in 3 s: a step takes 0",
+    ),
+    "between micro-batches": (
+        Provoke, "on_substep_end", 4, touch("STOP"), "stopping after step 5: {run}/STOP",
+    ),
+    "an evaluation due": (
+        Provoke, "on_step_begin", 5, touch("STOP"), "stopping after step 6: {run}/STOP",
+    ),
+    "an evaluation and a save due": (
+        Provoke, "on_step_begin", 3, touch("STOP"), "stopping after step 4: {run}/STOP",
+    ),
+    "before the first step": (
+        Provoke, "on_train_begin", 0, touch("STOP"), "stopping after step 1: {run}/STOP",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", STOPS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    cause, start, uninterrupted, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    make, event, step, action, said = STOPS[cause]
+    run, whole = tmp_path / "run", uninterrupted()
+    capsys.readouterr()
+    assert start(run, make(event, step, action)) == ExitCode.STOPPED
+    shown = capsys.readouterr().out
+    assert shown.count("stopping after") == 1
+    assert said.format(run=run) in shown
+    at = int(shown.split("stopping after step ")[1].split(":")[0])
+    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}; the same command goes" in shown
+    assert "time limit: ends at" in shown
+    assert (run / f"checkpoint-{at}").is_dir()
+    assert not (run / "STOP").exists()
+    assert not (run / "final").exists()
+    events = [
+        json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert events[-1] == "stopped"
+    assert start(run) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert f"resuming from {run}/checkpoint-{at}" in shown
+    assert ("is owed: it comes first" in shown) == (at % 2 == 0)
+    assert_the_same_end(run, whole)
+
+
+@pytest.mark.parametrize(("step", "batch"), [(2, 2), (4, 6), (8, 7)])
+def test_an_evaluation_broken_off_is_done_first_by_the_resumed_run(
+    step, batch, start, uninterrupted, tmp_path, capsys
+):
+    """At the first split, in the second one, and at the run's last step."""
+    run, whole = tmp_path / "run", uninterrupted()
+    provoke = Provoke("on_prediction_step", step, touch("STOP"), nth=batch)
+    assert start(run, provoke) == ExitCode.STOPPED
+    assert f"stopping after a part of the evaluation at step {step}" in capsys.readouterr().out
+    state = trainer_state(run, step)
+    assert not [entry for entry in state["log_history"] if "eval_first_loss" in entry][
+        step // 2 - 1 :
+    ]
+    assert start(run) == ExitCode.DONE
+    assert_the_same(run, whole)
+    if step < STEPS:  # else the last checkpoint was written before its evaluation
+        assert_the_same_end(run, whole)
+
+
+def test_an_owed_evaluation_may_be_broken_off_again(start, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    for nth in (3, 6):
+        provoke = Provoke("on_prediction_step", 4, send(signal.SIGTERM), nth=nth)
+        assert start(run, provoke) == ExitCode.STOPPED
+        assert "stopped at step 4 of 8" in capsys.readouterr().out
+    assert start(run) == ExitCode.DONE
+    assert_the_same(run, uninterrupted())
+
+
+def test_a_stop_before_anything_was_saved_says_so(start, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = {"eval_on_start": "true"}
+    whole = uninterrupted(**settings)
+    capsys.readouterr()
+    provoke = Provoke("on_prediction_step", 0, touch("STOP"), nth=2)
+    assert start(run, provoke, **settings) == ExitCode.STOPPED
+    assert "stopped at step 0 of 8 before there was anything to save" in capsys.readouterr().out
+    assert not list(run.glob("checkpoint-*"))
+    assert start(run, Provoke("on_step_begin", 4, touch("STOP")), **settings) == ExitCode.STOPPED
+    assert start(run, **settings) == ExitCode.DONE
+    assert_the_same(run, whole)
+
+
+def test_a_stop_at_the_last_step_with_nothing_left_is_none(start, tmp_path, capsys):
+    run = tmp_path / "run"
+    provoke = Provoke("on_step_begin", STEPS - 1, touch("STOP"))
+    changes = {"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 100}
+    assert start(run, provoke, **changes) == ExitCode.DONE
+    assert "finishing, not stopping: step 8 is the last" in capsys.readouterr().out
+    assert not (run / "STOP").exists()
+    assert (run / "final").is_dir()
+
+
+def test_save_writes_a_checkpoint_and_the_run_goes_on(start, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start(run, Provoke("on_step_begin", 4, touch("SAVE"))) == ExitCode.DONE
+    assert f"saving at step 5 and going on: {run}/SAVE" in capsys.readouterr().out
+    assert trainer_state(run, 5)["global_step"] == 5
+    assert not (run / "SAVE").exists()
+    assert not (run / "checkpoint-6").exists()
+    assert_the_same(run, uninterrupted())
+
+
+def test_save_during_an_evaluation_is_written_after_it(start, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    provoke = Provoke("on_prediction_step", 6, touch("SAVE"), nth=2)
+    assert start(run, provoke) == ExitCode.DONE
+    evaluated = [entry for entry in trainer_state(run, 6)["log_history"] if entry["step"] == 6]
+    assert {"eval_first_loss", "eval_second_loss"} <= {key for entry in evaluated for key in entry}
+    assert_the_same(run, uninterrupted())
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_best_model_is_the_uninterrupted_runs(step, start, uninterrupted, tmp_path):
+    """It gets worse from step 2 on, where only the stop left a checkpoint; 4 is saved anyway."""
+    settings = {"learning_rate": 2.0, "warmup_steps": step, "save_total_limit": 1}
+    run, whole = tmp_path / "run", uninterrupted(**settings)
+    losses = tiny.evaluations(whole, "first")
+    assert min(losses, key=losses.__getitem__) <= 4
+    assert start(run, Provoke("on_step_begin", step - 1, touch("STOP")), **settings) == 75
+    assert start(run, Provoke("on_step_begin", 6, touch("STOP")), **settings) == 75
+    assert (run / "checkpoint-7").is_dir(), "the checkpoint to go on from"
+    assert start(run, **settings) == ExitCode.DONE
+    assert_the_same_end(run, whole)
+
+
+def test_epochs_of_the_data_and_a_plateau_scheduler(start, uninterrupted, tmp_path):
+    """Evaluations decide on the learning rate, and the end of Trainer's loop is no epoch's end."""
+    settings = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": '{"patience": 0, "factor": 0.5}',
+        "learning_rate": 1.0,
+        "logging_steps": 1,
+    }
+    run, whole = tmp_path / "run", uninterrupted(**settings)
+    for step in (2, 4):
+        provoke = Provoke("on_prediction_step", step, touch("STOP"), nth=3)
+        assert start(run, provoke, **settings) == ExitCode.STOPPED
+    assert start(run, **settings) == ExitCode.DONE
+    assert_the_same(run, whole)
+
+
+def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start(run, Provoke("on_step_begin", 2, touch("STOP"))) == ExitCode.STOPPED
+    for name in ("STOP", "SAVE"):
+        (run / name).touch()
+    assert start(run) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    for name in ("STOP", "SAVE"):
+        assert f"WARNING  {run}/{name} is older than this start: removed" in shown
+        assert not (run / name).exists()
+    assert_the_same(run, uninterrupted())
+
+
+def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, monkeypatch):
+    import utils.training.reporting as reporting
+
+    settings = {
+        "eval_data": f"heldout={workspace / 'chats_heldout'}",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 2,
+        "logging_steps": 4,
+        "use_peft": "true",
+        "lora_r": 4,
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
+    real = reporting.run_callbacks
+    provoke = Provoke("on_prediction_step", 2, send(signal.SIGTERM), nth=2)
+    monkeypatch.setattr(reporting, "run_callbacks", lambda *args: [provoke, *real(*args)])
+    assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.STOPPED
+    monkeypatch.setattr(reporting, "run_callbacks", real)
+    assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.DONE
+    assert tiny.losses(run) == tiny.losses(whole)
+    assert tiny.evaluations(run, "heldout") == tiny.evaluations(whole, "heldout")
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, workspace, tmp_path):
+    settings = {"eval_data": f"first={workspace / 'heldout'}"} | {
+        name: RUN[name] for name in ("max_steps", "logging_steps", "eval_strategy", "eval_steps")
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings))
+    assert done.returncode == 0, done.stdout
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        slow = {"STOKER_TEST_STEP_DELAY_S": "0.7"}
+        argv = pretraining(run, **settings)
+        started = pool.submit(run_processes, "multi_gpu", "pretrain.py", argv, env=slow)
+        os.kill(process_of_rank(1, run), signal.SIGTERM)
+        done = started.result()
+    assert "was asked to (a signal)" in done.stdout, done.stdout
+    at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
+    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}" in done.stdout
+    assert "exitcode  : 75" in done.stdout, "both leave with it"
+    assert "Signal" not in done.stdout, "neither was killed"
+    done = run_processes("multi_gpu", "pretrain.py", pretraining(run, **settings))
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from {run}/checkpoint-{at}" in done.stdout
+    assert tiny.losses(run) == tiny.losses(whole)
+    assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def process_of_rank(rank: int, run: Path) -> int:
+    """The process of a rank of a run, once that trains."""
+    give_up_at = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists():
+        assert time.monotonic() < give_up_at, "the run does not start"
+        time.sleep(0.1)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile
+        if str(run) in command and f"RANK={rank}".encode() in environment:
+            return int(process.name)
+    raise AssertionError(f"no process of rank {rank}")

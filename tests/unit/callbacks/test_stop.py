@@ -1,0 +1,302 @@
+"""StopWatch over several ranks and a clock of its own, without processes."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from utils.callbacks.requests import Requests, remove_stale_requests
+from utils.callbacks.stop import EvaluationInterrupted, StopWatch, carried_state, carry
+
+
+class Turns:
+    """What `Agreement` does over a network, for ranks that take their turns one after another."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.rounds: list[list[int]] = []
+
+    def agreement(self):
+        turns = self
+
+        class Agreement:
+            group = object() if turns.ranks > 1 else None
+            own = 0
+            put = read = 0
+
+            def __init__(self, _timeout_s):
+                """Started by on_train_begin."""
+
+            def put_forward(self, number):
+                self.own = number
+                if len(turns.rounds) == self.put:
+                    turns.rounds.append([])
+                turns.rounds[self.put].append(number)
+                self.put += 1
+
+            def result(self):
+                if self.group is None:
+                    return self.own
+                self.read += 1
+                assert len(turns.rounds[self.read - 1]) == turns.ranks, "a rank missed its turn"
+                return max(turns.rounds[self.read - 1])
+
+            def close(self):
+                assert self.group is None or self.put - self.read == 1, "one turn is under way"
+
+        return Agreement
+
+
+class Ranks:
+    """Plays Trainer's events on every rank."""
+
+    def __init__(self, folder, monkeypatch, ranks=1, end_time=None, max_steps=100, start=0):
+        self.now, self.signals = 1000.0, {}
+        turns = Turns(ranks)
+        self.states = [TrainerState(global_step=start, max_steps=max_steps) for _ in range(ranks)]
+        self.controls = [TrainerControl() for _ in range(ranks)]
+        self.args, self.watches = [], []
+        for rank in range(ranks):
+            monkeypatch.setattr("utils.callbacks.stop.Agreement", turns.agreement())
+            self.args.append(
+                SimpleNamespace(
+                    process_index=rank, ddp_timeout=60, eval_on_start=False,
+                    eval_strategy=IntervalStrategy.STEPS, save_strategy=SaveStrategy.STEPS,
+                )
+            )  # fmt: skip
+            watch = StopWatch(
+                folder,
+                clock=lambda: self.now,
+                end_time=lambda: end_time,
+                signalled=lambda rank=rank: self.signals.get(rank),
+            )
+            self.watches.append(watch)
+            watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
+
+    def event(self, name, seconds=0.0):
+        self.now += seconds
+        for watch, args, state, control in zip(
+            self.watches, self.args, self.states, self.controls, strict=True
+        ):
+            getattr(watch, name)(args, state, control)
+
+    def step(self, seconds=1.0, evaluate=False):
+        for state, control in zip(self.states, self.controls, strict=True):
+            state.global_step += 1
+            control.should_save = False
+            control.should_evaluate = evaluate
+        self.event("on_step_begin")
+        self.event("on_step_end", seconds)
+
+    @property
+    def stopped(self):
+        return [control.should_training_stop for control in self.controls]
+
+    @property
+    def saves(self):
+        return [control.should_save for control in self.controls]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch, caplog):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=3)
+    ranks.step()
+    ranks.signals[2] = "SIGTERM"
+    ranks.step()
+    assert ranks.stopped == [False] * 3
+    with caplog.at_level(logging.INFO):
+        ranks.step()
+    assert ranks.stopped == ranks.saves == [True] * 3
+    (record,) = caplog.records
+    assert record.message == "stopping after step 3: rank 2 was asked to (a signal)"
+    ranks.event("on_train_end")
+
+
+def test_rank_0_says_its_own_reason(tmp_path, monkeypatch, caplog):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
+    (tmp_path / "STOP").touch()
+    with caplog.at_level(logging.INFO):
+        ranks.step()
+        ranks.signals[1] = "SIGTERM"
+        ranks.step()
+    assert ranks.stopped == [True, True]
+    assert [record.message for record in caplog.records] == [
+        f"stopping after step 2: {tmp_path / 'STOP'}"
+    ]
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_files_are_rank_0s_to_see(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
+    monkeypatch.setattr(ranks.watches[0].requests, "_files", set)
+    (tmp_path / "STOP").touch()
+    for _ in range(3):
+        ranks.step()
+    assert ranks.stopped == [False, False]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_save_is_one_checkpoint(count, tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=count)
+    ranks.step()
+    (tmp_path / "SAVE").touch()
+    seen = []
+    for _ in range(6):
+        ranks.step()
+        assert len(set(ranks.saves)) == 1
+        seen.append(ranks.saves[0])
+        if ranks.saves[0]:
+            ranks.event("on_save", 1.0)
+    assert seen.count(True) == 1
+    assert not (tmp_path / "SAVE").exists()
+    (tmp_path / "SAVE").touch()
+    seen = []
+    for _ in range(4):
+        ranks.step()
+        seen.append(ranks.saves[0])
+        if ranks.saves[0]:
+            ranks.event("on_save", 1.0)
+    assert seen.count(True) == 1, "another request counts again"
+
+
+def test_a_stop_weighs_more_than_a_save(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    for name in ("STOP", "SAVE"):
+        (tmp_path / name).touch()
+    ranks.step()
+    assert ranks.stopped == [True]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_directory_is_looked_at_once_a_second(tmp_path, monkeypatch):
+    looks = []
+    real = Requests._files
+    monkeypatch.setattr(Requests, "_files", lambda self: looks.append(1) or real(self))
+    ranks = Ranks(tmp_path, monkeypatch)
+    for _ in range(50):
+        ranks.step(0.1)
+    assert 5 <= len(looks) <= 7
+
+
+def test_a_directory_that_cannot_be_read_is_said_once(tmp_path, monkeypatch, caplog):
+    ranks = Ranks(tmp_path / "gone", monkeypatch)
+    for _ in range(5):
+        ranks.step()
+    assert caplog.text.count("no STOP or SAVE can be seen in") == 1
+    assert ranks.stopped == [False]
+
+
+def test_all_ranks_break_an_evaluation_off_at_the_same_batch(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
+    ranks.step(evaluate=True)
+    ranks.event("on_prediction_step", 1.0)
+    ranks.signals[1] = "SIGTERM"
+    ranks.event("on_prediction_step", 1.0)
+    for watch, args, state, control in zip(
+        ranks.watches, ranks.args, ranks.states, ranks.controls, strict=True
+    ):
+        with pytest.raises(EvaluationInterrupted):
+            watch.on_prediction_step(args, state, control)
+        assert watch.stopped
+        assert watch.evaluation_due
+
+
+def test_the_evaluation_of_a_finished_run_is_left_alone(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    ranks.step()
+    ranks.event("on_train_end")
+    ranks.signals[0] = "SIGTERM"
+    ranks.event("on_prediction_step", 5.0)
+    assert not ranks.watches[0].stopped
+
+
+def test_an_evaluation_that_is_due_is_owed(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    ranks.signals[0] = "SIGTERM"
+    ranks.step(evaluate=True)
+    assert ranks.stopped == [True]
+    assert not ranks.controls[0].should_evaluate
+    assert ranks.watches[0].carried(1) == {"evaluation_due": True, "extra_saves": [1]}
+
+
+def test_what_is_owed_comes_first_in_the_resumed_run(tmp_path, monkeypatch):
+    state = TrainerState(global_step=7, max_steps=9)
+    carry(state, {"evaluation_due": True, "extra_saves": [3, 7]})
+    path = tmp_path / "state.json"
+    state.save_to_json(str(path))
+    state = TrainerState.load_from_json(str(path))
+    assert carried_state(state)["extra_saves"] == [3, 7]
+    ranks = Ranks(tmp_path, monkeypatch, start=7)
+    ranks.watches[0].on_train_begin(ranks.args[0], state, ranks.controls[0])
+    assert ranks.args[0].eval_on_start
+    assert ranks.watches[0].extra_saves == [3, 7]
+
+
+@pytest.mark.parametrize(("start", "evaluates"), [(0, True), (5, False)])
+def test_an_evaluation_before_the_first_step_is_not_repeated(
+    start, evaluates, tmp_path, monkeypatch
+):
+    ranks = Ranks(tmp_path, monkeypatch, start=start)
+    ranks.args[0].eval_on_start = True
+    ranks.watches[0].on_train_begin(ranks.args[0], ranks.states[0], ranks.controls[0])
+    assert ranks.args[0].eval_on_start == evaluates
+
+
+def test_leaving_the_loop_is_no_end_of_an_epoch(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    ranks.signals[0] = "SIGTERM"
+    ranks.step()
+    control = ranks.controls[0]
+    control.should_log = control.should_evaluate = control.should_save = True
+    ranks.event("on_epoch_end")
+    assert [control.should_log, control.should_evaluate, control.should_save] == [False] * 3
+
+
+def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
+    with caplog.at_level(logging.INFO):
+        ranks = Ranks(tmp_path, monkeypatch, end_time=6000.0)
+    assert "time limit: ends at" in caplog.text
+    deadline = ranks.watches[0].deadline
+    assert deadline.ends_at == 2000.0
+    ranks.step(400.0)  # compiles
+    assert deadline.needed_s == pytest.approx(30 + 1.5 * 5)
+    ranks.step(2.0)
+    ranks.event("on_log", 3.0)
+    ranks.event("on_prediction_step", 4.0)
+    ranks.event("on_evaluate", 1.0)
+    ranks.event("on_save", 50.0)
+    assert deadline.needed_s == pytest.approx(30 + 2 * 4 + 1.5 * 50)
+    ranks.now = ranks.watches[0].last_event = 2000 - 30 - 2 * 4 - 1.5 * 50 - 3
+    ranks.step(2.5)
+    assert ranks.stopped == [False]
+    ranks.step(1.0)
+    assert ranks.stopped == [True]
+
+
+def test_the_time_limit_is_rank_0s_to_see(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2, end_time=1.0)
+    assert ranks.watches[0].deadline is not None
+    assert ranks.watches[1].deadline is None
+    ranks.step()
+    assert ranks.stopped == [True, True]
+
+
+def test_a_stop_at_the_last_step_is_none(tmp_path, monkeypatch, caplog):
+    ranks = Ranks(tmp_path, monkeypatch, max_steps=1)
+    (tmp_path / "STOP").touch()
+    with caplog.at_level(logging.INFO):
+        ranks.step()
+    assert ranks.stopped == [False]
+    assert "finishing, not stopping: step 1 is the last" in caplog.text
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_requests_of_an_earlier_start_are_removed_aloud(tmp_path, caplog):
+    (tmp_path / "STOP").touch()
+    remove_stale_requests(tmp_path)
+    assert not (tmp_path / "STOP").exists()
+    assert caplog.text.count("is older than this start: removed") == 1
