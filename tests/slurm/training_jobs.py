@@ -13,6 +13,7 @@ from slurm_cluster import Job, SlurmCluster, wait_until
 
 # Forty steps with evaluations between them; four ranks take them in four seconds, undelayed.
 STEPS = 40
+SMALL = ("--cpus-per-task=2", "--mem=3G", "--time=10")  # what a node of the test's Slurm has
 SETTINGS: dict[str, object] = {
     "model_config": ROOT / "recipes/model/llama_6m.yaml",
     "sequence_length": 64,
@@ -76,7 +77,7 @@ class TrainingJobs:
         """Hand `pretrain.py` in; its log is a file of its own."""
         self.count += 1
         return self.slurm.submit(
-            *options, script, "pretrain.py", *self.flags(output_dir, **changes),
+            *SMALL, *options, script, "pretrain.py", *self.flags(output_dir, **changes),
             cwd=ROOT, log=self.files / f"job-{self.count}.log", env=self.environment(config, env),
         )  # fmt: skip
 
