@@ -1,0 +1,183 @@
+"""A sweep file becomes points: every combination once, each with a directory of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import parse_pretraining
+from utils.jobs import sweep as command
+from utils.jobs.sweep_file import flag_words, point_name, read_sweep
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def sweep_file(tmp_path):
+    def write(text: str, rest: str = "script: pretrain.py\noutput_dir: runs/s\n") -> str:
+        path = tmp_path / "sweep.yaml"
+        path.write_text(rest + text)
+        return str(path)
+
+    return write
+
+
+def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
+    sweep = read_sweep(
+        sweep_file(
+            "config: [recipes/pretrain/demo_cpu.yaml]\n"
+            "settings: {max_steps: 5, bf16: true}\n"
+            "grid: {learning_rate: [1.0e-3, 2.0e-5], seed: [1, 2]}\n"
+            "list: [{learning_rate: 7, warmup_steps: 3}]\n"
+        )
+    )
+    assert [point.name for point in sweep.points] == [
+        "learning_rate=0.001,seed=1",
+        "learning_rate=0.001,seed=2",
+        "learning_rate=2e-05,seed=1",
+        "learning_rate=2e-05,seed=2",
+        "learning_rate=7,warmup_steps=3",
+    ]
+    assert [point.index for point in sweep.points] == [0, 1, 2, 3, 4]
+    assert sweep.arguments(sweep.point(3)) == [
+        "pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", "--max_steps=5",
+        "--bf16=true", "--learning_rate=2e-05", "--seed=2",
+        "--output_dir=runs/s/learning_rate=2e-05,seed=2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grid: {seed: [1]}\ngrids: {a: [1]}\n", r"yaml:4: grids: unknown key: a sweep has script"),
+        ("grid: {}\n", r"yaml:3: grid: expected `setting: \[values\]`; it is empty"),
+        ("grid:\n", r"yaml:3: grid: expected `setting"),
+        ("grid: {seed: []}\n", "seed: expected a list of values, at least one"),
+        ("grid: {seed: 3}\n", "seed: expected a list of values"),
+        ("list: []\n", "yaml:3: list: expected points"),
+        ("list: [3]\n", "entry 0: expected settings as `name: value`, not 3"),
+        ("list: [{}]\n", "entry 0: a point without settings"),
+        ("settings: {seed: 1}\n", "grid: a sweep needs a grid, a list of points, or both"),
+        ("grid: {seed: [1, 2, 1]}\n", "point 2 is point 0 again: seed=1"),
+        ("grid: {seed: [1]}\nlist: [{seed: '1'}]\n", "yaml:4: list: point 1 is point 0 again"),
+        ("grid: {output_dir: [a]}\n", "output_dir: each point has a directory of its own"),
+        ("list: [{output_dir: a}]\n", "entry 0: output_dir: each point has a directory"),
+        ("settings: {dry_run: true}\ngrid: {seed: [1]}\n", "dry_run: slurm/submit.sh dry-runs"),
+        ("settings: {seed: 1}\ngrid: {seed: [1]}\n", "seed: is among `settings` too"),
+        ("grid: {eval_data: [[]]}\n", "an empty list cannot be given as a flag"),
+        ("grid: {eval_data: [[a, -b]]}\n", "that begin with - cannot be given as flags"),
+        ("grid: {'a b': [1]}\n", "a b: is no name of a setting"),
+        ("grid: {'--seed': [1]}\n", "--seed: is no name of a setting"),
+        ("grid: {seed: [1]}\nmetric: [a]\n", "yaml:4: metric: expected the name of a figure"),
+        ("grid: {seed: [1]}\nconfig: 3\n", "yaml:4: config: expected recipe files"),
+        ("grid: {seed: [1], seed: [2]}\n", "yaml:3: seed is given twice"),
+        ("grid: {seed: [1]}\nscript: x.py\n", "yaml:4: script is given twice"),
+    ],
+)
+def test_faults_are_named_with_their_line(sweep_file, text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        read_sweep(sweep_file(text))
+
+
+def test_all_faults_are_named_at_once(sweep_file):
+    text = "scripts: a\ngrid: {output_dir: [a], seed: []}\nlist: [{}]\nmetric: 3\n"
+    with pytest.raises(ConfigurationError) as caught:
+        read_sweep(sweep_file(text, rest=""))
+    # scripts; script and output_dir missing; the grid's two; the list's one; metric
+    assert len(caught.value.problems) == 7
+
+
+def test_a_script_that_is_not_there_and_no_file_at_all(sweep_file):
+    rest = "script: absent.py\noutput_dir: x\n"
+    with pytest.raises(ConfigurationError, match=r"there is no absent\.py"):
+        read_sweep(sweep_file("grid: {seed: [1]}\n", rest))
+    with pytest.raises(ConfigurationError, match="cannot read the sweep: No such file"):
+        read_sweep("no/such/sweep.yaml")
+    with pytest.raises(ConfigurationError, match=":1: not valid YAML"):
+        read_sweep(sweep_file("{", rest=""))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"lr": 1e-3, "seed": 2}, "lr=0.001,seed=2"),
+        ({"bf16": True, "a": None}, "bf16=true,a=null"),
+        ({"a": "x/../y"}, r"a=x_.._y~\w{8}"),
+        ({"a": "$(touch x); *"}, r"a=__touch_x____~\w{8}"),
+        ({"a": ""}, r"a=~\w{8}"),
+        ({"a": ["x", "y"]}, r"a=x\+y~\w{8}"),
+        ({"a": {"min_lr_rate": 0.1}}, r"a=__min_lr_rate___0.1_~\w{8}"),
+        ({"a": "long" * 100}, r"a=(long)*lo~\w{8}"),
+    ],
+)
+def test_names_are_safe(settings, name):
+    import re
+
+    assert re.fullmatch(name, point_name(settings))
+
+
+VALUES = st.one_of(
+    st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=200),
+    st.lists(st.sampled_from(["a", "b", "a+b", "a,b"]), min_size=1, max_size=3),
+)  # fmt: skip
+POINTS = st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, min_size=1)
+
+
+@given(POINTS, POINTS)
+def test_names_are_unique_short_and_safe_directories(first, second):
+    def words(point):
+        return [flag_words(*item) for item in point.items()]
+
+    assert (point_name(first) == point_name(second)) == (words(first) == words(second))
+    for name in (point_name(first), point_name(second)):
+        assert len(name) < 140
+        assert not set(name) - set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._+-=,~"
+        )
+
+
+def test_arguments_for_bash_end_with_nul_and_hold_anything(sweep_file, capsys):
+    text = 'settings: {run_name: "a b\\n$(touch x)", project: "--odd"}\ngrid: {seed: [1]}\n'
+    command.main(["point", sweep_file(text), "0"])
+    assert capsys.readouterr().out.split("\0") == [
+        "pretrain.py", "--run_name=a b\n$(touch x)", "--project=--odd", "--seed=1",
+        "--output_dir=runs/s/seed=1", "",
+    ]  # fmt: skip
+
+
+def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
+    with pytest.raises(ConfigurationError, match=r"has 2 points.*no point 2. Give --array=0-1"):
+        command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "2"])
+    with pytest.raises(ConfigurationError, match="'-1' is no number"):
+        command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "-1"])
+    with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.jobs\.sweep"):
+        command.main(["point", "a.yaml"])
+
+
+def test_reading_a_point_imports_no_library_that_takes_seconds(sweep_file):
+    program = (
+        "import sys; from utils.jobs.sweep import main; main(['point', sys.argv[1], '0']); "
+        "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    )
+    file = sweep_file("grid: {seed: [1, 2]}\n")
+    done = subprocess.run([sys.executable, "-c", program, file], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes/sweep").glob("*.yaml")), ids=str)
+def test_the_settings_of_every_point_of_a_shipped_sweep_exist(path):
+    sweep = read_sweep(str(path))
+    assert sweep.script == "pretrain.py"
+    for point in sweep.points:
+        settings = parse_pretraining([*sweep.arguments(point)[1:], "--dry_run"], "test")
+        assert settings.training.output_dir == str(sweep.run_directory(point))
