@@ -78,9 +78,14 @@ say_job() {
 }
 
 # run_step COMMAND: runs srun to its end and sets `code`. A stop signal that reaches this shell is
-# passed on to the tasks, as USR1, on which srun acts just by forwarding it.
+# passed on to the tasks, as USR1, on which srun acts just by forwarding it; `passed_on` names it.
+#
+# A caller that has run its last step ignores both: Slurm's TERM, which follows a requeue, must not
+# take the last lines with it.
 run_step() {
   local signalled status
+  # shellcheck disable=SC2034 # for the caller
+  passed_on=
   "$@" </dev/null &
   step=$!
   for name in USR1 TERM; do
@@ -95,11 +100,11 @@ run_step() {
     ((status == 127 && code != 127)) || code=$status
     [[ -n $signalled ]] || break
   done
-  # From here on Slurm's TERM, which follows a requeue, must not take the last lines with it.
-  trap '' USR1 TERM
 }
 
 pass_on() {
+  # shellcheck disable=SC2034 # for the caller of run_step
+  passed_on=$1
   say "job $job: got $1, asking the run to stop"
   kill -USR1 "$step" 2>/dev/null || true
 }

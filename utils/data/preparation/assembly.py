@@ -22,10 +22,10 @@ from utils.data.preparation.report import (
 from utils.data.preparation.token_files import write_layout
 from utils.data.preparation.tokenization import MASK_COLUMNS
 from utils.data.preparation.tokenizer_choice import chat_template_sha256
-from utils.data.preparation.unit import TRAIN, UnitCounts
+from utils.data.preparation.unit import TRAIN, SplitCounts, UnitCounts
 from utils.data.preparation.work_units import WorkUnit
 from utils.data.preparation.workspace import Workspace
-from utils.data.token_dataset import describe_split
+from utils.data.token_dataset import TokenDataset, describe_split
 from utils.data.tokenizers import id_type, tokenizer_sha256, vocabulary_size
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def describe(
 ) -> None:
     """Make the files of a split a dataset: layout, statistics and stoker.json; show an example.
 
-    digest: what stands for the preparation as a whole.
+    digest: what stands for the preparation as a whole. Raises ConfigurationError when the files
+    do not hold what was counted while they were written.
     """
     directory = files[0].parent
     mask_column = MASK_COLUMNS[plan.settings.document_format]
@@ -132,15 +133,16 @@ def describe(
     if split == TRAIN:
         shown = decoded_example(tokenizer, ids, bears_loss, example_marks())
         logger.info("an example, with marks around what bears loss:\n%s", shown)
+    counted = total_counts(counts.values()).splits[split]
     preparation = {
         "settings_sha256": digest,
         "settings": asdict(plan.settings),
         "sources": _sources_of(plan, split, counts),
-        **split_figures(total_counts(counts.values()).splits[split]),
+        **split_figures(counted),
         "example": decoded_example(tokenizer, ids, bears_loss),
         "end_of_turn_token_id": end_of_turn_id(tokenizer) if tokenizer.chat_template else None,
     }
-    describe_split(
+    dataset = describe_split(
         directory,
         tokenizer={
             "path": "../tokenizer",
@@ -149,6 +151,23 @@ def describe(
         },
         chat_template_sha256=chat_template_sha256(tokenizer),
         preparation=preparation,
+    )
+    _check_against_counts(dataset, counted)
+
+
+def _check_against_counts(dataset: TokenDataset, counted: SplitCounts) -> None:
+    """Hold a measured split against what its shards counted; say that it fits, or raise."""
+    found = dataset.statistics
+    if (found.documents, found.tokens) != (counted.documents, counted.tokens):
+        raise ConfigurationError(
+            f"{dataset.path}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
+            f"{counted.documents:,} and {counted.tokens:,} were counted as they were written: the "
+            "storage changed or lost data; remove the folder and prepare again"
+        )
+    logger.info(
+        "%s: %s documents, %s tokens, as counted while tokenizing; fingerprint %s",
+        *(dataset.path.name, f"{found.documents:,}", f"{found.tokens:,}"),
+        dataset.fingerprint[:16],
     )
 
 

@@ -678,6 +678,29 @@ def test_merge_refuses_a_file_that_was_cut_short(tmp_path, source, tokenizer):
         samples.prepare(**settings, output_dir=tmp_path / "out", merge=2)
 
 
+def test_merge_refuses_files_that_do_not_hold_what_was_counted(tmp_path, source, tokenizer):
+    settings = {"sources": [source], "output_dir": tmp_path / "out"}
+    samples.prepare(**settings, tokenizer_name_or_path=tokenizer, shard="0/1")
+    record = next((tmp_path / "out/.shards").glob("unit-*.json"))
+    content = json.loads(record.read_text())
+    content["counts"]["splits"]["train"]["tokens"] += 1
+    record.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"tokens, but .* were counted as they were"):
+        samples.prepare(**settings, tokenizer_name_or_path=tokenizer, merge=1)
+
+
+def test_the_result_is_held_against_the_counts_of_the_shards(tmp_path, source, tokenizer, caplog):
+    with caplog.at_level(logging.INFO):
+        samples.prepare(
+            sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer
+        )
+    train = open_token_dataset(tmp_path / "out/train")
+    assert (
+        f"train: {len(train):,} documents, {train.lengths.sum():,} tokens, as counted while "
+        f"tokenizing; fingerprint {train.fingerprint[:16]}"
+    ) in caplog.messages
+
+
 def test_a_tokenizer_trained_first_serves_the_shards_of_the_same_folder(tmp_path, source):
     out = tmp_path / "out"
     first = Preparation(

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Tokenizes on the cluster, each task of a job array a share; needs no GPU:
+#
+#   sbatch --array=0-15 slurm/prepare_job.sh --sources corpus/*.jsonl.zst \
+#       --tokenizer_name_or_path models/Qwen3-0.6B --output_dir data/corpus
+#   sbatch slurm/prepare_job.sh --config recipes/data/my_data.yaml            all of it in one task
+#
+# The arguments are prepare_data.py's. The last task to finish merges all shares and checks the
+# result. Handed in again, also with another number of tasks, only what is missing is done. A
+# tokenizer is trained first, in a job without --array, with --tokenizer_only true.
+#
+#SBATCH --job-name=prepare
+##SBATCH --partition=cpu            # sinfo lists them; commented out: the cluster's default
+##SBATCH --account=my_account       # sacctmgr show assoc user=$USER
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=8           # worker processes, unless --num_proc says otherwise
+#SBATCH --mem=16G                   # of each task: 1 to 2 GiB a worker
+#SBATCH --time=04:00:00             # a task that needs longer requeues itself
+#SBATCH --output=%x-%j.log          # of an array's tasks each has a job id of its own
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60          # a unit of work that is cut off by the time limit is done again
+set -euo pipefail
+
+# sbatch copies this file away: the repository is where sbatch was called, or STOKER_ROOT.
+root=${STOKER_ROOT:-$PWD}
+[[ -n ${STOKER_ROOT:-} || -f $root/slurm/job_setup.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}
+if [[ ! -f $root/slurm/job_setup.sh ]]; then
+  printf 'no repository here (%s): call sbatch in it, or set STOKER_ROOT to it.\n' "$root" >&2
+  exit 2
+fi
+# shellcheck source=slurm/job_setup.sh
+source "$root/slurm/job_setup.sh"
+
+if (($# == 0)); then
+  refuse 2 "no arguments given: sbatch --array=0-15 slurm/prepare_job.sh --sources ... --output_dir ... (python prepare_data.py --help lists them)"
+fi
+((${SLURM_JOB_NUM_NODES:-1} == 1)) || refuse 2 \
+  "$SLURM_JOB_NUM_NODES nodes for one task, which uses one: use --array=0-$((SLURM_JOB_NUM_NODES - 1)) in place of --nodes=$SLURM_JOB_NUM_NODES."
+own_processes=
+for argument in "$@"; do
+  case $argument in
+  --shard | --shard=* | --merge | --merge=*)
+    refuse 2 "$argument is for prepare_data.py by hand: here the array is the division (sbatch --array=0-15)." ;;
+  --num_proc | --num_proc=*) own_processes=1 ;;
+  esac
+done
+cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
+arguments=("$@")
+[[ -n $own_processes ]] || arguments+=(--num_proc "$cores")
+
+# Which share is this task's? Slurm tells the array's bounds, not its list.
+shards=
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+  step_width=${SLURM_ARRAY_TASK_STEP:-1}
+  shards=$SLURM_ARRAY_TASK_COUNT
+  # shellcheck disable=SC2153 # Slurm's names
+  shard=$(((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN) / step_width))
+  if (((SLURM_ARRAY_TASK_MAX - SLURM_ARRAY_TASK_MIN) / step_width + 1 != shards)); then
+    refuse 2 "an array with gaps ($shards tasks from $SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX) leaves shares undone: give a range, as in --array=0-$((shards - 1)); what is finished is not done again."
+  fi
+fi
+
+go_on="cd $(quoted "$root") && sbatch [THE SAME OPTIONS] slurm/prepare_job.sh $(quoted "$@")"
+
+# Private to the job, removed with it: Python's and datasets' temporary files.
+private=$(mktemp -d -- "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/stoker-prepare-XXXXXXXX") || refuse 74 \
+  "no temporary directory can be made in ${SLURM_TMPDIR:-${TMPDIR:-/tmp}}: set TMPDIR in slurm/cluster.env to one on the node's own disk."
+trap 'rm -rf -- "$private"' EXIT
+export HF_DATASETS_CACHE=$private/datasets PYTHONUNBUFFERED=1 SRUN_CPUS_PER_TASK=$cores
+if [[ -z ${HF_HUB_OFFLINE:-} ]]; then
+  export HF_HUB_OFFLINE=1 # nodes seldom have internet, and would wait for time-outs
+fi
+
+say_job
+say "in $root: prepare_data.py ${shards:+--shard $shard/$shards }$(quoted "${arguments[@]}")"
+
+run_step slurm/run_python.sh prepare_data.py "${arguments[@]}" ${shards:+--shard "$shard/$shards"}
+if ((code == 0)) && [[ -n $shards ]]; then
+  STOKER_SHARD=$shard run_step slurm/run_python.sh -m utils.jobs.merge_shards "${arguments[@]}" --merge "$shards"
+fi
+trap '' USR1 TERM
+
+if ((code > 128)) && [[ -n ${passed_on:-} ]]; then
+  if ((restarts < 20)); then
+    requeue "stopped by $passed_on, finished work is kept"
+  else
+    say "job $job: stopped by $passed_on after $restarts restarts, not requeued: give it more --time or a wider --array. To go on: $go_on"
+  fi
+  exit 75
+fi
+((code == 0)) || say "job $job: failed with exit code $code, see above; finished work is kept. To go on: $go_on"
+exit "$code"
