@@ -18,7 +18,7 @@ STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   # Environments' activation scripts read unset variables.
   set +u
-  trap 'printf "%s: slurm/cluster.env failed, see above\n" "$(hostname)" >&2' EXIT
+  trap 'printf "%s: slurm/cluster.env failed, see above\n" "${SLURMD_NODENAME:-$(hostname)}" >&2' EXIT
   # shellcheck source=/dev/null # the user's own
   source slurm/cluster.env
   trap - EXIT
@@ -28,10 +28,14 @@ fi
 # A core dump of one process is as large as its memory; thousands have filled file systems.
 ulimit -c 0
 
-first_word="${STOKER_CONTAINER[0]:-python}"
-if ! command -v -- "$first_word" >/dev/null; then
-  printf '%s: there is no %s on PATH: activate the environment in slurm/cluster.env (see %s)\n' \
-    "$(hostname)" "$first_word" slurm/cluster.env.example >&2
+node="${SLURMD_NODENAME:-$(hostname)}"
+if ((${#STOKER_CONTAINER[@]})) && ! command -v -- "${STOKER_CONTAINER[0]}" >/dev/null; then
+  printf '%s: STOKER_CONTAINER begins with %q, which is no command here: %s\n' "$node" \
+    "${STOKER_CONTAINER[0]}" 'set it as STOKER_CONTAINER=(apptainer exec IMAGE) in slurm/cluster.env' >&2
+  exit 69
+elif ! ((${#STOKER_CONTAINER[@]})) && ! command -v -- python >/dev/null; then
+  printf '%s: there is no python on PATH: activate the environment in slurm/cluster.env (see %s)\n' \
+    "$node" slurm/cluster.env.example >&2
   exit 69
 fi
 

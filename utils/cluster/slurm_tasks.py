@@ -28,14 +28,15 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
     Raises ConfigurationError for what is none.
     """
     hosts: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list):
+    words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
+    if not words or ",".join(words) != node_list:
+        raise ConfigurationError(f"'{node_list}' is no list of nodes: write it as n[1-4] or n1,n2.")
+    for word in words:
         names = [""]
         for text, numbers in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
             endings = [text] if text else _numbers(numbers, node_list)
             names = [name + ending for name in names for ending in endings]
         hosts += names
-    if not hosts:
-        raise ConfigurationError(f"'{node_list}' is no list of nodes: write it as n[1-4] or n1,n2.")
     return tuple(hosts)
 
 
@@ -60,7 +61,7 @@ def main_port(environment: Mapping[str, str]) -> int:
     of job and step. Raises ConfigurationError.
     """
     given = environment.get(MAIN_PORT)
-    if given is None:
+    if not given:
         job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
         return _FIRST_PORT + 2 * ((int(job) * 31 + int(step)) % _PORT_PAIRS)
     if not re.fullmatch(r"[0-9]{1,5}", given) or not 1024 <= int(given) <= 65534:
@@ -175,7 +176,7 @@ def taken_port_message(host: str, port: int, environment: Mapping[str, str]) -> 
     """Say that a port is in use, and what to do about it."""
     remedy = (
         f"unset {MAIN_PORT}, or give another"
-        if MAIN_PORT in environment
+        if environment.get(MAIN_PORT)
         else f"set {MAIN_PORT} to a free port (the one after it is used too)"
     )
     return f"{host}: port {port} is in use by another process: {remedy}."

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def launch_arguments(
             )
     args.training_script, args.training_script_args = script, script_args
     # Not for the command line: accelerate hands them to torchrun. A stop signal is the launcher's
-    # own affair; torchrun would end the workers.
-    args.signals_to_handle = "SIGINT"
+    # own affair; torchrun would end the workers. At the end of a terminal it has to, but for nohup.
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     return args

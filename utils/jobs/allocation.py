@@ -61,7 +61,7 @@ def read_allocation(environment: Mapping[str, str], devices_here: Callable[[], i
     if not on_cpu(environment):
         in_slurm = "SLURM_JOB_ID" in environment
         gpus = allocated_gpus(environment) if in_slurm else devices_here()
-        if in_slurm and not gpus and PROCESSES not in environment:
+        if in_slurm and not gpus and not environment.get(PROCESSES):
             raise UnfitClusterError(
                 f"{hosts[node]}: Slurm gave this job no GPU. Ask for some (--gpus-per-node=4); "
                 f"where Slurm does not count GPUs, set {PROCESSES}; to train on CPUs, set "
@@ -125,7 +125,7 @@ def allocated_gpus(environment: Mapping[str, str]) -> int:
 def _processes(environment: Mapping[str, str], gpus: int | None, host: str) -> int:
     """Count the processes to start here: one a GPU; without GPUs as many as the user says."""
     given = environment.get(PROCESSES)
-    if given is None:
+    if not given:
         return gpus or 1
     if not re.fullmatch(r"[0-9]{1,4}", given) or int(given) < 1:
         raise ConfigurationError(

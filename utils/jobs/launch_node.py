@@ -65,9 +65,9 @@ class StopSignals:
         if not self.started or self.directory is None:
             self.ignore()
             raise AskedToStop(f"{name} on {host_name()} before the processes were started")
-        (self.directory / "STOP").touch()
         if not self.asked:
             self.asked = True
+            (self.directory / "STOP").write_text(f"{name} to the job\n", encoding="utf-8")
             # Not logging: it may be in the middle of a line, holding its lock.
             clock = time.strftime("%H:%M:%S")
             line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     alone = NOTES_DIR not in os.environ
     try:
         try:
-            signals.directory = prepare_node()
+            signals.directory = make_node_directory(os.environ)
+            prepare_node(signals.directory)
             verdict = launch(command, signals)
         except ConfigurationError as error:
             title = f"{error.kind} on {host_name()}:"
@@ -119,9 +120,8 @@ def say(verdict: Verdict, alone: bool) -> int:
     return (earlier or verdict).exit_code
 
 
-def prepare_node() -> Path:
-    """Make the node's directory, set the environment, and return the directory."""
-    directory = make_node_directory(os.environ)
+def prepare_node(directory: Path) -> None:
+    """Set the environment of this process and of those that it starts."""
     added = node_environment(os.environ, directory)
     make_directories(directory, added)
     os.environ.update(added)
@@ -129,7 +129,6 @@ def prepare_node() -> Path:
     if debugging(os.environ):
         names = [name for name in added if name.startswith(("NCCL_", "TORCH_"))]
         logger.info("STOKER_DEBUG: %s", " ".join(f"{name}={added[name]}" for name in names))
-    return directory
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
@@ -150,6 +149,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             "launch: %d process(es) on each of %d node(s), %s (%s)",
             allocation.processes, len(allocation.hosts), path, reason,
         )  # fmt: skip
+    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if allocation.node == 0 and job_nodes > len(allocation.hosts):
+        logger.warning("%d of the job's %d nodes are used", len(allocation.hosts), job_nodes)
     several_nodes = len(allocation.hosts) > 1
     with Meeting(allocation) if several_nodes else nullcontext() as meeting:
         files = [*code_files(), path, Path(command[0])]
@@ -159,7 +161,7 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
     signals.started = True
-    verdict = run_processes(arguments)
+    verdict = run_processes(arguments, signals)
     return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), several_nodes)
 
 
@@ -192,7 +194,7 @@ def code_files() -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in files)
 
 
-def run_processes(arguments: object) -> Verdict | None:
+def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
     """Run the processes of this node to their end; None for an end whose cause is to be found."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -204,9 +206,10 @@ def run_processes(arguments: object) -> Verdict | None:
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        note_worker_ends({rank: failure.exitcode for rank, failure in error.failures.items()})
+        ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        note_worker_ends(ends, signals.asked)
     except subprocess.CalledProcessError as error:
-        note_worker_ends({0: error.returncode})
+        note_worker_ends({0: error.returncode}, signals.asked)
     except SignalException:
         return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
     except RendezvousError as error:

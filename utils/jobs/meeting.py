@@ -36,7 +36,7 @@ def with_free_port(allocation: Allocation) -> Allocation:
     """
     if allocation.node > 0 or can_listen(allocation.port):
         return allocation
-    if len(allocation.hosts) > 1 or MAIN_PORT in os.environ:
+    if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
         raise UnfitClusterError(taken_port_message(allocation.host, allocation.port, os.environ))
     with listen(0) as listener:
         return replace(allocation, port=listener.getsockname()[1])
@@ -55,7 +55,11 @@ class Meeting:
         self.where = f"{allocation.address}:{allocation.port + 1}"
         self._listener = self._listen() if allocation.node == 0 else None
         self._store: Any = None
-        self._see_address()
+        try:
+            self._see_address()
+        except BaseException:
+            self._close()
+            raise
 
     def __enter__(self) -> "Meeting":
         """Use it in a `with`, which frees the port for the next job."""
@@ -70,6 +74,9 @@ class Meeting:
             self._store.set(f"left/{self.allocation.node}", "")
             if self.allocation.node == 0:
                 self._wait_for("left")
+        self._close()
+
+    def _close(self) -> None:
         self._store = None
         if self._listener is not None:
             self._listener.close()

@@ -6,6 +6,7 @@ known, and said, on every node.
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import platform
 import time
@@ -16,6 +17,8 @@ from typing import Any
 from utils.config.errors import UnfitClusterError
 from utils.jobs.allocation import Allocation
 from utils.jobs.meeting import Meeting
+
+logger = logging.getLogger("launch_node")
 
 MOST_CLOCK_SKEW_S = 60.0
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -67,6 +70,8 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any], meeting: Meeti
     problems = node_problems(everyone, clocks)
     if problems:
         raise UnfitClusterError(problems)
+    for remark in _remarks(everyone):
+        logger.warning("%s", remark)
     devices = "CPU only" if allocation.gpus is None else f"{allocation.gpus} GPU(s) each"
     if meeting is None:
         return f"node check: {allocation.host}, {devices}"
@@ -103,6 +108,15 @@ def node_problems(everyone: Sequence[Mapping[str, Any]], clocks: Sequence[float]
             "out with sbatch --exclude."
         )
     return problems
+
+
+def _remarks(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{facts['host']}: torch sees {facts['devices']} GPUs, and the job uses {facts['gpus']}: "
+        "Slurm does not keep the others from it"
+        for facts in everyone
+        if facts["gpus"] is not None and facts["devices"] > facts["gpus"]
+    ]
 
 
 def _differences(first: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

@@ -42,11 +42,7 @@ def make_node_directory(environment: Mapping[str, str]) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=f"stoker-{job}-", dir=base))
     except OSError as error:
-        raise StorageError(
-            f"{host_name()}: no directory for caches can be made in {base} "
-            f"({f'{name}, ' if name else ''}{error.strerror}): set TMPDIR in slurm/cluster.env to "
-            "a directory on the node's own disk."
-        ) from error
+        raise _no_caches(f"{base} ({name})" if name else base, error) from error
 
 
 def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
@@ -67,10 +63,20 @@ def node_environment(environment: Mapping[str, str], directory: Path) -> dict[st
 
 
 def make_directories(directory: Path, added: Mapping[str, str]) -> None:
-    """Make what `node_environment` named inside the node's directory."""
-    for value in added.values():
-        if value.startswith(f"{directory}{os.sep}"):
-            Path(value).mkdir(parents=True, exist_ok=True)
+    """Make what `node_environment` named inside the node's directory. Raises StorageError."""
+    inside = [value for value in added.values() if value.startswith(f"{directory}{os.sep}")]
+    try:
+        for path in inside:
+            Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_caches(directory, error) from error
+
+
+def _no_caches(directory: Path | str, error: OSError) -> StorageError:
+    return StorageError(
+        f"{host_name()}: no directory for caches can be made in {directory} ({error.strerror}): "
+        "set TMPDIR in slurm/cluster.env to a directory on the node's own disk."
+    )
 
 
 def debugging(environment: Mapping[str, str]) -> bool:

@@ -40,13 +40,16 @@ class Verdict:
     exit_code: int
 
 
-def note_worker_ends(exit_codes: Mapping[int, int]) -> None:
+def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None:
     """Leave a note for each rank that ended with this exit code and left none itself.
 
-    Negative codes are signals, as subprocess has them.
+    Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
+    before it can answer ends by it: it is stopped, too.
     """
     for rank, code in exit_codes.items():
-        if code < 0:
+        if asked_to_stop and -code in (signal.SIGUSR1, signal.SIGTERM):
+            leave_note("stopped", ExitCode.STOPPED, "stopped before training began", rank)
+        elif code < 0:
             leave_note("killed", ExitCode.LOST_RANK, _killed_by(-code), rank)
         elif code == ExitCode.STOPPED:
             leave_note("stopped", code, "stopped", rank)

@@ -1,7 +1,6 @@
 import io
 import logging
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -16,6 +15,7 @@ from utils.cluster.environment import (
     configure_environment,
     configure_logging,
 )
+from utils.cluster.host import host_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,7 +62,7 @@ def test_rank_0_tells_everything_one_line_an_event(fresh_logging, monkeypatch):
 def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     (line,) = logged()
-    assert line.endswith(f"  {socket.gethostname()} rank 3  WARNING  careful")
+    assert line.endswith(f"  {host_name()} rank 3  WARNING  careful")
 
 
 def test_configuring_again_does_not_double_lines(fresh_logging, monkeypatch):
@@ -140,3 +140,20 @@ def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["[]", "True True True"]
+
+
+def test_tasks_of_srun_are_ranks_before_anything_is_said(fresh_logging, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    task = {
+        "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }  # fmt: skip
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    configure_environment()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "2")
+    out = capsys.readouterr().out
+    assert "launch: srun's 2 tasks are the ranks, rank 0 is at n1:" in out
+    assert "offline (Slurm job)" in out

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
+from utils.jobs.allocation import Allocation
+
+ROOT = Path(__file__).parents[3]
+ONE = Allocation(("n1",), 0, 1, 1, "127.0.0.1", 20000)
+FOUR = Allocation(("n1",), 0, 4, 4, "127.0.0.1", 20000)
+SECOND = Allocation(("n1", "n2"), 1, 4, 4, "n1", 20000)
+CPUS = Allocation(("n1",), 0, 2, None, "127.0.0.1", 20000)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "name"),
+    [(ONE, "single_gpu"), (FOUR, "multi_gpu"), (SECOND, "multi_gpu"), (CPUS, "cpu")],
+)
+def test_the_default_strategy_follows_from_the_processes(allocation, name):
+    path, reason = choose_config({}, allocation)
+    assert path == Path(f"accelerate_configs/{name}.yaml")
+    assert "no ACCELERATE_CONFIG" in reason
+    assert read_config(ROOT / path, allocation)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("accelerate_configs/*.yaml")), ids=lambda p: p.stem
+)
+def test_every_shipped_config_starts_on_one_gpu_and_on_many(path):
+    assert choose_config({"ACCELERATE_CONFIG": str(path)}, FOUR)[0] == path
+    for allocation in (ONE, FOUR, SECOND):
+        if path.stem != "single_gpu" or allocation is ONE:
+            config = read_config(path, allocation)
+            assert launch_arguments(path, config, allocation, {}, ["x.py"])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, r"No such file.*accelerate_configs/"),
+        ("a: [", r"is not YAML"),
+        ("\xff\x00", r"is not YAML"),
+        ("- 1", r"has no distributed_type"),
+        ("num_processes: 2", r"has no distributed_type"),
+        ('distributed_type: "NO"', r"NO starts one process, but the job has 8 \(2 node.* of 4\)"),
+        ("distributed_type: NO", r"NO starts one process"),
+        ("distributed_type: MULTI_CPU", r"use accelerate_configs/multi_gpu.yaml"),
+        ("distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER", r"is not this cluster"),
+    ],
+)
+def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, text, problem):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=f"ACCELERATE_CONFIG={path}.*{problem}"):
+        read_config(path, SECOND)
+
+
+def test_deepspeed_has_to_be_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigurationError, match="pip install deepspeed"):
+        read_config(ROOT / "accelerate_configs/zero2.yaml", FOUR)
+
+
+def parsed(name: str, allocation: Allocation, *command: str, **environment: str):
+    path = ROOT / f"accelerate_configs/{name}.yaml"
+    return launch_arguments(path, read_config(path, allocation), allocation, environment, command)
+
+
+def test_several_nodes_meet_at_the_first():
+    args = parsed("zero2", SECOND, "x.py")
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (8, 2, 1)
+    assert (args.main_process_ip, args.main_process_port) == ("n1", 20000)
+    assert args.rdzv_backend == "c10d"
+    assert args.rdzv_conf == "is_host=0,join_timeout=120"
+    assert args.deepspeed_multinode_launcher == "standard"
+
+
+def test_torchrun_leaves_stop_signals_to_the_launcher():
+    args = parsed("multi_gpu", FOUR, "x.py")
+    assert args.signals_to_handle == "SIGINT,SIGHUP"
+    assert args.shutdown_timeout == 5
+
+
+def test_arguments_reach_the_script_as_they_are():
+    """${local_rank} and $$ mean something to torchrun, but nothing to a single process."""
+    from torch.distributed.elastic.utils.api import macros
+
+    words = ["--flag", "--", "-x", "", "two words", "$$", "${local_rank}", "$(id)", "--cpu", "\n"]
+    args = parsed("multi_gpu", FOUR, "x.py", *words)
+    assert macros.substitute(args.training_script_args, "0") == words
+    assert parsed("single_gpu", ONE, "x.py", *words).training_script_args == words
+
+
+@pytest.mark.parametrize("first", ["", "-"])
+def test_a_first_argument_that_torchrun_chokes_on_is_refused(first):
+    with pytest.raises(ConfigurationError, match="torchrun cannot pass on"):
+        parsed("multi_gpu", FOUR, "x.py", first)
+    assert parsed("multi_gpu", FOUR, "x.py", "a", first).training_script_args == ["a", first]
+
+
+def test_a_single_process_on_a_cpu_stays_there():
+    assert parsed("single_gpu", ONE, "x.py", ACCELERATE_USE_CPU="true").cpu
+    assert not parsed("single_gpu", ONE, "x.py").cpu
+    assert not parsed("cpu", CPUS, "x.py", ACCELERATE_USE_CPU="true").cpu  # it would start one

@@ -1,0 +1,209 @@
+"""slurm/launch_node.sh outside of Slurm; tests/slurm/test_launch_node.py has it inside."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, quiet_environment
+
+LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from utils.cluster.script import run_script
+
+def main():
+    print("worker", os.environ.get("RANK"), os.environ["ACCELERATE_USE_CPU"], sys.argv[1:])
+    if sys.argv[1] == "kill" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "code":
+        return int(sys.argv[2])
+    if sys.argv[1] in ("kill", "stop"):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if sys.argv[1] == "kill" else None)
+        stop = Path(os.environ["STOKER_NODE_DIR"]) / "STOP"
+        Path(sys.argv[2]).touch()
+        while not stop.exists():
+            time.sleep(0.05)
+        print("found", stop.read_text())
+        return 75
+
+sys.exit(run_script(main))
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    fixed = {"PATH": path, "TMPDIR": str(tmp_path), "ACCELERATE_USE_CPU": "true"}
+    inherited = quiet_environment(fixed | changes)
+    return {name: value for name, value in inherited.items() if name != "STOKER_NOTES_DIR"}
+
+
+def launch(tmp_path: Path, *command: object, script: Path = LAUNCH_NODE, **changes: str):
+    return subprocess.run(
+        [str(script), *[str(word) for word in command]],
+        env=environment(tmp_path, **changes), cwd=tmp_path, timeout=120, check=False,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_the_last_word(worker, tmp_path):
+    done = launch(tmp_path, worker, "kill", tmp_path / "up", STOKER_PROCESSES_PER_NODE="2")
+    assert done.returncode == 76, done.stdout
+    lines = done.stdout.splitlines()
+    assert "rank 1 on" in lines[-1]
+    assert "was killed by SIGKILL" in lines[-1]
+    assert "Traceback" not in done.stdout  # of torchrun; nor its table
+    assert "Root Cause" not in done.stdout
+    assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_a_single_process_passes(worker, tmp_path):
+    done = launch(tmp_path, worker, "code", "5", "$$", "${local_rank}")
+    assert done.returncode == 5, done.stdout
+    assert "worker None True ['code', '5', '$$', '${local_rank}']" in done.stdout
+    assert "launch: 1 process(es) on each of 1 node(s), accelerate_configs/single_gpu.yaml" in (
+        done.stdout
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_sigterm_asks_for_a_stop_and_becomes_75(worker, tmp_path, processes):
+    up = tmp_path / "up"
+    process = subprocess.Popen(
+        [str(LAUNCH_NODE), str(worker), "stop", str(up)],
+        env=environment(tmp_path, STOKER_PROCESSES_PER_NODE=processes), cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not up.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "SIGTERM, asking the processes to stop" in output
+    assert output.count("found SIGTERM to the job") == int(processes)
+    assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
+    process = subprocess.Popen(
+        [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
+        env=environment(tmp_path), cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("stoker-*")):  # made before torch is imported
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "before the processes were started" in output
+    assert not (tmp_path / "up").exists()
+    assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ((), {}, "no script given: slurm/launch_node.sh SCRIPT"),
+        (("none.py",), {}, "none.py is no file in"),
+        (("pretrain.py",), {"STOKER_DEBUG": "yes"}, "STOKER_DEBUG='yes': give 1"),
+        (("pretrain.py",), {"STOKER_MAIN_PORT": "x"}, "STOKER_MAIN_PORT='x' is no port"),
+        (("pretrain.py",), {"ACCELERATE_CONFIG": "/none.yaml"}, "ACCELERATE_CONFIG=/none.yaml: No"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(tmp_path, command, changes, message):
+    done = launch(tmp_path, *command, **changes)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """launch_node.sh in a repository of its own, with a `python` that tells what it was given."""
+    root = tmp_path / "a $(touch canary) repository"
+    (root / "slurm").mkdir(parents=True)
+    (root / "bin").mkdir()
+    shutil.copy(LAUNCH_NODE, root / "slurm/launch_node.sh")
+    python = root / "bin/python"
+    python.write_text(
+        '#!/usr/bin/env bash\nprintf "%s|" python "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
+        'kill -USR1 $$\nprintf "alive"\nexit 7\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return root
+
+
+def started(root: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    path = f"{root / 'bin'}{os.pathsep}/usr/bin:/bin"
+    script = root / "slurm/launch_node.sh"
+    return launch(root.parent, *words, script=script, **({"PATH": path} | changes))
+
+
+def test_python_gets_the_words_and_the_signals_and_gives_the_exit_code(stand_in):
+    words = ["x.py", "two words", "$(touch canary)", "`touch canary`", "", "-n", "a\nb", "*", "--"]
+    done = started(stand_in, *words)
+    given = "|".join(["python", str(stand_in), "0", "", "-m", "utils.jobs.launch_node", *words])
+    assert done.stdout == given + "|alive"
+    assert done.returncode == 7
+    assert not list(stand_in.parent.rglob("canary"))
+
+
+def test_cluster_env_is_read_and_may_name_a_container(stand_in):
+    container = stand_in / "bin/a container"
+    container.write_text('#!/usr/bin/env bash\nprintf "%s|" container "$1"\nshift\nexec "$@"\n')
+    container.chmod(0o755)
+    text = 'export X=from-cluster-env$UNSET\nSTOKER_CONTAINER=("a container" "run it")\n'
+    (stand_in / "slurm/cluster.env").write_text(text)
+    done = started(stand_in, "x.py", STOKER_CONTAINER="touch canary")
+    assert done.stdout.startswith("container|run it|python|")
+    assert "|from-cluster-env|" in done.stdout
+    (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
+    done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
+    assert done.returncode == 69
+    assert r"n2: STOKER_CONTAINER begins with apptainer\ exec, which is no command" in done.stdout
+
+
+def test_a_cluster_env_that_fails_is_named(stand_in):
+    (stand_in / "slurm/cluster.env").write_text("false\n")
+    done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
+    assert done.returncode == 1
+    assert "n2: slurm/cluster.env failed, see above" in done.stdout
+    assert "python|" not in done.stdout
+
+
+def test_a_node_without_python_says_what_to_do(stand_in):
+    (stand_in / "bin/python").unlink()
+    tools = stand_in / "tools"
+    tools.mkdir()
+    for name in ("bash", "env", "dirname", "hostname"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    done = started(stand_in, "x.py", PATH=str(tools), SLURMD_NODENAME="n2")
+    assert done.returncode == 69, done.stdout
+    assert "n2: there is no python on PATH: activate the environment in slurm/c" in done.stdout
+
+
+def test_the_example_of_cluster_env_changes_nothing_as_it_is(stand_in):
+    shutil.copy(ROOT / "slurm/cluster.env.example", stand_in / "slurm/cluster.env")
+    assert started(stand_in, "x.py").returncode == 7

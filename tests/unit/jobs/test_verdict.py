@@ -1,0 +1,123 @@
+import dataclasses
+import json
+import threading
+import time
+
+import pytest
+
+from utils.cluster.notes import Note, leave_verdict, read_notes
+from utils.jobs.verdict import judge, note_worker_ends, read_verdict, wait_for_verdict
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.1]:4242"
+NCCL = "DistBackendError: NCCL error: remote process exited or there was a network error"
+
+
+def note(kind: str, text: str, rank: int, code: int = 1, at: float = 0.0) -> Note:
+    return Note(kind, code, text, rank, f"n{rank // 2 + 1}", at)
+
+
+@pytest.fixture
+def notes_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    return tmp_path
+
+
+def write(directory, *notes: Note) -> None:
+    for one in notes:
+        (directory / f"rank-{one.rank}.json").write_text(json.dumps(dataclasses.asdict(one)))
+
+
+@pytest.mark.parametrize(
+    ("notes", "text", "code"),
+    [
+        (
+            [note("failed", PEER, 0, at=1), note("killed", "SIGKILL (out", 3, 76, at=9)],
+            "rank 3 on n2 was killed by SIGKILL", 76,
+        ),
+        (
+            [note("failed", NCCL, 0, at=1), note("failed", "KeyError: 'x'", 2, at=2)],
+            "rank 2 on n2 failed: KeyError: 'x'", 1,
+        ),
+        (
+            [note("failed", "ValueError: b", 1, at=2), note("failed", "ValueError: a", 0, at=1)],
+            "rank 0 on n1 failed: ValueError: a", 1,
+        ),
+        (
+            [note("killed", "SIGABRT", 0, 76, at=1), note("failed", "ValueError: a", 3, at=2)],
+            "rank 3 on n2 failed: ValueError: a", 1,
+        ),
+        (
+            [note("failed", "exit code 143; what", 0, 143), note("hung", "at x.py:3", 1, 76, 5)],
+            "rank 1 on n1 hung: at x.py:3", 76,
+        ),
+        ([note("refused", "a: no file", 0, 74)], "rank 0 on n1 refused to run: a: no file", 74),
+        ([note("stopped", "stopped at step 3", 0, 75)], "stopped at step 3", 75),
+        ([note("killed", "SIGABRT", 1, 76)], "rank 1 on n1 was killed by SIGABRT", 76),
+        ([note("failed", PEER, 1)], "rank 1 on n1 lost another rank, which left no word: Run", 76),
+        ([], "a process of the job ended without a word", 76),
+    ],
+    ids=[
+        "killed", "failed", "first", "abort", "hung", "refused", "stopped", "only abort",
+        "only peer", "none",
+    ],
+)  # fmt: skip
+def test_the_cause_is_chosen_over_what_followed_from_it(notes, text, code):
+    found = judge(notes)
+    assert found.text.startswith(text)
+    assert found.exit_code == code
+    assert judge(notes[::-1]) == found
+
+
+def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):
+    write(notes_dir, note("failed", "KeyError: 'x'", 0))
+    note_worker_ends({0: 1, 1: -9, 2: 3, 3: 75, 4: -10, 5: -120}, asked_to_stop=False)
+    found = {one.rank: (one.kind, one.exit_code, one.text) for one in read_notes(notes_dir)}
+    assert found[0] == ("failed", 1, "KeyError: 'x'")
+    assert found[1][:2] == ("killed", 76)
+    assert found[1][2].startswith("SIGKILL (out of memory? sacct")
+    assert found[2][:2] == ("failed", 3)
+    assert found[2][2].startswith("exit code 3")
+    assert found[3][:2] == ("stopped", 75)
+    assert found[4] == ("killed", 76, "SIGUSR1")
+    assert found[5] == ("killed", 76, "signal 120")
+
+
+def test_a_process_that_slurms_stop_signal_ended_is_stopped(notes_dir):
+    note_worker_ends({0: -10, 1: -15, 2: -9}, asked_to_stop=True)
+    assert [one.kind for one in sorted(read_notes(notes_dir), key=lambda one: one.rank)] == [
+        "stopped", "stopped", "killed",
+    ]  # fmt: skip
+
+
+def test_a_cause_on_this_node_is_not_waited_for(notes_dir):
+    write(notes_dir, note("failed", "KeyError: 'x'", 0))
+    began = time.monotonic()
+    assert "KeyError" in wait_for_verdict(notes_dir, several_nodes=True).text
+    write(notes_dir, note("failed", PEER, 0))
+    assert "lost another rank" in wait_for_verdict(notes_dir, several_nodes=False).text
+    assert time.monotonic() - began < 1
+
+
+def test_a_consequence_waits_for_the_other_nodes_word(notes_dir):
+    write(notes_dir, note("failed", PEER, 0))
+    killed = note("killed", "SIGKILL", 3, 76)
+    timer = threading.Timer(0.5, write, (notes_dir, killed))
+    timer.start()
+    found = wait_for_verdict(notes_dir, several_nodes=True)
+    timer.join()
+    assert found.text == "rank 3 on n2 was killed by SIGKILL"
+
+
+def test_a_verdict_that_is_there_is_the_jobs(notes_dir):
+    write(notes_dir, note("failed", "KeyError: 'x'", 0))
+    assert read_verdict() is None
+    assert leave_verdict("rank 1 on n2 hung", 76)
+    assert not leave_verdict("another", 1)
+    found = wait_for_verdict(notes_dir, several_nodes=True)
+    assert (found.text, found.exit_code) == ("rank 1 on n2 hung", 76)
+
+
+def test_without_a_directory_there_is_no_verdict(monkeypatch):
+    monkeypatch.delenv("STOKER_NOTES_DIR", raising=False)
+    assert read_verdict() is None
