@@ -17,7 +17,7 @@ from utils.cluster.hang_verdict import hang_verdict
 from utils.cluster.host import host_name
 from utils.cluster.notes import Note, leave_note, leave_verdict, notes_directory, read_notes
 from utils.cluster.tokens import redact
-from utils.cluster.traces import place, thread_frames
+from utils.cluster.traces import place, thread_frames, waits_for_ranks
 from utils.config.errors import ExitCode
 
 SLOW = 3  # how many times longer saves, first times, export and the like may take
@@ -170,7 +170,8 @@ class HangWatch(TrainerCallback):
             f"made no progress for {self.silent_s:.0f} s after step {self.step} "
             f"(beat {self.beats}), in {place(frames, LIBRARIES)}"
         )
-        leave_note("hung", ExitCode.LOST_RANK, text, self.rank, self.beats)
+        waiting = waits_for_ranks(frames)
+        leave_note("hung", ExitCode.LOST_RANK, text, self.rank, beats=self.beats, waiting=waiting)
         origin = f"{host_name()} rank {self.rank}  "
         stack = "".join(traceback.format_list(frames)).splitlines()
         _say([f"{origin}{line}" for line in (text, *stack)])

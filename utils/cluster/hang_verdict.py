@@ -11,7 +11,8 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """Name the rank that a run hangs on, its host and where it stands; `hosts` holds one a rank.
 
     A rank that ended comes first, then one that left no note (it is stopped, or gone), then the
-    one with the fewest beats: the others got as far as they could without it.
+    one with the fewest beats, in no collective where some are: the others got as far as they could
+    without it.
     """
     ended = [note for note in notes if note.kind != "hung"]
     if ended:
@@ -31,14 +32,17 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
         )
     fewest = min(note.beats or 0 for note in notes)
     behind = [note for note in notes if (note.beats or 0) == fewest]
-    if len(behind) == len(notes) > 1:
-        return (
-            f"all {len(notes)} ranks hang at the same point: the network between them, or storage. "
-            f"{_named(behind[0].rank, behind[0].host)} {behind[0].text}"
-        )
-    others = "; the other ranks waited for it" if len(notes) > 1 else ""
-    lines = [f"{_named(note.rank, note.host)} {note.text}{others}." for note in behind[:SHOWN]]
-    return "\n".join(lines + ["..."] * (len(behind) > SHOWN))
+    busy = [note for note in behind if not note.waiting]
+    at_fault = busy or behind
+    others = "; the other ranks waited for it." if len(at_fault) < len(notes) else "."
+    lines = [f"{_named(note.rank, note.host)} {note.text}{others}" for note in at_fault[:SHOWN]]
+    lines += ["..."] * (len(at_fault) > SHOWN)
+    if len(at_fault) == len(notes) > 1:
+        lines[:0] = [
+            f"All {len(notes)} ranks hang, none behind the others: the network between them, or "
+            "storage that all of them read."
+        ]
+    return "\n".join(lines)
 
 
 def _named(rank: int, host: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.cluster.host import host_name
 
@@ -25,7 +26,8 @@ class Note:
 
     `kind` is "stopped" (a checkpoint was written), "refused" (the text is the first problem),
     "failed" (the text is the traceback's last line), "hung" (where it stood, after how many
-    `beats`) or, written by the launcher for a rank that could not, "killed" (by which signal).
+    `beats`, and whether it was `waiting` for other ranks there) or, written by the launcher for a
+    rank that could not, "killed" (by which signal).
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Note:
     host: str
     time: float
     beats: int | None = None
+    waiting: bool = False
 
 
 def notes_directory() -> Path | None:
@@ -44,10 +47,11 @@ def notes_directory() -> Path | None:
 
 
 def leave_note(
-    kind: str, exit_code: int, text: str, rank: int | None = None, beats: int | None = None
+    kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> None:
     """Write this rank's note; the first one of a rank stays. Does nothing without a directory.
 
+    `details` are the further fields of a Note.
     Never raises for storage that takes no note: what made the process end matters more.
     """
     directory = notes_directory()
@@ -55,7 +59,7 @@ def leave_note(
         return
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
-    note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), beats)
+    note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
     _create(directory / f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
 
 

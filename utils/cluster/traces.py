@@ -41,6 +41,15 @@ def thread_frames(thread: int) -> list[traceback.FrameSummary]:
     return list(reversed(summary))
 
 
+def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the stack is inside a collective: a call of one, or a backward pass that makes them.
+
+    A rank that only waits for the device shows no frame for it and does not count.
+    """
+    collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+    return any(name in frame.filename for frame in frames for name in collectives)
+
+
 def last_line(error: BaseException) -> str:
     """Return `Type: message`, the first line of it, and where in this repository it came from."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()

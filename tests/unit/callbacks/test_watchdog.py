@@ -209,7 +209,7 @@ def test_without_notes_a_rank_speaks_for_itself_alone(notes, monkeypatch, capsys
 def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
     monkeypatch.setattr(watchdog, "LAST_WORDS_LIMIT_S", 0.3)
     wake = threading.Event()
-    monkeypatch.setattr(watchdog, "leave_note", lambda *_: wake.wait(10))
+    monkeypatch.setattr(watchdog, "leave_note", lambda *_, **__: wake.wait(10))
     ended = []
 
     def train_for_ever():
@@ -262,8 +262,10 @@ def test_a_later_run_takes_over():
     wait_until(lambda: not running())
 
 
-def hung(rank: int, beats: int, text: str = "made no progress, in x.py:1 in f") -> Note:
-    return Note("hung", 76, text, rank, f"n{rank}", float(rank), beats)
+def hung(
+    rank: int, beats: int, text: str = "made no progress, in x.py:1 in f", waiting: bool = True
+) -> Note:
+    return Note("hung", 76, text, rank, f"n{rank}", float(rank), beats, waiting)
 
 
 HOSTS = ["n0", "n1", "n2"]
@@ -291,7 +293,14 @@ def test_a_rank_that_ended_otherwise_is_at_fault():
 
 def test_ranks_that_hang_together_blame_what_is_between_them():
     verdict = hang_verdict([hung(rank, 7) for rank in range(3)], HOSTS)
-    assert verdict.startswith("all 3 ranks hang at the same point: the network between them")
+    assert verdict.startswith("All 3 ranks hang, none behind the others: the network between")
+    assert verdict.splitlines()[3] == "rank 2 on n2 made no progress, in x.py:1 in f."
+
+
+def test_of_ranks_equally_far_those_in_no_collective_are_at_fault():
+    notes = [hung(0, 7), hung(1, 7, "sleeps", waiting=False), hung(2, 8, waiting=False)]
+    verdict = hang_verdict(notes, HOSTS)
+    assert verdict == "rank 1 on n1 sleeps; the other ranks waited for it."
 
 
 def test_one_rank_alone_is_named():
