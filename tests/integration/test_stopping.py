@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 
 import pretrain
 import sft_train
+from utils.callbacks.journal import read_journal
 from utils.callbacks.stop import StopWatch
-from utils.config.errors import ExitCode
+from utils.config.errors import ExitCode, NoProgressError, StorageError
 
 pytestmark = pytest.mark.slow
 
@@ -119,11 +120,13 @@ def uninterrupted(kept, start):
     return made
 
 
-def assert_the_same(run: Path, whole: Path) -> None:
+def assert_the_same(
+    run: Path, whole: Path, folders: Sequence[str] = ("final", f"checkpoint-{STEPS}")
+) -> None:
     assert tiny.losses(run) == tiny.losses(whole)
     for split in ("first", "second"):
         assert tiny.evaluations(run, split) == tiny.evaluations(whole, split)
-    for name in ("final", f"checkpoint-{STEPS}"):
+    for name in folders:
         weights = f"{name}/model.safetensors"
         assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
@@ -227,12 +230,15 @@ def test_an_evaluation_broken_off_is_done_first_by_the_resumed_run(
 
 def test_an_owed_evaluation_may_be_broken_off_again(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
+    settings = {"per_device_train_batch_size": 4}  # one micro-batch: any that is taken is a step
+    whole = uninterrupted(**settings)
     for nth in (3, 6):
         provoke = Provoke("on_prediction_step", 4, send(signal.SIGTERM), nth=nth)
-        assert start(run, provoke) == ExitCode.STOPPED
+        capsys.readouterr()
+        assert start(run, provoke, **settings) == ExitCode.STOPPED
         assert "stopped at step 4 of 8" in capsys.readouterr().out
-    assert start(run) == ExitCode.DONE
-    assert_the_same(run, uninterrupted())
+    assert start(run, **settings) == ExitCode.DONE
+    assert_the_same_end(run, whole)
 
 
 def test_a_stop_before_anything_was_saved_says_so(start, uninterrupted, tmp_path, capsys):
@@ -278,34 +284,95 @@ def test_save_during_an_evaluation_is_written_after_it(start, uninterrupted, tmp
     assert_the_same(run, uninterrupted())
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_the_best_model_is_the_uninterrupted_runs(step, start, uninterrupted, tmp_path):
-    """It gets worse from step 2 on, where only the stop left a checkpoint; 4 is saved anyway."""
-    settings = {"learning_rate": 2.0, "warmup_steps": step, "save_total_limit": 1}
+@pytest.mark.parametrize(("best", "rate"), [(2, 0.3), (4, 0.1)])
+def test_the_best_model_is_the_uninterrupted_runs(best, rate, start, uninterrupted, tmp_path):
+    """It gets worse after step 2, where the stop alone left a checkpoint, or 4, where all do."""
+    settings = {"learning_rate": rate, "warmup_steps": 6, "save_total_limit": 1}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     losses = tiny.evaluations(whole, "first")
-    assert min(losses, key=losses.__getitem__) <= 4
-    assert start(run, Provoke("on_step_begin", step - 1, touch("STOP")), **settings) == 75
+    assert min(losses, key=losses.__getitem__) == best
+    assert start(run, Provoke("on_step_begin", best - 1, touch("STOP")), **settings) == 75
     assert start(run, Provoke("on_step_begin", 6, touch("STOP")), **settings) == 75
     assert (run / "checkpoint-7").is_dir(), "the checkpoint to go on from"
     assert start(run, **settings) == ExitCode.DONE
-    assert_the_same_end(run, whole)
+    assert_the_same(run, whole, ["final"])
+    kept = [sorted(path.name for path in folder.glob("checkpoint-*")) for folder in (run, whole)]
+    assert kept[0] == kept[1]
 
 
-def test_epochs_of_the_data_and_a_plateau_scheduler(start, uninterrupted, tmp_path):
-    """Evaluations decide on the learning rate, and the end of Trainer's loop is no epoch's end."""
+def test_the_learning_rate_follows_owed_evaluations(start, uninterrupted, tmp_path):
     settings = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": '{"patience": 0, "factor": 0.5}',
-        "learning_rate": 1.0,
+        "learning_rate": 2.0,
         "logging_steps": 1,
     }
     run, whole = tmp_path / "run", uninterrupted(**settings)
-    for step in (2, 4):
+    rates = [entry["learning_rate"] for entry in logged(whole)]
+    assert rates[6] < rates[0], "the evaluation at step 6 lowers it"
+    for step in (2, 6):
         provoke = Provoke("on_prediction_step", step, touch("STOP"), nth=3)
         assert start(run, provoke, **settings) == ExitCode.STOPPED
     assert start(run, **settings) == ExitCode.DONE
-    assert_the_same(run, whole)
+    assert_the_same_end(run, whole)
+    assert [entry["learning_rate"] for entry in logged(run)] == rates
+
+
+def logged(run: Path) -> list[dict]:
+    """The training logs that the last checkpoint knows of."""
+    return [entry for entry in trainer_state(run, STEPS)["log_history"] if "loss" in entry]
+
+
+def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start(run, Provoke("on_step_begin", STEPS - 1, touch("STOP"))) == ExitCode.STOPPED
+    assert f"stopped at step 8 of 8 with {run}/checkpoint-8" in capsys.readouterr().out
+    assert start(run) == ExitCode.DONE
+    assert "after" not in capsys.readouterr().out.split("finished at step 8")[2]
+    assert_the_same(run, uninterrupted())
+
+
+def test_the_summary_is_of_the_steps_of_its_start(start, uninterrupted, tmp_path):
+    """Also where the first log holds losses of the start before."""
+    losses = tiny.losses(uninterrupted(logging_steps=1))
+    run = tmp_path / "run"
+    assert start(run, Provoke("on_step_begin", 4, touch("STOP"))) == ExitCode.STOPPED
+    assert start(run) == ExitCode.DONE
+    means = {
+        line["event"]: line["train_loss"]
+        for line in read_journal(run / "metrics.jsonl")
+        if "train_loss" in line
+    }
+    assert means["stopped"] == pytest.approx(sum(losses[:5]) / 5)
+    assert means["summary"] == pytest.approx(sum(losses[5:]) / 3)
+
+
+def test_a_job_that_comes_to_nothing_three_times_is_not_started_again(start, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    for count in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
+        provoke = Provoke("on_prediction_step", 0, touch("STOP"))
+        assert start(run, provoke, eval_on_start="true") == ExitCode.STOPPED
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    with pytest.raises(NoProgressError, match="job 42 began 3 times at step 0"):
+        start(run, eval_on_start="true")
+    assert len(tiny.starts(run)) == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert start(run, eval_on_start="true") == ExitCode.DONE
+
+
+def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
+    start, tmp_path, monkeypatch
+):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("utils.training.runs._write_config", full)
+    with pytest.raises(StorageError, match=f"{tmp_path}/run: .*No space left on device"):
+        start(tmp_path / "run")
 
 
 def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys):

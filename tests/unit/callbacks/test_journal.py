@@ -109,6 +109,15 @@ def test_a_line_cut_off_by_a_kill_spoils_no_other(tmp_path):
     assert [line["step"] for line in read_journal(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+def test_a_stopped_run_ends_with_its_own_event(tmp_path):
+    journal = Journal(tmp_path, stopped=lambda: True)
+    state = TrainerState(global_step=3, max_steps=9, is_world_process_zero=True)
+    journal.on_train_begin(None, state, TrainerControl())
+    journal.on_log(None, state, TrainerControl(), logs={"train_runtime": 1.0, "train_loss": 0.0})
+    assert [line["event"] for line in lines(tmp_path)] == ["resumed", "stopped"]
+    assert "train_loss" not in lines(tmp_path)[1], "no step was trained"
+
+
 def test_other_ranks_write_and_say_nothing(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         write(tmp_path, [(1, {"loss": 1.0})], rank=1)

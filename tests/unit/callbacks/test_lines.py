@@ -46,6 +46,11 @@ def test_the_summary_tells_time_and_loss():
     assert readable_line(line, 800, None) == "finished at step 800 after 4m31s  mean loss 2.5000"
 
 
+def test_a_stopped_run_is_not_called_finished():
+    line = {"event": "stopped", "step": 8, "train_runtime": 271.0}
+    assert readable_line(line, 800, None) == "stopped at step 8 after 4m31s"
+
+
 def test_a_loss_that_is_not_a_number_is_shown():
     line = readable_line({"event": "train", "step": 1, "loss": float("nan")}, 2, None)
     assert "loss nan" in line

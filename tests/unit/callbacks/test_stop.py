@@ -262,6 +262,7 @@ def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     assert "time limit: ends at" in caplog.text
     deadline = ranks.watches[0].deadline
     assert deadline.ends_at == 2000.0
+    ranks.event("on_prediction_step")  # eval_on_start
     ranks.step(400.0)  # compiles
     assert deadline.needed_s == pytest.approx(30 + 1.5 * 5)
     ranks.step(2.0)

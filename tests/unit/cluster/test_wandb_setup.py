@@ -3,10 +3,11 @@ import logging
 import os
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from utils.cluster.wandb_setup import prepare_wandb
+from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError
 
 
@@ -149,3 +150,24 @@ def test_wandb_itself_runs_offline_with_these_settings_twice(tmp_path):
     assert runs[0] == runs[1]
     assert runs[0][1] == "stoker"
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) >= 1
+
+
+def test_a_stopped_run_is_told_to_wandb_before_it_ends(monkeypatch):
+    told = []
+
+    class Run:
+        def mark_preempting(self):
+            told.append("preempting")
+
+        def finish(self, exit_code):
+            told.append(exit_code)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=Run()))
+    mark_wandb_stopped(75)
+    assert told == ["preempting", 75]
+
+
+@pytest.mark.parametrize("wandb", [None, SimpleNamespace(run=None)])
+def test_without_a_wandb_run_there_is_nothing_to_tell(wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    mark_wandb_stopped(75)
