@@ -18,14 +18,12 @@ from typing import Any, TextIO
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from utils.callbacks.journal_file import FILE_NAME, NOT_FINITE
+from utils.callbacks.journal_file import read_journal as read_journal  # for those who write one
 from utils.callbacks.lines import readable_line
 from utils.callbacks.metrics import MetricCallback
 
 logger = logging.getLogger(__name__)
-
-FILE_NAME = "metrics.jsonl"
-# JSON has no such numbers; as text they stay visible and turn back with float().
-_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Journal(TrainerCallback):
@@ -155,7 +153,7 @@ def valid_json(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return _NOT_FINITE[str(value)]
+        return NOT_FINITE[str(value)]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -165,36 +163,3 @@ def _ends_within_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
-
-
-def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series: undone lines, broken lines and repeated events left out.
-
-    Non-finite figures are floats again. Of several events of one kind, split and step the last
-    counts (an evaluation that was broken off is done again, all of its splits).
-    """
-    events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        line = _parse_line(text)
-        if line is None:
-            continue
-        if line["event"] in ("started", "resumed"):
-            kept = line["step"] if line["event"] == "resumed" else -1
-            events = {key: old for key, old in events.items() if old["step"] <= kept}
-            continue
-        events[line["event"], line.get("split"), line["step"]] = line
-    return list(events.values())
-
-
-def _parse_line(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or "event" not in line or "step" not in line:
-        return None
-    numbers = {written: float(number) for number, written in _NOT_FINITE.items()}
-    return {
-        key: numbers.get(value, value) if isinstance(value, str) else value
-        for key, value in line.items()
-    }

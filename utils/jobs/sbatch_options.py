@@ -5,6 +5,7 @@ of one option given twice the later one counts. The table is sbatch's of Slurm 2
 option it does not hold is taken for a flag, or for whatever `--name=value` says.
 """
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ _VARIABLES = {
     "SBATCH_SIGNAL": "signal",
     "SBATCH_TIMELIMIT": "time",
 }
+_HEAD_WORD = re.compile(
+    r"""\s+|\#.*|(?P<word>(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+)""", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -198,11 +202,14 @@ def read_head(job_script: str, directory: str = ".") -> list[GivenOption]:
 
 def _head_words(text: str) -> list[str]:
     """Split as sbatch does: shell quotes, and a comment from a word that starts with #."""
-    reader = shlex.shlex(text, posix=True, punctuation_chars=False)
-    reader.whitespace_split, reader.commenters = True, ""
-    words = list(reader)
-    comment = next((place for place, word in enumerate(words) if word.startswith("#")), len(words))
-    return words[:comment]
+    words, position = [], 0
+    while match := _HEAD_WORD.match(text, position):
+        position = match.end()
+        if match["word"]:
+            words += shlex.split(match["word"])
+    if position < len(text):
+        raise ValueError(f"a quote is not closed: {text[position:].strip()}")
+    return words
 
 
 def read_environment(environment: Mapping[str, str]) -> list[GivenOption]:

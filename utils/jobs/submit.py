@@ -117,7 +117,7 @@ def _check_training(
     if done.returncode == ExitCode.DONE:
         output_dir = json.loads(found.read_text(encoding="utf-8"))["output_dir"]
         stop = shlex.quote(f"{output_dir}/STOP")
-        _leave(facts, [], [*_watching(request), f"stop:    touch {stop}"])
+        _leave(facts, [], [*_watching(request.job_name, request.log), f"stop:    touch {stop}"])
     return done.returncode
 
 
@@ -178,7 +178,15 @@ def _check_sweep(
     if done.returncode == ExitCode.DONE:
         stop = shlex.quote(f"{sweep.output_dir}/NAME/STOP")
         table = shlex.join(["python", "-m", "utils.jobs.sweep", "table", sweep.file])
-        _leave(facts, options, [*_watching(request), f"stop:    touch {stop}", f"table:   {table}"])
+        _leave(
+            facts,
+            options,
+            [
+                *_watching(request.job_name, request.log),
+                f"stop:    touch {stop}",
+                f"table:   {table}",
+            ],
+        )
     return done.returncode
 
 
@@ -205,15 +213,17 @@ def _check_preparation(submission: Submission, facts: Path) -> int:
 
     (arguments,) = parse_arguments((PreparationArguments,), submission.arguments)
     check_preparation(arguments)
-    name = next((o.value for o in reversed(submission.options) if o.name == "job-name"), None)
     say(f"prepare_data.py: the settings are in order; writes {arguments.output_dir}")
-    _leave(facts, [], [f"watch:   squeue --me --name={shlex.quote(name or 'prepare_job.sh')}"])
+    given = {option.name: option.value for option in submission.options}
+    default_log = "slurm-%A_%a.out" if "array" in given else "slurm-%j.out"
+    name = given.get("job-name") or Path(submission.job_script).name
+    _leave(facts, [], _watching(name, given.get("output") or default_log))
     return ExitCode.DONE
 
 
-def _watching(request: JobRequest) -> list[str]:
+def _watching(job_name: str, log: str) -> list[str]:
     """Return the lines on watching and ending a job, %JOB% standing for its number."""
-    log = request.log.replace("%x", request.job_name)
+    log = log.replace("%x", job_name)
     log = log.replace("%A", "%JOB%").replace("%j", "%JOB%").replace("%a", "INDEX")
     return ["watch:   squeue --job=%JOB%", f"log:     {log}", "end it:  scancel %JOB%"]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from utils.callbacks.journal_file import FILE_NAME, read_journal
 from utils.config.errors import ExitCode
 from utils.jobs.sweep_file import Point, Sweep, flag_text
 
@@ -68,9 +69,6 @@ def sorting_metric(sweep: Sweep) -> str | None:
 
 
 def _journal(sweep: Sweep, point: Point) -> list[dict[str, Any]]:
-    # Brings transformers with it, which `sweep point` in the job has no time for.
-    from utils.callbacks.journal import FILE_NAME, read_journal
-
     path = sweep.run_directory(point) / FILE_NAME
     return read_journal(path) if path.is_file() else []
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.callbacks.journal import FILE_NAME, read_journal
+from utils.callbacks.journal_file import FILE_NAME, read_journal
 from utils.callbacks.lines import duration, number
 from utils.cluster.job_request import JobRequest
 from utils.config.run_settings import RunSettings

@@ -18,7 +18,7 @@ HEAD = """\
 #!/bin/bash
 # A comment.
 #SBATCH --job-name=my_job   # what squeue shows
-#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --nodes=2 --ntasks-per-node=1  #it's "enough" \\
 ##SBATCH --nodes=7
 #SBATCH --gpus-per-node=4
 
@@ -177,7 +177,7 @@ def test_no_job_script_and_none_that_can_be_read(tmp_path):
 def test_a_head_that_sbatch_would_refuse(job_script):
     with pytest.raises(ConfigurationError, match=r"job\.sh:2: stray is no option"):
         request([job_script("#!/bin/sh\n#SBATCH --nodes=2 stray\n"), "x"])
-    with pytest.raises(ConfigurationError, match=r"job\.sh:2: No closing quotation"):
+    with pytest.raises(ConfigurationError, match=r"job\.sh:2: a quote is not closed: 'a"):
         request([job_script("#!/bin/sh\n#SBATCH --comment='a\n"), "x"])
 
 

@@ -164,12 +164,15 @@ def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
         command.main(["point", "a.yaml"])
 
 
-def test_reading_a_point_imports_no_library_that_takes_seconds(sweep_file):
+def test_points_and_table_import_no_library_that_takes_seconds(sweep_file, tmp_path):
+    """A job that Slurm is ending has little time for its table."""
     program = (
         "import sys; from utils.jobs.sweep import main; main(['point', sys.argv[1], '0']); "
+        "main(['ended', sys.argv[1], '0', '75']); "
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
-    file = sweep_file("grid: {seed: [1, 2]}\n")
+    rest = f"script: pretrain.py\noutput_dir: {tmp_path}/s\n"
+    file = sweep_file("grid: {seed: [1, 2]}\n", rest)
     done = subprocess.run([sys.executable, "-c", program, file], cwd=ROOT, check=False)
     assert done.returncode == 0
 
