@@ -28,6 +28,7 @@ from utils.jobs.sweep_file import Sweep, read_sweep
 
 ROOT_VARIABLE = "STOKER_ROOT"
 LAUNCHER = "slurm/launch_node.sh"
+STDERR = 2  # stdout is sbatch's alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line for the user; stdout is sbatch's, whose output other programs read."""
+    """Print a line for the user; stdout is sbatch's, which other programs read."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
@@ -111,7 +112,7 @@ def _check_training(
     done = subprocess.run(
         [sys.executable, script, *arguments, "--dry_run"],
         env=environment,
-        stdout=sys.stderr,
+        stdout=STDERR,
         check=False,
     )
     if done.returncode == ExitCode.DONE:
@@ -172,7 +173,7 @@ def _check_sweep(
     done = subprocess.run(
         [sys.executable, "-m", "utils.jobs.sweep_check", sweep.file],
         env=environment,
-        stdout=sys.stderr,
+        stdout=STDERR,
         check=False,
     )
     if done.returncode == ExitCode.DONE:

@@ -1,0 +1,106 @@
+"""A sweep as a job array on a real Slurm: one point fails, handed in again only that one trains."""
+
+import csv
+import json
+import subprocess
+
+import pytest
+import tiny
+from launching import ROOT
+from slurm_cluster import SlurmCluster
+from training_jobs import SETTINGS, TrainingJobs
+
+from utils.config.reading.strict_yaml import dump_yaml
+from utils.jobs.sweep_file import Sweep, read_sweep
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["--gpus-per-node=0", "--cpus-per-task=1", "--mem=1G", "--time=10", "--wait"]
+
+
+@pytest.fixture
+def environment(slurm: SlurmCluster, jobs: TrainingJobs) -> dict[str, str]:
+    """Four points at a time on the two nodes of two cores, each a process on the CPU."""
+    chosen = slurm.environment(jobs.environment("cpu", {"STOKER_PROCESSES_PER_NODE": "1"}))
+    chosen.pop("ACCELERATE_CONFIG")
+    return chosen
+
+
+@pytest.fixture
+def run(environment):
+    """Run a command in the repository."""
+
+    def call(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, text=True, timeout=240, check=False,
+            capture_output=True,
+        )  # fmt: skip
+
+    return call
+
+
+def table(sweep: Sweep, by_point: bool = True) -> list[dict[str, str]]:
+    """The rows of results.csv, by the points' numbers or as they stand."""
+    with (sweep.output_dir / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return sorted(rows, key=lambda row: int(row["point"])) if by_point else rows
+
+
+def starts(run_directory) -> int:
+    return len(json.loads((run_directory / "provenance.json").read_text())["starts"])
+
+
+def test_a_sweep_runs_through_and_goes_on_where_it_failed(slurm, jobs, run, idle, tmp_path):
+    late = tmp_path / "late $(touch canary)"
+    settings = SETTINGS | {
+        "model_config": str(SETTINGS["model_config"]),
+        "tokenizer_name_or_path": str(jobs.files / "tokenizer"),
+        "eval_data": [f"heldout={jobs.files / 'heldout'}"],
+        "max_steps": 2,
+        "save_steps": 2,
+        "eval_steps": 2,
+    }
+    points = [{"seed": seed, "train_data": str(jobs.files / "documents")} for seed in (1, 2, 3)]
+    points.append({"seed": 4, "train_data": str(late)})
+    content = {
+        "script": "pretrain.py",
+        "settings": settings,
+        "list": points,
+        "output_dir": str(tmp_path / "runs of it"),
+    }
+    file = tmp_path / "my sweep.yaml"
+    file.write_text(dump_yaml(content))
+    sweep = read_sweep(str(file))
+    directories = [sweep.run_directory(point) for point in sweep.points]
+    log = f"--output={tmp_path}/%a.log"
+
+    # One index more than there are points.
+    done = run("sbatch", *OPTIONS, log, "--array=0-4", "slurm/sweep_job.sh", str(file))
+    assert done.returncode == 2, "sbatch --wait returns the worst code of the array"
+    logs = [(tmp_path / f"{index}.log").read_text() for index in range(5)]
+    assert [row["state"].split(" (")[0] for row in table(sweep)] == ["finished"] * 3 + ["failed"]
+    assert all((path / "final").is_dir() for path in directories[:3]), logs
+    assert f"refused to run: {late}: no such directory" in logs[3].splitlines()[-1]
+    assert not directories[3].exists()
+    assert "has 4 points, numbered from 0: there is no point 4. Give --array=0-3" in logs[4]
+    assert "4 of" not in (sweep.output_dir / "results.md").read_text()
+    assert not list(ROOT.glob("canary"))
+
+    tiny.save(late, {"input_ids": tiny.documents(400, seed=4)})
+    done = run("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "1 of 4 points are left to run" in done.stderr
+    assert f"log:     {tmp_path}/INDEX.log" in done.stderr
+    assert [row["state"] for row in table(sweep)] == ["finished"] * 4
+    assert [starts(path) for path in directories] == [1, 1, 1, 1]
+    best = [float(row["best_eval_heldout_loss"]) for row in table(sweep, by_point=False)]
+    assert best == sorted(best)
+    assert "4 of 4 points finished" in (sweep.output_dir / "results.md").read_text()
+
+    # Nothing is left: nothing is handed in, and a point handed in all the same ends at once.
+    done = run("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "all 4 points are finished, nothing is handed in" in done.stderr
+    done = run("sbatch", *OPTIONS, log, "--array=1", "slurm/sweep_job.sh", str(file))
+    assert done.returncode == 0
+    assert "is finished: nothing is left to do" in (tmp_path / "1.log").read_text()
