@@ -93,9 +93,13 @@ def environment(**changes: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class End:
-    """How a step ended: its exit code and the verdict, as slurm/training_job.sh reads them."""
+    """How a step ended: its exit code and the verdict, as slurm/training_job.sh reads them.
+
+    `srun_code` is srun's own, the largest of the tasks'.
+    """
 
     code: int
+    srun_code: int
     verdict: str
     output: str
 
@@ -108,6 +112,7 @@ def srun(slurm: SlurmCluster, folder: Path, *command: object, **changes: str) ->
     verdict, code = notes / "verdict.txt", notes / "exit_code"
     return End(
         int(code.read_text()) if code.exists() else done.returncode,
+        done.returncode,
         verdict.read_text() if verdict.exists() else "",
         done.stdout,
     )
@@ -163,6 +168,7 @@ def test_devices_that_torch_does_not_see_are_refused_for_both_nodes(slurm, worke
         ACCELERATE_USE_CPU="unset", STOKER_PROCESSES_PER_NODE="unset", CUDA_VISIBLE_DEVICES="unset",
     )  # fmt: skip
     assert done.code == 69, done.output
+    assert done.srun_code == 69, done.output  # of both: neither was ended by the other's end
     for node in ("n1", "n2"):
         message = rf"{node}: the job has 2 GPUs on this node, one process each, but torch sees 0"
         assert re.search(message, done.verdict), done.verdict

@@ -27,7 +27,9 @@ def main():
     if sys.argv[1] in ("kill", "stop"):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if sys.argv[1] == "kill" else None)
         stop = Path(os.environ["STOKER_NODE_DIR"]) / "STOP"
-        Path(sys.argv[2]).touch()
+        draft = Path(sys.argv[2] + f".{os.getpid()}")
+        draft.write_text(str(os.getpid()))
+        draft.rename(sys.argv[2])
         while not stop.exists():
             time.sleep(0.05)
         print("found", stop.read_text())
@@ -47,8 +49,12 @@ def worker(tmp_path: Path) -> Path:
 def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     fixed = {"PATH": path, "TMPDIR": str(tmp_path), "ACCELERATE_USE_CPU": "true"}
-    inherited = quiet_environment(fixed | changes)
-    return {name: value for name, value in inherited.items() if name != "STOKER_NOTES_DIR"}
+    inherited = {
+        name: value
+        for name, value in quiet_environment().items()
+        if not name.startswith(("STOKER_", "SLURMD_"))
+    }
+    return inherited | fixed | changes
 
 
 def launch(tmp_path: Path, *command: object, script: Path = LAUNCH_NODE, **changes: str):
@@ -99,6 +105,30 @@ def test_sigterm_asks_for_a_stop_and_becomes_75(worker, tmp_path, processes):
     assert process.returncode == 75, output
     assert "SIGTERM, asking the processes to stop" in output
     assert output.count("found SIGTERM to the job") == int(processes)
+    assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_path):
+    up, notes = tmp_path / "up", tmp_path / "notes"
+    notes.mkdir()
+    process = subprocess.Popen(
+        [str(LAUNCH_NODE), str(worker), "stop", str(up)],
+        env=environment(tmp_path, STOKER_NOTES_DIR=str(notes)), cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not up.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (notes / "exit_code").write_text("76\n")
+    (notes / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 76, output
+    assert "found" not in output  # the worker was not asked to save
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(up.read_text()), 0)
     assert not list(tmp_path.glob("stoker-*"))
 
 
