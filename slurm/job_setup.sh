@@ -12,6 +12,14 @@ refuse() {
 
 [[ -n ${SLURM_JOB_ID:-} ]] || refuse 2 \
   "${BASH_SOURCE[-1]} is a job script: sbatch ${BASH_SOURCE[-1]} ... (without Slurm: slurm/launch_node.sh SCRIPT ...)"
+# What Slurm counts is counted with below, and bash evaluates words in arithmetic.
+for name in SLURM_{JOB_ID,JOB_NUM_NODES,RESTART_COUNT,CPUS_PER_TASK} \
+  SLURM_ARRAY_{JOB_ID,TASK_ID,TASK_MIN,TASK_MAX,TASK_STEP,TASK_COUNT}; do
+  [[ ${!name:-0} =~ ^[0-9]+$ ]] || refuse 2 "$name is $(printf '%q' "${!name}"), no number: let Slurm set it."
+done
+# Slurm's stop signal has no one to pass it on to before the step runs; the run knows the time too.
+trap '' USR1
+
 cd -- "$root" || exit 2
 root=$PWD
 
@@ -22,13 +30,13 @@ done
 # shellcheck disable=SC2034 # for who sources this
 STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
-  # Environments' activation scripts read unset variables.
-  set +u
-  trap 'printf "%s: slurm/cluster.env failed, see above\n" "${SLURMD_NODENAME:-}" >&2' ERR
+  # Environments' activation scripts read unset variables. A trap on EXIT may be a caller's own.
+  set +u -E
+  trap '[[ $BASHPID != "$$" ]] || printf "%s: slurm/cluster.env failed, see above\n" "${SLURMD_NODENAME:-}" >&2' ERR
   # shellcheck source=/dev/null # the user's own
   source slurm/cluster.env
   trap - ERR
-  set -u
+  set -u +E
 fi
 
 # Commands of Slurm take `123` for all tasks of an array whose last task has this job id.

@@ -30,7 +30,7 @@ if [[ ! -f $root/slurm/launch_node.sh ]]; then
   printf 'no repository here (%s): call sbatch in it, or set STOKER_ROOT to it.\n' "$root" >&2
   exit 2
 fi
-if ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
+if [[ ${SLURM_JOB_NUM_NODES:-1} != 1 ]]; then
   printf 'train_job.sh is for one node, not %s: sbatch slurm/multinode_job.sh takes the same arguments.\n' \
     "$SLURM_JOB_NUM_NODES" >&2
   exit 2

@@ -77,13 +77,18 @@ if [[ -f $notes/exit_code ]]; then
   read -r code <"$notes/exit_code" || true
   [[ $code =~ ^[0-9]+$ ]] || code=1
   verdict=$(<"$notes/verdict.txt")
-elif ((code > 128)); then
+elif ((code > 128 && code <= 192)); then
   # The launchers leave a verdict for whatever happens to their workers. They were killed themselves.
   verdict="a node's launcher was killed by signal $((code - 128)), see srun's lines above"
   ((code != 137)) || verdict+=" (out of memory? sacct -j $job -o MaxRSS,ReqMem tells)"
   code=76
+  # Before the run itself could count its restarts: starting a fifth time would not help either.
+  if ((restarts >= 3 && SECONDS < 300)); then
+    code=77
+    verdict+=", minutes after start $((restarts + 1))"
+  fi
 elif ((code != 0)); then
-  verdict="srun ended with exit code $code without starting the run, see its lines above"
+  verdict="srun ended with exit code $code, see its lines above"
 fi
 
 case $code in

@@ -1,0 +1,129 @@
+"""Runs the job scripts without a Slurm: stand-ins for its commands write down what they get."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_RECORD = r"""#!/bin/bash
+name=${0##*/}
+printf '%s\0' "$@" >"$STAND_IN/$name.arguments"
+env -0 >"$STAND_IN/$name.environment"
+"""
+_COMMANDS = {
+    "srun": _RECORD
+    + r"""
+for left in verdict.txt exit_code; do
+  [[ ! -f $STAND_IN/$left ]] || cp "$STAND_IN/$left" "$STOKER_NOTES_DIR/"
+done
+read -r code <"$STAND_IN/srun.code"
+exit "$code"
+""",
+    "squeue": r"""#!/bin/bash
+case $* in
+*%e*) cat "$STAND_IN/ends" ;;
+*) cat "$STAND_IN/state" ;;
+esac
+""",
+    "scontrol": r"""#!/bin/bash
+printf '%s\0' "$@" >"$STAND_IN/scontrol.arguments"
+if [[ -f $STAND_IN/denied ]]; then
+  cat "$STAND_IN/denied"
+  exit 1
+fi
+""",
+    "sbatch": _RECORD,
+    "python": _RECORD
+    + r"""
+[[ ! -f $STAND_IN/python.output ]] || cat "$STAND_IN/python.output"
+""",
+    "sleep": "#!/bin/bash\n",
+}
+
+
+class StandIns:
+    """A copy of slurm/ in `root`, and a folder of commands that stand in for Slurm's."""
+
+    def __init__(self, directory: Path, root: Path):
+        self.directory = directory
+        self.root = root
+        self.commands = directory / "commands"
+        self.commands.mkdir(parents=True)
+        for name, text in _COMMANDS.items():
+            (self.commands / name).write_text(text)
+            (self.commands / name).chmod(0o755)
+        copy_scripts(root)
+        self.answer(code=0, ends="2026-11-20T23:59:59")
+        self.slurm_says("RUNNING", "None", 0, 1)
+
+    def answer(self, code: int, ends: str = "NONE") -> None:
+        """Set srun's exit code and the end of the time limit."""
+        (self.directory / "srun.code").write_text(f"{code}\n")
+        (self.directory / "ends").write_text(f"{ends}\n")
+
+    def slurm_says(self, state: str, reason: str, restarts: int, may_requeue: int) -> None:
+        """Set squeue's answer, in its columns."""
+        columns = f"{state:30}{reason:30}{restarts:<12}{may_requeue:<8}\n"
+        (self.directory / "state").write_text(columns)
+
+    def leaves(self, code: int, verdict: str) -> None:
+        """Let the launchers leave a verdict."""
+        (self.directory / "exit_code").write_text(f"{code}\n")
+        (self.directory / "verdict.txt").write_text(f"{verdict}\n")
+
+    def run(
+        self,
+        script: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        without: Iterable[str] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script as slurmd would, in the environment of job 7 on one node."""
+        fixed = {
+            "PATH": f"{self.commands}{os.pathsep}/usr/bin{os.pathsep}/bin",
+            "HOME": str(self.directory),
+            "STAND_IN": str(self.directory),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURMD_NODENAME": "n1",
+            "SLURM_CPUS_ON_NODE": "2",
+            "SLURM_JOB_CPUS_PER_NODE": "2",
+        }
+        environment = fixed | dict(env or {})
+        for name in without:
+            del environment[name]
+        return subprocess.run(
+            [self.root / script, *arguments],
+            env=environment, cwd=cwd or self.root, text=True, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def arguments(self, command: str) -> list[str]:
+        """What a command was given, the last time."""
+        return (self.directory / f"{command}.arguments").read_text().split("\0")[:-1]
+
+    def was_called(self, command: str) -> bool:
+        return (self.directory / f"{command}.arguments").exists()
+
+    def environment(self, command: str) -> dict[str, str]:
+        """The environment of a command, the last time."""
+        pairs = (self.directory / f"{command}.environment").read_text().split("\0")[:-1]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    def forget(self) -> None:
+        """Forget all earlier calls."""
+        for path in self.directory.glob("*.arguments"):
+            path.unlink()
+
+
+def copy_scripts(root: Path, scripts: Sequence[str] = ("train.py",)) -> None:
+    """Make a repository of the shipped job scripts and empty training scripts."""
+    ignored = shutil.ignore_patterns("cluster.env")
+    shutil.copytree(ROOT / "slurm", root / "slurm", ignore=ignored)
+    for script in scripts:
+        (root / script).touch()

@@ -1,0 +1,437 @@
+"""What the job scripts decide (on stand-ins of Slurm's commands), and that a real Slurm agrees.
+
+On the real Slurm a stand-in for launch_node.sh writes down how it was started on each node and
+ends as its first argument says; what it launches is tested in test_training_jobs.py.
+"""
+
+import re
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Job, SlurmCluster, wait_until
+from stand_ins import StandIns, copy_scripts
+
+TRAIN, MULTINODE = "slurm/train_job.sh", "slurm/multinode_job.sh"
+STOPPED = "stopped at step 7 with a checkpoint"
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> StandIns:
+    return StandIns(tmp_path / "stand-ins", tmp_path / "repository")
+
+
+# Refusals, before anything is started
+
+
+@pytest.mark.parametrize("script", [TRAIN, MULTINODE])
+def test_a_job_without_a_script_is_refused(stand_ins, script):
+    done = stand_ins.run(script)
+    assert done.returncode == 2
+    assert f"no script given: sbatch [OPTIONS] {script} SCRIPT" in done.stdout
+    assert not stand_ins.was_called("srun")
+
+
+def test_a_script_that_is_not_there_is_refused(stand_ins):
+    done = stand_ins.run(TRAIN, "sft_trian.py", "--config", "x")
+    assert done.returncode == 2
+    assert re.search(rf"n1: sft_trian\.py is no file in {stand_ins.root}", done.stdout)
+    assert not stand_ins.was_called("srun")
+
+
+def test_train_job_refuses_several_nodes(stand_ins):
+    done = stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_NUM_NODES": "3"})
+    assert done.returncode == 2
+    assert "for one node, not 3: sbatch slurm/multinode_job.sh" in done.stdout
+
+
+@pytest.mark.parametrize("script", [TRAIN, MULTINODE, "slurm/prepare_job.sh"])
+def test_a_job_from_elsewhere_is_refused(stand_ins, tmp_path, script):
+    done = stand_ins.run(script, "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"no repository here ({tmp_path}): call sbatch in it, or set STOKER_ROOT" in done.stdout
+
+
+@pytest.mark.parametrize("script", [TRAIN, MULTINODE, "slurm/prepare_job.sh"])
+def test_a_wrong_stoker_root_is_refused(stand_ins, tmp_path, script):
+    done = stand_ins.run(script, "train.py", env={"STOKER_ROOT": str(tmp_path)})
+    assert done.returncode == 2
+    assert f"no repository here ({tmp_path})" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["STOKER_ROOT", "SLURM_SUBMIT_DIR"])
+def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path, name):
+    done = stand_ins.run(TRAIN, "train.py", cwd=tmp_path, env={name: str(stand_ins.root)})
+    assert done.returncode == 0, done.stdout
+    assert f"{stand_ins.root}/slurm/launch_node.sh" in stand_ins.arguments("srun")
+
+
+def test_a_job_script_outside_of_a_job_is_refused(stand_ins):
+    done = stand_ins.run(TRAIN, "train.py", without=["SLURM_JOB_ID"])
+    assert done.returncode == 2
+    assert "is a job script: sbatch" in done.stdout
+    assert "slurm/launch_node.sh SCRIPT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("source no/such/activate", "slurm/cluster.env: line 2: no/such/activate"),  # bash's own
+        ("module() { return 1; }; module load cuda", "n1: slurm/cluster.env failed, see above"),
+    ],
+)
+def test_a_cluster_env_that_fails_ends_the_job(stand_ins, line, said):
+    (stand_ins.root / "slurm/cluster.env").write_text(f"export A=$UNSET\n{line}\n")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 1
+    assert said in done.stdout
+    assert not stand_ins.was_called("srun")
+
+
+def test_a_list_in_the_environment_is_refused(stand_ins):
+    done = stand_ins.run(TRAIN, "train.py", env={"STOKER_SRUN_ARGS": "--container-image=x"})
+    assert done.returncode == 2
+    assert "STOKER_SRUN_ARGS is set in the environment, which cannot hold a list" in done.stdout
+
+
+def test_a_place_for_notes_that_cannot_be_made_is_refused(stand_ins):
+    (stand_ins.root / ".stoker").write_text("a file")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 74
+    assert f"{stand_ins.root}/.stoker/job-7.0 cannot be made" in done.stdout
+
+
+# The step
+
+
+def test_the_step_gets_what_the_job_has(stand_ins):
+    environment = {
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_CPUS_PER_NODE": "72(x3),36",
+        "SLURM_CPUS_ON_NODE": "72",
+    }
+    (stand_ins.root / "slurm/cluster.env").write_text('STOKER_SRUN_ARGS=("--container-image=a b")')
+    stand_ins.run(MULTINODE, "train.py", "--x", "1", env=environment)
+    given = stand_ins.arguments("srun")
+    assert given[-4:] == [f"{stand_ins.root}/slurm/launch_node.sh", "train.py", "--x", "1"]
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(given)
+    assert "--cpus-per-task=36" in given  # the smallest node's
+    assert "--container-image=a b" in given
+
+
+def test_the_cores_asked_for_are_asked_of_srun_again(stand_ins):
+    stand_ins.run(TRAIN, "train.py", env={"SLURM_CPUS_PER_TASK": "5"})
+    assert "--cpus-per-task=5" in stand_ins.arguments("srun")
+
+
+def test_gpus_of_the_command_line_win_over_the_heads(stand_ins):
+    same = {"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "4"}
+    stand_ins.run(TRAIN, "train.py", env=same)
+    assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "h100:4"
+    stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
+    assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
+
+
+def test_the_port_is_free_and_the_users_port_stays(stand_ins):
+    stand_ins.run(TRAIN, "train.py")
+    port = int(stand_ins.environment("srun")["STOKER_MAIN_PORT"])
+    with socket.create_server(("127.0.0.1", port + 1)):
+        stand_ins.run(TRAIN, "train.py")
+    assert int(stand_ins.environment("srun")["STOKER_MAIN_PORT"]) == port + 2
+    stand_ins.run(TRAIN, "train.py", env={"STOKER_MAIN_PORT": "12345"})
+    assert stand_ins.environment("srun")["STOKER_MAIN_PORT"] == "12345"
+
+
+def test_jobs_take_different_ports(stand_ins):
+    ports = set()
+    for job in range(7, 12):
+        stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": str(job)})
+        ports.add(stand_ins.environment("srun")["STOKER_MAIN_PORT"])
+    assert len(ports) == 5
+
+
+def test_the_end_of_the_time_limit_is_told_to_the_run(stand_ins):
+    stand_ins.run(TRAIN, "train.py", env={"TZ": "UTC"})
+    assert stand_ins.environment("srun")["SLURM_JOB_END_TIME"] == "1795219199"
+    stand_ins.answer(0, ends="NONE")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert "SLURM_JOB_END_TIME" not in stand_ins.environment("srun")
+    assert "time limit: none" in done.stdout
+    stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_END_TIME": "99"})
+    assert stand_ins.environment("srun")["SLURM_JOB_END_TIME"] == "99"
+
+
+def test_the_log_begins_with_the_job_and_keeps_secrets(stand_ins):
+    arguments = ["--hub_token", "hf_secret", "--hf-token=hf_secret", "--eos_token", "</s>", "a b"]
+    done = stand_ins.run(TRAIN, "train.py", *arguments, env={"TZ": "UTC"})
+    assert "job 7, start 1: 1 node(s) n1" in done.stdout
+    assert "time limit: 2026-11-20 23:59:59" in done.stdout
+    shown = r"train.py --hub_token \*\*\* --hf-token=\*\*\* --eos_token \\</s\\> a\\ b"
+    assert re.search(shown, done.stdout), done.stdout
+    assert "hf_secret" not in done.stdout
+    assert stand_ins.arguments("srun")[-6:] == arguments
+
+
+# The end: who is requeued
+
+
+def test_a_good_end_leaves_nothing(stand_ins):
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].endswith("job 7: done")
+    assert list((stand_ins.root / ".stoker").iterdir()) == []
+    assert not stand_ins.was_called("scontrol")
+
+
+@pytest.mark.parametrize("code", [75, 76])
+@pytest.mark.parametrize(
+    ("state", "reason", "restarts", "may_requeue", "said"),
+    [
+        ("RUNNING", "None", 0, 1, "putting it back into the queue (start 2 will go on"),
+        ("COMPLETING", "TimeLimit", 0, 1, "putting it back into the queue"),
+        ("TIMEOUT", "TimeLimit", 0, 1, "putting it back into the queue"),
+        ("COMPLETING", "None", 0, 1, "cancelled: not requeued. To go on: cd "),
+        ("CANCELLED", "None", 0, 1, "cancelled: not requeued"),
+        ("COMPLETING", "None", 1, 1, "Slurm has put it back into the queue itself"),
+        ("PENDING", "BeginTime", 1, 1, "Slurm has put it back into the queue itself"),
+        ("RUNNING", "None", 0, 0, "not requeued: it was handed in with --no-requeue"),
+    ],
+)
+def test_who_is_requeued(stand_ins, code, state, reason, restarts, may_requeue, said):
+    stand_ins.answer(143)  # what srun says when one task ends before the others
+    stand_ins.leaves(code, STOPPED)
+    stand_ins.slurm_says(state, reason, restarts, may_requeue)
+    done = stand_ins.run(TRAIN, "train.py", "--x", "a b")
+    assert done.returncode == code
+    assert f"{STOPPED}; {said}" in done.stdout.splitlines()[-1]
+    requeued = said.startswith("putting")
+    assert stand_ins.was_called("scontrol") == requeued
+    if requeued:
+        assert stand_ins.arguments("scontrol") == ["requeue", "7"]
+    if "To go on" in said or "--no-requeue" in said:
+        command = rf"cd {stand_ins.root} && sbatch [THE SAME OPTIONS] {TRAIN} train.py --x a\ b"
+        assert command in done.stdout
+
+
+def test_a_denied_requeue_says_how_to_go_on(stand_ins):
+    stand_ins.leaves(75, STOPPED)
+    (stand_ins.directory / "denied").write_text("Access/permission denied")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 75
+    assert "requeue failed: Access/permission denied. To go on: cd " in done.stdout
+
+
+def test_slurm_without_an_answer_is_no_reason_to_requeue(stand_ins):
+    stand_ins.leaves(75, STOPPED)
+    (stand_ins.directory / "state").write_text("")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert "not requeued: squeue does not answer. To go on" in done.stdout
+    assert not stand_ins.was_called("scontrol")
+
+
+@pytest.mark.parametrize("code", [1, 2, 69, 74, 77])
+def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins, code):
+    stand_ins.answer(1)
+    stand_ins.leaves(code, "rank 3 on n2 failed:\nValueError: $(no) *")
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-2:] == ["rank 3 on n2 failed:", "ValueError: $(no) *"]
+    notes = stand_ins.root / ".stoker/job-7.0"
+    assert str(notes) in done.stdout
+    assert stat.S_IMODE(notes.stat().st_mode) == 0o700
+    assert not stand_ins.was_called("scontrol")
+
+
+def test_the_notes_of_earlier_starts_go(stand_ins):
+    stand_ins.leaves(1, "failed")
+    stand_ins.answer(1)
+    stand_ins.run(TRAIN, "train.py")
+    stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": "70"})
+    stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "1"})
+    left = sorted(path.name for path in (stand_ins.root / ".stoker").iterdir())
+    assert left == ["job-7.1", "job-70.0"]
+
+
+def test_a_killed_launcher_is_a_lost_rank(stand_ins):
+    stand_ins.answer(137)
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 76
+    assert "killed by signal 9, see srun's lines above (out of memory?" in done.stdout
+    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
+
+
+def test_launchers_that_are_killed_at_every_start_are_no_progress(stand_ins):
+    stand_ins.answer(139)
+    stand_ins.slurm_says("RUNNING", "None", 3, 1)
+    done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "3"})
+    assert done.returncode == 77
+    assert "killed by signal 11" in done.stdout.splitlines()[-1]
+    assert "minutes after start 4" in done.stdout.splitlines()[-1]
+    assert not stand_ins.was_called("scontrol")
+
+
+@pytest.mark.parametrize("code", [4, 127, 255])
+def test_an_srun_that_does_not_start_passes_its_code(stand_ins, code):
+    stand_ins.answer(code)
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-1] == f"srun ended with exit code {code}, see its lines above"
+    assert not stand_ins.was_called("scontrol")
+
+
+def test_one_task_of_an_array_is_requeued_alone(stand_ins):
+    stand_ins.leaves(75, STOPPED)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    stand_ins.run(TRAIN, "train.py", env=array)
+    assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
+
+
+# On a real Slurm
+
+STAND_IN = r"""#!/usr/bin/env bash
+set -uo pipefail
+node=$SLURMD_NODENAME
+start=started/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$node
+printf '%s\0' "$@" >"$start.arguments"
+env -0 >"$start.environment"
+stat --format=%a "$STOKER_NOTES_DIR" >"$start.mode"
+leave() { # CODE TEXT
+  if (set -C; printf '%s\n' "$2" >"$STOKER_NOTES_DIR/verdict.txt") 2>/dev/null; then
+    printf '%s\n' "$1" >"$STOKER_NOTES_DIR/exit_code"
+  fi
+  exit "$1"
+}
+[[ -z ${SLURM_RESTART_COUNT:-} ]] || exit 0
+case ${2:-} in
+stop) # as launch_node.sh does; Slurm signals sleep, too
+  stop=
+  trap 'stop=1' USR1 TERM
+  touch "$start.ready"
+  while [[ -z $stop ]]; do sleep 0.1; done
+  trap '' USR1 TERM
+  leave 75 "stopped at step 7"
+  ;;
+fail) leave 3 "rank 1 on $node failed: ValueError: 7" ;;
+killed) kill -KILL $$ ;;
+esac
+"""
+
+
+class Jobs:
+    """Hands jobs in from a repository whose launch_node.sh is the stand-in."""
+
+    def __init__(self, slurm: SlurmCluster, root: Path):
+        self.slurm = slurm
+        self.root = root
+        self.count = 0
+        copy_scripts(root)
+        (root / "slurm/launch_node.sh").write_text(STAND_IN)
+        (root / "started").mkdir()
+
+    def submit(
+        self, *options: str, how: str = "", script=TRAIN, env: Mapping[str, str] | None = None
+    ) -> Job:
+        self.count += 1
+        return self.slurm.submit(
+            "--cpus-per-task=1", "--mem=500", *options,
+            script, "train.py", how, "it's $(touch canary)",
+            cwd=self.root, log=self.root.parent / f"{self.count}.log", env=env,
+        )  # fmt: skip
+
+    def started(self, job: Job, what: str = "environment") -> dict[str, str]:
+        """What each node of a job's first start wrote down."""
+        paths = (self.root / "started").glob(f"{job.id}.0.*.{what}")
+        return {path.suffixes[-2][1:]: path.read_text() for path in paths}
+
+
+@pytest.fixture
+def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
+    return Jobs(slurm, tmp_path / "a $(touch canary) repository")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
+    """However the GPUs were asked for; both scripts' heads are overridden on the command line."""
+    small = ("--nodes=2",)
+    asked = {
+        "gpus-per-node": ["--gpus-per-node=2"],
+        "gres": ["--gres=gpu:2"],
+        "gpus-per-task": ["--gpus-per-node=0", "--gpus-per-task=2"],
+    }
+    submitted = {
+        name: jobs.submit(*small, *options, script=MULTINODE) for name, options in asked.items()
+    }
+    for name, job in submitted.items():
+        assert jobs.slurm.wait(job, 60) == "COMPLETED", f"{name}:\n{job.output()}"
+        nodes = {
+            node: dict(pair.split("=", 1) for pair in text.split("\0")[:-1])
+            for node, text in jobs.started(job).items()
+        }
+        assert sorted(nodes) == ["n1", "n2"], name
+        for environment in nodes.values():
+            assert environment["SLURM_GPUS_ON_NODE"] == "2", name
+            assert environment["SLURM_CPUS_PER_TASK"] == "1", name
+            assert environment["SLURM_STEP_NUM_TASKS"] == "2", name
+            assert environment["SLURM_JOB_END_TIME"].isdecimal(), name
+        for shared in ("STOKER_MAIN_PORT", "STOKER_NOTES_DIR"):
+            assert len({environment[shared] for environment in nodes.values()}) == 1, name
+        assert set(jobs.started(job, "mode").values()) == {"700\n"}
+        arguments = {"train.py\0\0it's $(touch canary)\0"}
+        assert set(jobs.started(job, "arguments").values()) == arguments
+        assert job.output().splitlines()[-1].endswith(f"job {job.id}: done")
+    assert not list(jobs.root.parent.rglob("canary"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
+    """One-node jobs side by side; each ends its own way."""
+    stop = {name: jobs.submit(how="stop") for name in ("signalled", "cancelled")}
+    wait_until(lambda: all(jobs.started(job, "ready") for job in stop.values()), 30, "not up")
+    jobs.slurm.run("scancel", "--batch", "--signal=USR1", stop["signalled"].id)
+    jobs.slurm.run("scancel", stop["cancelled"].id)
+    assert jobs.slurm.wait(stop["cancelled"], 30) == "CANCELLED"
+    log = stop["cancelled"].output()
+    assert "stopped at step 7; cancelled: not requeued. To go on: cd" in log, log
+
+    kept = jobs.submit("--no-requeue", how="stop")
+    byhand = jobs.submit(how="stop")
+    array = jobs.submit("--array=4", how="stop")
+    wait_until(lambda: all(jobs.started(job, "ready") for job in (kept, byhand)), 60, "not up")
+    jobs.slurm.run("scancel", "--batch", "--signal=USR1", kept.id)
+    jobs.slurm.run("scontrol", "requeue", byhand.id)
+    assert jobs.slurm.wait(kept, 30) == "FAILED"
+    assert jobs.slurm.fields(kept)["ExitCode"] == "75:0"
+    assert "not requeued: it was handed in with --no-requeue" in kept.output()
+    wait_until(lambda: jobs.started(array, "ready"), 60, "the array does not start")
+    jobs.slurm.run("scancel", "--batch", "--signal=USR1", array.id)
+
+    lost, failed = jobs.submit(how="killed"), jobs.submit(how="fail")
+    assert jobs.slurm.wait(failed, 60) == "FAILED"
+    assert jobs.slurm.fields(failed)["ExitCode"] == "3:0"
+    last_line = failed.output().splitlines()[-1]
+    assert re.fullmatch(r"rank 1 on n[12] failed: ValueError: 7", last_line)
+    for job, said in (
+        (stop["signalled"], "stopped at step 7; putting it back into the queue"),
+        (byhand, "stopped at step 7; Slurm has put it back into the queue itself"),
+        (array, "stopped at step 7; putting it back into the queue"),
+        (lost, "a node's launcher was killed by signal 9"),
+    ):
+        assert jobs.slurm.wait(job, 90) == "COMPLETED", job.output()
+        assert jobs.slurm.fields(job)["Restarts"] == "1"
+        log = job.output()
+        assert said in log, log
+        assert log.splitlines()[-1].endswith(": done"), log
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_an_srun_that_refuses_ends_the_job_with_its_message(jobs):
+    (jobs.root / "slurm/cluster.env").write_text("STOKER_SRUN_ARGS=(--no-such-option)\n")
+    job = jobs.submit()
+    assert jobs.slurm.wait(job, 30) == "FAILED"
+    assert "no-such-option" in job.output()
+    assert "srun ended with exit code 255" in job.output().splitlines()[-1]
