@@ -326,7 +326,9 @@ def logged(run: Path) -> list[dict]:
 def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", STEPS - 1, touch("STOP"))) == ExitCode.STOPPED
-    assert f"stopped at step 8 of 8 with {run}/checkpoint-8" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"stopped at step 8 of 8 with {run}/checkpoint-8" in shown
+    assert "finishing, not stopping" not in shown
     assert start(run) == ExitCode.DONE
     assert "after" not in capsys.readouterr().out.split("finished at step 8")[2]
     assert_the_same(run, uninterrupted())
