@@ -1,0 +1,237 @@
+"""Preparing data as a job array: which task does what, and the whole of it on a real Slurm."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from launching import ROOT
+from slurm_cluster import Job, SlurmCluster, wait_until
+from stand_ins import StandIns
+
+PREPARE = "slurm/prepare_job.sh"
+CORES = {"SLURM_CPUS_PER_TASK": "3"}
+
+
+def array(task: int, first: int, last: int, step: int = 1, count: int | None = None):
+    tasks = (last - first) // step + 1 if count is None else count
+    return {
+        "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task),
+        "SLURM_ARRAY_TASK_MIN": str(first), "SLURM_ARRAY_TASK_MAX": str(last),
+        "SLURM_ARRAY_TASK_STEP": str(step), "SLURM_ARRAY_TASK_COUNT": str(tasks),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> StandIns:
+    """run_python.sh only writes down what it was given, once a command."""
+    made = StandIns(tmp_path / "stand-ins", tmp_path / "repository")
+    (made.root / "slurm/run_python.sh").write_text(
+        '#!/bin/bash\nprintf "%s\\n" "$@" "shard=${STOKER_SHARD:-}" "tmp=$HF_DATASETS_CACHE" '
+        '"offline=$HF_HUB_OFFLINE" >>"$STAND_IN/calls"\n'
+        'read -r code <"$STAND_IN/srun.code"\n'
+        "[[ $code != 138 ]] || kill -USR1 $PPID\n"
+        'exit "$code"\n'
+    )
+    return made
+
+
+def calls(stand_ins: StandIns) -> list[str]:
+    path = stand_ins.directory / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_without_an_array_it_is_all_done_in_one_task(stand_ins):
+    done = stand_ins.run(PREPARE, "--sources", "x", env=CORES)
+    assert done.returncode == 0, done.stdout
+    assert calls(stand_ins)[:5] == ["prepare_data.py", "--sources", "x", "--num_proc", "3"]
+    assert not [word for word in calls(stand_ins) if word in ("--shard", "--merge")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        (array(0, 0, 3), "0/4"),
+        (array(6, 4, 7), "2/4"),
+        (array(5, 1, 9, step=4), "1/3"),
+        (array(3, 3, 3), "0/1"),
+    ],
+)
+def test_each_task_takes_its_share_and_then_looks_whether_to_merge(stand_ins, environment, share):
+    done = stand_ins.run(PREPARE, "--sources", "x", "--num_proc", "9", env=environment)
+    assert done.returncode == 0, done.stdout
+    shard, shards = share.split("/")
+    words = [word for word in calls(stand_ins) if not word.startswith("tmp=")]
+    given = ["--sources", "x", "--num_proc", "9"]
+    assert words == [
+        *("prepare_data.py", *given, "--shard", share, "shard=", "offline=1"),
+        *("-m", "utils.jobs.merge_shards", *given, "--merge", shards),
+        *(f"shard={shard}", "offline=1"),
+    ]
+
+
+def test_an_array_with_gaps_is_refused(stand_ins):
+    done = stand_ins.run(PREPARE, "--sources", "x", env=array(7, 3, 7, count=2))
+    assert done.returncode == 2
+    assert "an array with gaps (2 tasks from 3 to 7) leaves shares undone" in done.stdout
+    assert "--array=0-1; what is finished is not done again" in done.stdout
+    assert not calls(stand_ins)
+
+
+@pytest.mark.parametrize("flag", ["--shard", "--shard=0/2", "--merge", "--merge=2"])
+def test_a_division_by_hand_is_refused(stand_ins, flag):
+    done = stand_ins.run(PREPARE, "--sources", "x", flag, "2")
+    assert done.returncode == 2
+    assert f"{flag} is for prepare_data.py by hand: here the array is the division" in done.stdout
+
+
+def test_several_nodes_and_no_arguments_are_refused(stand_ins):
+    done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_JOB_NUM_NODES": "4"})
+    assert done.returncode == 2
+    assert "use --array=0-3 in place of --nodes=4" in done.stdout
+    done = stand_ins.run(PREPARE)
+    assert done.returncode == 2
+    assert "no arguments given: sbatch --array=0-15 slurm/prepare_job.sh" in done.stdout
+
+
+def test_temporary_files_are_private_and_go(stand_ins, tmp_path):
+    (tmp_path / "node disk").mkdir()
+    stand_ins.run(PREPARE, "--sources", "x", env={"TMPDIR": str(tmp_path / "node disk")})
+    (used,) = [word for word in calls(stand_ins) if word.startswith("tmp=")]
+    assert used.startswith(f"tmp={tmp_path}/node disk/stoker-prepare-")
+    assert not list((tmp_path / "node disk").iterdir())
+    done = stand_ins.run(PREPARE, "--sources", "x", env={"TMPDIR": "/no/such"})
+    assert done.returncode == 74
+    assert "no temporary directory can be made in /no/such: set TMPDIR in" in done.stdout
+
+
+def test_a_failed_share_is_not_merged_and_says_how_to_go_on(stand_ins):
+    stand_ins.answer(2)
+    done = stand_ins.run(PREPARE, "--sources", "a b", env=array(0, 0, 1))
+    assert done.returncode == 2
+    assert "utils.jobs.merge_shards" not in calls(stand_ins)
+    assert rf"{PREPARE} --sources a\ b" in done.stdout.splitlines()[-1]
+    assert "finished work is kept" in done.stdout
+    assert not stand_ins.was_called("scontrol")
+
+
+def test_the_time_limit_requeues_the_task(stand_ins):
+    stand_ins.answer(138)
+    done = stand_ins.run(PREPARE, "--sources", "x", env=array(3, 0, 3))
+    assert done.returncode == 75
+    assert "stopped by USR1, finished work is kept; putting it back" in done.stdout
+    assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
+
+
+def test_it_does_not_requeue_for_ever(stand_ins):
+    stand_ins.answer(138)
+    done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_RESTART_COUNT": "20"})
+    assert done.returncode == 75
+    assert "after 20 restarts, not requeued: give it more --time" in done.stdout
+    assert not stand_ins.was_called("scontrol")
+
+
+# On a real Slurm
+
+
+class Preparations:
+    """Hands preparations of one source in."""
+
+    def __init__(self, slurm: SlurmCluster, directory: Path):
+        self.slurm = slurm
+        self.directory = directory
+        self.output = directory / "a prepared $(touch canary)"
+        directory.mkdir(exist_ok=True)
+        tiny.make_tokenizer(directory / "tokenizer")
+        # Work units have 1 MiB at least: four of them, so that no share of two is empty.
+        text = '{"text": "' + " ".join(f"t{number % 126}" for number in range(2000)) + '"}\n'
+        (directory / "texts.jsonl").write_text(text * (4 * 2**20 // len(text) + 1))
+
+    def submit(self, *options: str, arguments: list[str] | None = None) -> Job:
+        given = ["--tokenizer_name_or_path", str(self.directory / "tokenizer")]
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return self.slurm.submit(
+            "--cpus-per-task=1", "--mem=1G", *options, PREPARE,
+            "--sources", str(self.directory / "texts.jsonl"), "--output_dir", str(self.output),
+            *(given if arguments is None else arguments),
+            cwd=ROOT, log=self.directory / "%a.log", env={"PATH": path},
+        )  # fmt: skip
+
+    def wait(self, job: Job) -> None:
+        """Wait until no task of the array is left."""
+
+        def ended() -> bool:
+            shown = self.slurm.run("squeue", "--noheader", "--jobs", job.id, check=False)
+            return not shown.stdout.strip() or "Invalid job id" in shown.stdout
+
+        wait_until(ended, 120, "the array does not end", self.output_of)
+
+    def output_of(self, task: int | None = None) -> str:
+        logs = sorted(self.directory.glob("*.log"))
+        wanted = logs if task is None else [self.directory / f"{task}.log"]
+        return "\n".join(log.read_text() for log in wanted)
+
+    def forget(self) -> None:
+        for log in self.directory.glob("*.log"):
+            log.unlink()
+
+
+@pytest.fixture
+def preparations(slurm: SlurmCluster, tmp_path: Path) -> Preparations:
+    return Preparations(slurm, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_an_array_prepares_merges_checks_and_does_nothing_twice(preparations):
+    from utils.data.token_dataset import open_token_dataset
+
+    job = preparations.submit("--array=0-1")
+    preparations.wait(job)
+    logs = preparations.output_of()
+    assert logs.count("all 2 shards are complete: merging") == 1, logs
+    assert logs.count("as counted while tokenizing; fingerprint") == 1, logs
+    data = open_token_dataset(preparations.output / "train")
+    said = re.search(r"train: ([\d,]+) documents, ([\d,]+) tokens", logs)
+    assert said, logs
+    assert int(said[1].replace(",", "")) == len(data) > 100
+    assert int(said[2].replace(",", "")) == data.lengths.sum() == 2001 * len(data)
+    assert not (preparations.output / ".shards").exists()
+
+    preparations.forget()
+    again = preparations.submit("--array=0-1")
+    preparations.wait(again)
+    logs = preparations.output_of()
+    assert logs.count("already prepared with these settings") == 2, logs
+    assert "merging" not in logs
+    assert not list(preparations.directory.rglob("canary"))
+    assert not (ROOT / "canary").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_an_interrupted_array_goes_on_with_another_number_of_tasks(preparations):
+    """One share of three is done by hand; the array of two does the rest."""
+    arguments = [
+        sys.executable, "prepare_data.py", "--sources", str(preparations.directory / "texts.jsonl"),
+        "--output_dir", str(preparations.output), "--shard", "0/3",
+        "--tokenizer_name_or_path", str(preparations.directory / "tokenizer"),
+    ]  # fmt: skip
+    done = preparations.slurm.run(*arguments, cwd=ROOT)
+    assert "shard 0/3 is complete" in done.stdout
+    preparations.wait(preparations.submit("--array=5-6"))
+    logs = preparations.output_of()
+    assert "1 of 2 work units are finished already" in logs, logs
+    assert "all 2 shards are complete: merging" in logs
+    assert (preparations.output / "train/stoker.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_an_array_that_would_train_its_tokenizer_many_times_is_refused(preparations):
+    preparations.wait(preparations.submit("--array=0-1", arguments=["--train_tokenizer", "300"]))
+    logs = preparations.output_of()
+    assert logs.count("shards cannot each train a tokenizer: run once with --tokenizer_only") == 2
+    assert not preparations.output.exists()
