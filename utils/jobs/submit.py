@@ -118,7 +118,14 @@ def _check_training(
     if done.returncode == ExitCode.DONE:
         output_dir = json.loads(found.read_text(encoding="utf-8"))["output_dir"]
         stop = shlex.quote(f"{output_dir}/STOP")
-        _leave(facts, [], [*_watching(request.job_name, request.log), f"stop:    touch {stop}"])
+        _leave(
+            facts,
+            [],
+            [
+                *_watching(request.job_name, request.log, request.array is not None),
+                f"stop:    touch {stop}",
+            ],
+        )
     return done.returncode
 
 
@@ -183,7 +190,7 @@ def _check_sweep(
             facts,
             options,
             [
-                *_watching(request.job_name, request.log),
+                *_watching(request.job_name, request.log, True),
                 f"stop:    touch {stop}",
                 f"table:   {table}",
             ],
@@ -216,15 +223,18 @@ def _check_preparation(submission: Submission, facts: Path) -> int:
     check_preparation(arguments)
     say(f"prepare_data.py: the settings are in order; writes {arguments.output_dir}")
     given = {option.name: option.value for option in submission.options}
-    default_log = "slurm-%A_%a.out" if "array" in given else "slurm-%j.out"
+    is_array = "array" in given
+    log = given.get("output") or ("slurm-%A_%a.out" if is_array else "slurm-%j.out")
     name = given.get("job-name") or Path(submission.job_script).name
-    _leave(facts, [], _watching(name, given.get("output") or default_log))
+    _leave(facts, [], _watching(name, log, is_array))
     return ExitCode.DONE
 
 
-def _watching(job_name: str, log: str) -> list[str]:
+def _watching(job_name: str, log: str, is_array: bool) -> list[str]:
     """Return the lines on watching and ending a job, %JOB% standing for its number."""
     log = log.replace("%x", job_name)
+    if is_array and "%j" in log:  # each task of an array has a job number of its own
+        log = f"{log.replace('%j', 'N')} (N: the number of each task's own job)"
     log = log.replace("%A", "%JOB%").replace("%j", "%JOB%").replace("%a", "INDEX")
     return ["watch:   squeue --job=%JOB%", f"log:     {log}", "end it:  scancel %JOB%"]
 
