@@ -105,15 +105,18 @@ class StandIns:
 
     def arguments(self, command: str) -> list[str]:
         """What a command was given, the last time."""
-        return (self.directory / f"{command}.arguments").read_text().split("\0")[:-1]
+        return self._words(f"{command}.arguments")
 
     def was_called(self, command: str) -> bool:
         return (self.directory / f"{command}.arguments").exists()
 
     def environment(self, command: str) -> dict[str, str]:
         """The environment of a command, the last time."""
-        pairs = (self.directory / f"{command}.environment").read_text().split("\0")[:-1]
-        return dict(pair.split("=", 1) for pair in pairs)
+        return dict(pair.split("=", 1) for pair in self._words(f"{command}.environment"))
+
+    def _words(self, name: str) -> list[str]:
+        # Bytes first: read_text() takes a carriage return for the end of a line.
+        return (self.directory / name).read_bytes().decode().split("\0")[:-1]
 
     def forget(self) -> None:
         """Forget all earlier calls."""

@@ -1,0 +1,301 @@
+"""Forty hostile values through every argument and variable of the scripts in slurm/.
+
+A value arrives as it is or is refused with a message; nothing in it is executed: each one that
+could be tries to make a file whose name begins with CANARY.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, quiet_environment
+from slurm_cluster import SlurmCluster
+from stand_ins import StandIns, copy_scripts
+
+VALUES = [
+    "$(touch CANARY1)", "`touch CANARY2`", "; touch CANARY3;", "&& touch CANARY4",
+    "| touch CANARY5", "\ntouch CANARY6\n", "> CANARY7", "a[$(touch CANARY8)]",
+    "x' ; touch CANARY9 ; '", 'x" ; touch CANARY10 ; "', "$'\\n'touch CANARY11",
+    "<(touch CANARY12)", "{CANARY13,b}", "& touch CANARY14 &", "${x:=$(touch CANARY15)}",
+    "$((a[$(touch CANARY16)]))", "-c touch CANARY17",
+    "a b", "  a  ", "'", '"', "\\", "\\'", "line\nline", "tab\ttab", "\r", "-rf", "--", "-",
+    "--help", "*", "?", "[a-z]", "~", "${HOME}", "!!", "#comment", "%s%n%d", "\u202eabc\u200f",
+    "ü 模型", "", "=", "x" * 5000,
+]  # fmt: skip
+EXECUTABLE = VALUES[:17]
+BOTH = ["slurm/train_job.sh", "slurm/multinode_job.sh"]
+# What the scripts hand on to the node as it is, whatever it holds.
+HANDED_ON = [
+    "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_MAIN_PORT", "STOKER_PROCESSES_PER_NODE",
+    "STOKER_NODE_DIR", "STOKER_NODE_HOSTS", "STOKER_DEBUG", "TMPDIR", "SLURM_TMPDIR",
+    "SLURM_JOB_NAME", "SLURM_JOB_ACCOUNT", "WANDB_NAME",
+]  # fmt: skip
+NUMBERS = [
+    "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK",
+    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID",
+]  # fmt: skip
+FILE_NAMES = [value for value in VALUES if 0 < len(value) < 200 and value not in ("~", "-", "--")]
+
+
+def test_there_are_forty_different_values():
+    assert len(set(VALUES)) == len(VALUES) >= 40
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path):
+    made = StandIns(tmp_path / "stand-ins", tmp_path / "repository")
+    yield made
+    assert_nothing_was_executed(tmp_path)
+
+
+def assert_nothing_was_executed(directory: Path) -> None:
+    made = [path for place in (directory, ROOT) for path in place.rglob("CANARY*")]
+    assert not made, f"executed: {made}"
+
+
+def ids(value: str) -> str:
+    return repr(value[:20])
+
+
+@pytest.mark.parametrize("script", BOTH)
+def test_every_argument_arrives(stand_ins, script):
+    done = stand_ins.run(script, "train.py", *VALUES)
+    assert done.returncode == 0, done.stdout
+    given = stand_ins.arguments("srun")
+    assert given[given.index("train.py") + 1 :] == VALUES
+
+
+def test_variables_arrive_at_the_node(stand_ins):
+    for value in VALUES:
+        handed_on = dict.fromkeys(HANDED_ON, value)
+        done = stand_ins.run("slurm/multinode_job.sh", "train.py", env=handed_on)
+        assert done.returncode == 0, done.stdout
+        arrived = stand_ins.environment("srun")
+        for name in HANDED_ON:
+            expected = value
+            if name == "STOKER_MAIN_PORT" and not value:  # as if it were not set
+                expected = arrived[name]
+                assert expected.isdecimal()
+            assert arrived[name] == expected, name
+
+
+def test_variables_that_count_are_refused(stand_ins):
+    for name in NUMBERS:
+        for value in ("a[$(touch CANARY)]", "1; touch CANARY", "1\n2", "-1"):
+            done = stand_ins.run("slurm/multinode_job.sh", "train.py", env={name: value})
+            assert done.returncode == 2, (name, value)
+            assert f"{name} is " in done.stdout
+            assert "no number: let Slurm set it" in done.stdout
+    assert not stand_ins.was_called("srun")
+
+
+def test_variables_of_slurm_that_are_text_are_text(stand_ins):
+    names = [
+        "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE", "SLURM_GPUS_PER_NODE",
+        "SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE", "SLURM_JOB_END_TIME", "SLURMD_NODENAME",
+        "STOKER_NOTES_DIR",
+    ]  # fmt: skip
+    for value in VALUES:
+        done = stand_ins.run("slurm/train_job.sh", "train.py", env=dict.fromkeys(names, value))
+        assert done.returncode == 0, done.stdout
+        # Ours, whatever it was before: ranks write there.
+        notes = stand_ins.environment("srun")["STOKER_NOTES_DIR"]
+        assert notes == f"{stand_ins.root}/.stoker/job-7.0"
+
+
+def test_a_script_of_any_name_is_started(stand_ins):
+    for value in VALUES:
+        stand_ins.forget()
+        path = stand_ins.root / value
+        possible = value in FILE_NAMES
+        if possible:
+            path.touch()
+        done = stand_ins.run("slurm/train_job.sh", value)
+        if possible:
+            assert done.returncode == 0, (value, done.stdout)
+            assert stand_ins.arguments("srun")[-1] == value
+            path.unlink()
+        else:
+            assert done.returncode == 2
+            assert "is no file in" in done.stdout
+            assert not stand_ins.was_called("srun")
+
+
+def test_a_repository_of_any_name_is_found(stand_ins, tmp_path):
+    for value in FILE_NAMES:
+        root = tmp_path / "places" / value
+        shutil.copytree(stand_ins.root, root)
+        at_home = StandIns.__new__(StandIns)
+        at_home.__dict__ = stand_ins.__dict__ | {"root": root}
+        done = at_home.run(
+            "slurm/train_job.sh", "train.py", cwd=tmp_path, env={"STOKER_ROOT": str(root)}
+        )
+        assert done.returncode == 0, (value, done.stdout)
+        launcher = stand_ins.arguments("srun")[-2]
+        assert launcher == f"{root}/slurm/launch_node.sh"
+        assert not list((root / ".stoker").iterdir())
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("name", ["STOKER_ROOT", "SLURM_SUBMIT_DIR"])
+@pytest.mark.parametrize("script", ["train_job", "prepare_job", "sweep_job"])
+def test_a_repository_that_is_none_is_refused(stand_ins, tmp_path, name, script):
+    for value in EXECUTABLE:
+        done = stand_ins.run(f"slurm/{script}.sh", "train.py", cwd=tmp_path, env={name: value})
+        assert done.returncode == 2
+        assert "no repository here" in done.stdout
+
+
+def test_lists_from_the_environment_are_refused(stand_ins):
+    for name in ("STOKER_SRUN_ARGS", "STOKER_CONTAINER"):
+        for value in VALUES[:3]:
+            done = stand_ins.run("slurm/train_job.sh", "train.py", env={name: value})
+            assert done.returncode == 2
+            assert f"{name} is set in the environment" in done.stdout
+
+
+def test_values_of_cluster_env_arrive(stand_ins):
+    lines = [f"export VALUE_{number}={shlex.quote(value)}" for number, value in enumerate(VALUES)]
+    lines.append(f"STOKER_SRUN_ARGS=({shlex.join(VALUES)})")
+    (stand_ins.root / "slurm/cluster.env").write_text("\n".join(lines) + "\n")
+    done = stand_ins.run("slurm/train_job.sh", "train.py")
+    assert done.returncode == 0, done.stdout
+    given = stand_ins.arguments("srun")
+    start = given.index(VALUES[0])
+    assert given[start : start + len(VALUES)] == VALUES
+    arrived = stand_ins.environment("srun")
+    assert [arrived[f"VALUE_{number}"] for number in range(len(VALUES))] == VALUES
+
+
+def test_verdicts_are_only_printed(stand_ins):
+    for value in EXECUTABLE:
+        stand_ins.answer(1)
+        stand_ins.leaves(1, value)
+        done = stand_ins.run("slurm/train_job.sh", "train.py")
+        assert done.returncode == 1
+        assert value.rstrip("\n") in done.stdout
+        stand_ins.leaves(75, value)
+        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 75
+
+
+def test_a_verdicts_code_is_a_number(stand_ins):
+    stand_ins.answer(1)
+    for value in EXECUTABLE:
+        stand_ins.leaves(1, "failed")
+        (stand_ins.directory / "exit_code").write_text(value)
+        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 1
+
+
+def test_arguments_of_a_preparation_arrive(stand_ins):
+    (stand_ins.root / "prepare_data.py").touch()
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MIN": "0"}
+    array |= {"SLURM_ARRAY_TASK_MAX": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
+    done = stand_ins.run("slurm/prepare_job.sh", *VALUES)
+    assert done.returncode == 0, done.stdout
+    assert stand_ins.arguments("python") == ["prepare_data.py", *VALUES, "--num_proc", "2"]
+    done = stand_ins.run("slurm/prepare_job.sh", *VALUES, env=array)
+    assert done.returncode == 0, done.stdout
+    merge = ["-m", "utils.jobs.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
+    assert stand_ins.arguments("python") == merge
+
+
+def test_a_temporary_directory_of_any_name(stand_ins, tmp_path):
+    for value in FILE_NAMES:
+        (tmp_path / "disks" / value).mkdir(parents=True)
+        disk = {"TMPDIR": str(tmp_path / "disks" / value)}
+        done = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env=disk)
+        assert done.returncode == 0, (value, done.stdout)
+        used = stand_ins.environment("python")["HF_DATASETS_CACHE"]
+        assert used.startswith(f"{disk['TMPDIR']}/stoker-prepare-")
+        refused = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env={"TMPDIR": value})
+        assert refused.returncode == 74
+        assert "no temporary directory can be made in" in refused.stdout
+
+
+def test_arguments_of_a_sweep_arrive(stand_ins):
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    point = "\0".join(["train.py", *VALUES]) + "\0"
+    (stand_ins.directory / "python.output").write_text(point)
+    for value in EXECUTABLE:
+        done = stand_ins.run("slurm/sweep_job.sh", value, env=task)
+        assert done.returncode == 0, done.stdout
+        given = stand_ins.arguments("srun")
+        assert given[given.index("train.py") + 1 :] == VALUES
+        assert value in stand_ins.arguments("python")  # the table's
+
+
+def test_arguments_and_variables_of_the_launcher_arrive(stand_ins):
+    done = stand_ins.run("slurm/launch_node.sh", "train.py", *VALUES)
+    assert done.returncode == 0, done.stdout
+    assert stand_ins.arguments("python") == ["-m", "utils.jobs.launch_node", "train.py", *VALUES]
+    for value in VALUES:
+        done = stand_ins.run("slurm/launch_node.sh", env=dict.fromkeys(HANDED_ON, value))
+        assert done.returncode == 0, (value, done.stdout)
+        arrived = stand_ins.environment("python")
+        assert {arrived[name] for name in HANDED_ON} == {value}
+
+
+def test_a_container_of_any_arguments(stand_ins):
+    container = shlex.join(["python", *VALUES])
+    (stand_ins.root / "slurm/cluster.env").write_text(f"STOKER_CONTAINER=({container})\n")
+    for script in ("slurm/launch_node.sh", "slurm/run_python.sh"):
+        done = stand_ins.run(script, "train.py")
+        assert done.returncode == 0, done.stdout
+        given = stand_ins.arguments("python")
+        assert given[: len(VALUES) + 1] == [*VALUES, "python"]
+        assert given[-1] == "train.py"
+
+
+def test_arguments_of_a_submission_arrive(stand_ins):
+    # The check leaves what it adds to sbatch's options in a file whose folder it is given.
+    (stand_ins.root / "slurm/run_python.sh").write_text(
+        '#!/bin/bash\ntouch "$4/help"\nprintf "%s\\0" "$5" "it\'s" >"$4/options"\n'
+    )
+    done = stand_ins.run("slurm/submit.sh", *VALUES)
+    assert done.returncode == 0, done.stdout
+    assert stand_ins.arguments("sbatch") == [VALUES[0], "it's", *VALUES]
+
+
+# On a real Slurm, to the end: through sbatch, srun, accelerate and torchrun into the script
+
+REPORTER = """
+import json, os, sys
+with open(os.environ["REPORT"] + os.environ.get("RANK", "0"), "w") as report:
+    json.dump([sys.argv[1:], os.environ["VALUE"]], report)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_values_arrive_at_the_ranks_of_a_real_job(slurm: SlurmCluster, tmp_path):
+    name = "a $(touch CANARY1) 'repository' `touch CANARY2`; touch CANARY3"
+    root = tmp_path / name
+    copy_scripts(root)
+    for folder in ("utils", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, root / folder)
+    (root / "report ; touch CANARY4.py").write_text(REPORTER)
+    environment = quiet_environment({
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": "",
+        "ACCELERATE_USE_CPU": "true",
+        "STOKER_PROCESSES_PER_NODE": "2",
+        "STOKER_MAIN_ADDRESS": "127.0.0.1",
+        "REPORT": str(tmp_path / "report-"),
+        "VALUE": VALUES[3],
+    })  # fmt: skip
+    job = slurm.submit(
+        "--cpus-per-task=2", "--mem=3G", f"--job-name={VALUES[0]}",
+        "slurm/train_job.sh", "report ; touch CANARY4.py", *VALUES,
+        cwd=root, log=tmp_path / "log", env=environment,
+    )  # fmt: skip
+    assert slurm.wait(job, 120) == "COMPLETED", job.output()
+    for rank in range(2):
+        arguments, variable = json.loads((tmp_path / f"report-{rank}").read_text())
+        assert arguments == VALUES
+        assert variable == VALUES[3]
+    assert not [path for path in tmp_path.rglob("CANARY*") if path != root]
+    assert_nothing_was_executed(tmp_path)
