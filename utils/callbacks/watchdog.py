@@ -175,8 +175,7 @@ class HangWatch(TrainerCallback):
         origin = f"{host_name()} rank {self.rank}  "
         stack = "".join(traceback.format_list(frames)).splitlines()
         _say([f"{origin}{line}" for line in (text, *stack)])
-        if notes_directory() is not None:
-            self._judge(origin)
+        self._judge(origin)
         limit.cancel()
         self.end(ExitCode.LOST_RANK)
 
@@ -186,7 +185,7 @@ class HangWatch(TrainerCallback):
         while len(notes := _notes()) < len(self.hosts) and time.monotonic() < end:
             time.sleep(0.1)
         if not notes:
-            return  # storage takes none: the line above has to do
+            return  # nobody reads any, or storage takes none: the lines above have to do
         verdict = redact(hang_verdict(notes, self.hosts))
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
