@@ -19,6 +19,7 @@ from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+from utils.training.gradient_buckets import GradientBuckets
 from utils.training.interruptible import InterruptibleTrainerMixin
 
 Batch = dict[str, Any]
@@ -51,6 +52,7 @@ class PackedTrainerMixin(InterruptibleTrainerMixin):
                 "weighted by tokens over accumulation and ranks: use another architecture."
             )
         remove_default_reporting(self)
+        self.add_callback(GradientBuckets(self))
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
