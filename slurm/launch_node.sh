@@ -14,6 +14,10 @@ trap '' USR1 TERM
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$root"
 
+if [[ -n ${STOKER_CONTAINER:-} ]]; then
+  printf '%s\n' 'STOKER_CONTAINER is set in the environment, which cannot hold a list: set it in slurm/cluster.env, as STOKER_CONTAINER=(...).' >&2
+  exit 2
+fi
 STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   # Environments' activation scripts read unset variables.

@@ -73,7 +73,7 @@ def test_a_killed_process_is_the_last_word(worker, tmp_path):
     assert "rank 1 on" in lines[-1]
     assert "was killed by SIGKILL" in lines[-1]
     assert "Traceback" not in done.stdout  # of torchrun; nor its table
-    assert "Root Cause" not in done.stdout
+    assert "exitcode" not in done.stdout
     assert not list(tmp_path.glob("stoker-*"))
 
 
@@ -206,13 +206,20 @@ def test_cluster_env_is_read_and_may_name_a_container(stand_in):
     container.chmod(0o755)
     text = 'export X=from-cluster-env$UNSET\nSTOKER_CONTAINER=("a container" "run it")\n'
     (stand_in / "slurm/cluster.env").write_text(text)
-    done = started(stand_in, "x.py", STOKER_CONTAINER="touch canary")
+    done = started(stand_in, "x.py")
     assert done.stdout.startswith("container|run it|python|")
     assert "|from-cluster-env|" in done.stdout
     (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
     done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
     assert done.returncode == 69
     assert r"n2: STOKER_CONTAINER begins with apptainer\ exec, which is no command" in done.stdout
+
+
+def test_a_container_in_the_environment_is_refused(stand_in):
+    done = started(stand_in, "x.py", STOKER_CONTAINER="touch canary")
+    assert done.returncode == 2
+    assert "which cannot hold a list: set it in slurm/cluster.env" in done.stdout
+    assert not list(stand_in.parent.rglob("canary"))
 
 
 def test_a_cluster_env_that_fails_is_named(stand_in):

@@ -36,6 +36,11 @@ def write(directory, *notes: Note) -> None:
             "rank 3 on n2 was killed by SIGKILL", 76,
         ),
         (
+            # What another rank says when the dead one's data or files are gone.
+            [note("failed", "OSError: x", 0, at=1), note("killed", "SIGKILL", 3, 76, at=9)],
+            "rank 3 on n2 was killed by SIGKILL", 76,
+        ),
+        (
             [note("failed", NCCL, 0, at=1), note("failed", "KeyError: 'x'", 2, at=2)],
             "rank 2 on n2 failed: KeyError: 'x'", 1,
         ),
@@ -58,8 +63,8 @@ def write(directory, *notes: Note) -> None:
         ([], "a process of the job ended without a word", 76),
     ],
     ids=[
-        "killed", "failed", "first", "abort", "hung", "refused", "stopped", "only abort",
-        "only peer", "none",
+        "killed", "killed first", "failed", "first", "abort", "hung", "refused", "stopped",
+        "only abort", "only peer", "none",
     ],
 )  # fmt: skip
 def test_the_cause_is_chosen_over_what_followed_from_it(notes, text, code):
