@@ -91,15 +91,16 @@ say_job() {
 # A caller that has run its last step ignores both: Slurm's TERM, which follows a requeue, must not
 # take the last lines with it.
 run_step() {
-  local signalled status
-  # shellcheck disable=SC2034 # for the caller
-  passed_on=
-  "$@" </dev/null &
-  step=$!
+  local signalled='' status
+  step='' passed_on=''
+  # Set before the step starts: it would inherit that USR1 is ignored.
   for name in USR1 TERM; do
     # shellcheck disable=SC2064 # the name of this round
     trap "signalled=1; pass_on $name" "$name"
   done
+  "$@" </dev/null &
+  step=$!
+  [[ -z $passed_on ]] || pass_on "$passed_on"
   code=127
   while :; do
     signalled=
@@ -111,8 +112,8 @@ run_step() {
 }
 
 pass_on() {
-  # shellcheck disable=SC2034 # for the caller of run_step
   passed_on=$1
+  [[ -n $step ]] || return 0
   say "job $job: got $1, asking the run to stop"
   kill -USR1 "$step" 2>/dev/null || true
 }

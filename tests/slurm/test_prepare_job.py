@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,19 @@ def test_the_time_limit_requeues_the_task(stand_ins):
     assert done.returncode == 75
     assert "stopped by USR1, finished work is kept; putting it back" in done.stdout
     assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
+
+
+def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
+    (stand_ins.root / "slurm/run_python.sh").write_text(
+        '#!/bin/bash\necho $PPID >"$STAND_IN/pid"\ntouch "$STAND_IN/up"\nexec /bin/sleep 60\n'
+    )
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(stand_ins.run, PREPARE, "--sources", "x")
+        wait_until((stand_ins.directory / "up").exists, 30, "the step does not start")
+        os.kill(int((stand_ins.directory / "pid").read_text()), signal.SIGUSR1)
+        done = ended.result()
+    assert done.returncode == 75, done.stdout
+    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
 
 
 def test_it_does_not_requeue_for_ever(stand_ins):
