@@ -102,9 +102,9 @@ def test_without_a_request_nothing_is_said_about_a_job(report):
 
 def test_a_measured_pace_gives_duration_restarts_and_lost_work(report, tmp_path):
     journal(tmp_path / "run")
-    text = said(report(total_steps=5000))
-    # 4800 steps of 2 s are 9600 s: three periods of 3300 s, so two restarts.
-    assert "4,800 steps left take about 2h40m, 2 restarts at the time limit" in text
+    text = said(report(total_steps=5200))
+    # 5000 steps of 2 s are 10,000 s: more than three periods of 3300 s, so three restarts.
+    assert "5,000 steps left take about 2h46m, 3 restarts at the time limit" in text
     assert "lost work: a crash costs at most 100 steps, 3m20s" in text
     assert "0 restarts" in said(report(total_steps=1000))
 
@@ -114,6 +114,9 @@ def test_the_pace_is_that_of_the_median_step(tmp_path):
     journal(tmp_path)
     assert measured_pace(tmp_path).step_time_s == 2.0
     assert measured_pace(tmp_path).step == 200
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # a step that waited for something
+        file.write('{"event": "train", "step": 300, "step_time_s": 60.0}\n')
+    assert measured_pace(tmp_path).step_time_s == 2.0
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "loss": 2}\n')
     assert measured_pace(tmp_path) is None
 
