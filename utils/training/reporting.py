@@ -1,5 +1,6 @@
 """The callbacks of a run, in the order in which they act."""
 
+import os
 import sys
 
 from transformers import TrainerCallback
@@ -26,5 +27,10 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         stop,
         *measured,
         Journal(run.output_dir, measured, stopped=lambda: stop.stopped),
-        *reporting_callbacks(is_terminal=sys.stdout.isatty()),
+        *reporting_callbacks(is_terminal=_somebody_looks_on()),
     ]
+
+
+def _somebody_looks_on() -> bool:
+    """Whether stdout is a person's terminal: `srun --unbuffered` gives a task one of its own."""
+    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ

@@ -1,0 +1,22 @@
+from types import SimpleNamespace
+
+import pytest
+
+from utils.callbacks.progress import TerminalProgress
+from utils.training.reporting import run_callbacks
+from utils.training.runs import Run
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "job", "bars"),
+    [(True, None, True), (False, None, False), (True, "42", False)],
+)
+def test_bars_are_for_people_at_a_terminal(is_terminal, job, bars, tmp_path, monkeypatch):
+    """In a job stdout may be a terminal of srun's, whose bars would fill the log."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    settings = SimpleNamespace(run=SimpleNamespace(hang_timeout_s=0))
+    callbacks = run_callbacks(settings, Run(tmp_path, None, False, 0))
+    assert any(isinstance(callback, TerminalProgress) for callback in callbacks) == bars
