@@ -83,7 +83,6 @@ def _open(output_dir: Path, checkpoint_bytes: int, ranks: int, made: list[Path])
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     _make(output_dir, made)
-    _clear(output_dir, [])  # of a start that was killed just here
     room = _check_room(output_dir, checkpoint_bytes, ranks)
     mark = MARK + secrets.token_hex(8)
     try:
@@ -170,7 +169,7 @@ def _takes_nothing(output_dir: Path, error: OSError) -> str:
 
 
 def _clear(output_dir: Path, made: Sequence[Path]) -> None:
-    """Remove what this left, and the directories it made unless something is in them."""
+    """Remove what this left, also at a start that was killed here, and the directories it made unless something is in them."""
     for path in output_dir.glob(f"{MARK}*"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

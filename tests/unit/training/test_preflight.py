@@ -223,6 +223,17 @@ def test_storage_that_hangs_is_said_on_all_ranks(tmp_path, ranks, monkeypatch):
     assert time.monotonic() - begin < 5
 
 
+def test_storage_that_fails_in_any_way_is_said_on_all_ranks(tmp_path, ranks, monkeypatch):
+    def fail(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(preflight.os, "statvfs", fail)
+    two = ranks("n1", "n2")
+    two.run(tmp_path / "x")
+    with pytest.raises(StorageError, match=r"n1: --output_dir cannot be looked at.*Input/output"):
+        raise two.the_error()
+
+
 def test_traces_of_a_start_that_was_killed_here_go(tmp_path):
     (tmp_path / ".stoker-preflight-0123").touch()
     check_storage(tmp_path, 1, facts())
