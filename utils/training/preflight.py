@@ -169,7 +169,7 @@ def _takes_nothing(output_dir: Path, error: OSError) -> str:
 
 
 def _clear(output_dir: Path, made: Sequence[Path]) -> None:
-    """Remove what this left, also at a start that was killed here, and the directories it made unless something is in them."""
+    """Remove what this, or a start that was killed here, left; and empty directories it made."""
     for path in output_dir.glob(f"{MARK}*"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
