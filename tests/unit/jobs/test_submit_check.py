@@ -320,4 +320,5 @@ def test_sweep_job_refuses_before_anything_starts(words, task, message):
     )  # fmt: skip
     assert done.returncode == 2
     assert message in done.stderr
+    assert "job script" not in done.stderr, "it came as far as slurm/job_setup.sh"
     assert not (ROOT / "canary").exists()

@@ -124,8 +124,8 @@ def test_another_metric_sorts_by_it(sweep, tmp_path):
 
 def test_a_loss_that_is_not_a_number_is_shown_and_never_the_best(sweep):
     journal = sweep.output_dir / "seed=3" / "metrics.jsonl"
-    with journal.open("a") as file:
-        file.write('{"event": "eval", "step": 20, "split": "held", "eval_held_loss": "NaN"}\n')
+    broken = '{"event": "eval", "step": %d, "split": "held", "eval_held_loss": "NaN"}\n'
+    journal.write_text(broken % 5 + journal.read_text().partition("\n")[2] + broken % 20)
     result = next(r for r in results_of(sweep) if r.point.index == 2)
     assert result.figures["eval_held_loss"] != result.figures["eval_held_loss"]
     assert result.best == 2.75
