@@ -216,10 +216,10 @@ def test_an_array_prepares_merges_checks_and_does_nothing_twice(preparations):
     assert not (preparations.output / ".shards").exists()
 
     preparations.forget()
-    again = preparations.submit("--array=0-1")
+    again = preparations.submit("--array=0-0")
     preparations.wait(again)
     logs = preparations.output_of()
-    assert logs.count("already prepared with these settings") == 2, logs
+    assert logs.count("already prepared with these settings") == 1, logs
     assert "merging" not in logs
     assert not list(preparations.directory.rglob("canary"))
     assert not (ROOT / "canary").exists()
