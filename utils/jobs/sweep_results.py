@@ -79,7 +79,8 @@ def _result(sweep: Sweep, point: Point, metric: str | None) -> Result:
     figures: dict[str, float] = {}
     for line in sorted(lines, key=lambda line: line["step"]):
         for key, value in line.items():
-            counts = key in ("loss", metric) or key.endswith(("_loss", "_perplexity"))
+            of_split = key.startswith("eval_") and key.endswith(("_loss", "_perplexity"))
+            counts = of_split or key in ("loss", metric)
             if counts and isinstance(value, int | float):
                 figures[key] = value
     measured = [

@@ -34,6 +34,7 @@ def sweep(tmp_path, monkeypatch):
                 {"event": "eval", "step": step, "split": "held", "eval_held_loss": loss,
                  "eval_held_perplexity": 10 * loss, "eval_held_tokens": 99}
             )  # fmt: skip
+        lines.append({"event": "summary", "step": 10 * len(losses), "train_loss": 9.0})
         (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         (directory / "config.yaml").write_text("")
         (directory / "provenance.json").write_text("")
