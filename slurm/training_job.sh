@@ -57,7 +57,7 @@ export STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
 step_options=(
   --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-$(cores_per_node)}" # srun forgets sbatch's since 22.05
-  --kill-on-bad-exit=1 --wait=120 --unbuffered --input=none --export=ALL
+  --kill-on-bad-exit=1 --wait=120 --input=none --export=ALL
 )
 # --gres=gpu:4 on the command line wins over the --gpus-per-node of the script's head, but srun
 # would still read that from the environment and hide the difference from the tasks.
@@ -82,13 +82,22 @@ elif ((code > 128 && code <= 192)); then
   verdict="a node's launcher was killed by signal $((code - 128)), see srun's lines above"
   ((code != 137)) || verdict+=" (out of memory? sacct -j $job -o MaxRSS,ReqMem tells)"
   code=76
-  # Before the run itself could count its restarts: starting a fifth time would not help either.
-  if ((restarts >= 3 && SECONDS < 300)); then
-    code=77
-    verdict+=", minutes after start $((restarts + 1))"
-  fi
 elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
+fi
+
+# A run counts its restarts without progress itself (utils/training/restarts.py), once it started.
+fruitless=$root/.stoker/fruitless-$job
+if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
+  rm -f -- "$fruitless"
+else
+  printf 'start %s: %s\n' "$((restarts + 1))" "$verdict" >>"$fruitless"
+  if (($(wc -l <"$fruitless") > 3)); then
+    code=77
+    verdict="no progress: job $job ended $(wc -l <"$fruitless") times in a row before its run started, the last time: $verdict
+Give it more time (sbatch --time; $((SECONDS)) s were not enough), or see above why it did not get there."
+    rm -f -- "$fruitless"
+  fi
 fi
 
 case $code in

@@ -16,7 +16,7 @@ env -0 >"$STAND_IN/$name.environment"
 _COMMANDS = {
     "srun": _RECORD
     + r"""
-for left in verdict.txt exit_code; do
+for left in verdict.txt exit_code run_started; do
   [[ ! -f $STAND_IN/$left ]] || cp "$STAND_IN/$left" "$STOKER_NOTES_DIR/"
 done
 read -r code <"$STAND_IN/srun.code"
@@ -69,8 +69,10 @@ class StandIns:
         columns = f"{state:30}{reason:30}{restarts:<12}{may_requeue:<8}\n"
         (self.directory / "state").write_text(columns)
 
-    def leaves(self, code: int, verdict: str) -> None:
-        """Let the launchers leave a verdict."""
+    def leaves(self, code: int, verdict: str, started: bool = True) -> None:
+        """Let the launchers leave a verdict, and the run its mark where it `started`."""
+        mark = self.directory / "run_started"
+        mark.touch() if started else mark.unlink(missing_ok=True)
         (self.directory / "exit_code").write_text(f"{code}\n")
         (self.directory / "verdict.txt").write_text(f"{verdict}\n")
 

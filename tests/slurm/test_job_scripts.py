@@ -262,14 +262,24 @@ def test_a_killed_launcher_is_a_lost_rank(stand_ins):
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
 
 
-def test_launchers_that_are_killed_at_every_start_are_no_progress(stand_ins):
+def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
     stand_ins.answer(139)
-    stand_ins.slurm_says("RUNNING", "None", 3, 1)
-    done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "3"})
-    assert done.returncode == 77
-    assert "killed by signal 11" in done.stdout.splitlines()[-1]
-    assert "minutes after start 4" in done.stdout.splitlines()[-1]
-    assert not stand_ins.was_called("scontrol")
+    for restart in range(4):
+        stand_ins.slurm_says("RUNNING", "None", restart, 1)
+        done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": str(restart)})
+        assert done.returncode == (76 if restart < 3 else 77)
+    assert "ended 4 times in a row before its run started" in done.stdout.splitlines()[-2]
+    assert "killed by signal 11" in done.stdout.splitlines()[-2]
+    assert "--time" in done.stdout.splitlines()[-1]
+    assert [path.name for path in (stand_ins.root / ".stoker").iterdir()] == ["job-7.3"]
+
+
+def test_a_start_that_reached_the_run_begins_the_count_anew(stand_ins):
+    for restart, started in enumerate([False, False, True, False, False, False, False]):
+        stand_ins.leaves(75, STOPPED, started=started)
+        stand_ins.slurm_says("RUNNING", "None", restart, 1)
+        done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": str(restart)})
+        assert done.returncode == (77 if restart == 6 else 75)
 
 
 @pytest.mark.parametrize("code", [4, 127, 255])

@@ -18,6 +18,7 @@ from utils.cluster.host import host_name
 NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
+RUN_STARTED = "run_started"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ def leave_verdict(text: str, exit_code: int) -> bool:
     if directory is None or not _create(directory / VERDICT, text.rstrip() + "\n"):
         return False
     return _create(directory / EXIT_CODE, f"{int(exit_code)}\n")
+
+
+def mark_run_started() -> None:
+    """Say that this start got as far as the run itself, which counts starts without progress.
+
+    The job script counts those that did not (slurm/training_job.sh).
+    """
+    directory = notes_directory()
+    if directory is not None:
+        _create(directory / RUN_STARTED, "")
 
 
 def _create(path: Path, text: str) -> bool:

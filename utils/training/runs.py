@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from utils.callbacks.requests import remove_stale_requests
 from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
+from utils.cluster.notes import mark_run_started
 from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError, ExitCode, StorageError
 from utils.config.reading.strict_yaml import dump_yaml, load_mapping
@@ -94,6 +95,8 @@ def start_run(
     run, refusal, problems = decision
     if problems:
         raise refusal(problems)
+    if launch.rank == 0:
+        mark_run_started()
     if not run.finished:
         prepare_wandb(list(settings.training.report_to or ()), run.output_dir, launch.rank)
     return run
