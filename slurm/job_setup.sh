@@ -31,12 +31,12 @@ done
 STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   # Environments' activation scripts read unset variables. A trap on EXIT may be a caller's own.
-  set +u -E
-  trap '[[ $BASHPID != "$$" ]] || printf "%s: slurm/cluster.env failed, see above\n" "${SLURMD_NODENAME:-}" >&2' ERR
+  set +u
+  trap 'printf "%s: slurm/cluster.env failed, see above\n" "${SLURMD_NODENAME:-}" >&2' ERR
   # shellcheck source=/dev/null # the user's own
   source slurm/cluster.env
   trap - ERR
-  set -u +E
+  set -u
 fi
 
 # Commands of Slurm take `123` for all tasks of an array whose last task has this job id.
@@ -91,7 +91,7 @@ say_job() {
 # A caller that has run its last step ignores both: Slurm's TERM, which follows a requeue, must not
 # take the last lines with it.
 run_step() {
-  local signalled='' status
+  local signalled='' status lost
   step='' passed_on=''
   # Set before the step starts: it would inherit that USR1 is ignored.
   for name in USR1 TERM; do
@@ -101,14 +101,19 @@ run_step() {
   "$@" </dev/null &
   step=$!
   [[ -z $passed_on ]] || pass_on "$passed_on"
-  code=127
+  code='' lost=''
   while :; do
     signalled=
     wait "$step" && status=0 || status=$?
-    # 127: no such child, its status was read just before the signal.
-    ((status == 127 && code != 127)) || code=$status
+    # A signal in the very moment of the end: bash (5.2) says -1, or 127 when asked again.
+    if ((status < 0)); then
+      lost=1
+    elif ((status != 127)) || [[ -z $code$lost ]]; then
+      code=$status
+    fi
     [[ -n $signalled ]] || break
   done
+  code=${code:-138} # as if the signal had ended the step
 }
 
 pass_on() {

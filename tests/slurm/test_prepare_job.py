@@ -122,7 +122,7 @@ def test_a_failed_share_is_not_merged_and_says_how_to_go_on(stand_ins):
 def test_the_time_limit_requeues_the_task(stand_ins):
     stand_ins.answer(138)
     done = stand_ins.run(PREPARE, "--sources", "x", env=array(3, 0, 3))
-    assert done.returncode == 75
+    assert done.returncode == 75, done.stdout
     assert "stopped by USR1, finished work is kept; putting it back" in done.stdout
     assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
 
@@ -143,7 +143,7 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
 def test_it_does_not_requeue_for_ever(stand_ins):
     stand_ins.answer(138)
     done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_RESTART_COUNT": "20"})
-    assert done.returncode == 75
+    assert done.returncode == 75, done.stdout
     assert "after 20 restarts, not requeued: give it more --time" in done.stdout
     assert not stand_ins.was_called("scontrol")
 
