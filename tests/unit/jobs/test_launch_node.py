@@ -1,4 +1,4 @@
-"""slurm/launch_node.sh outside of Slurm; tests/slurm/test_launch_node.py has it inside."""
+"""slurm/launch_node.sh outside of Slurm; tests/slurm/test_node_launcher.py has it inside."""
 
 import os
 import shutil
