@@ -41,7 +41,8 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_min_interval=100000
+# Look for jobs to start every second or two, not twice a minute.
+SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2
 GresTypes=gpu
 ReturnToService=2
 JobRequeue=1

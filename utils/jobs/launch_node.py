@@ -228,7 +228,13 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
 
 
 def quieten_torchrun() -> None:
-    """Leave out torchrun's own account of an end, in which the cause is easily missed."""
+    """Leave out torchrun's own account of an end, in which the cause is easily missed.
+
+    And its warning, on every node but the first, that it ignores the node's number.
+    """
+    import torch.distributed.run  # sets its logger's level when it is imported
+
+    logging.getLogger(torch.distributed.run.__name__).setLevel(logging.ERROR)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
