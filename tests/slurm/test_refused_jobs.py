@@ -104,7 +104,7 @@ def test_a_job_without_progress_stops_after_three_restarts(jobs, tmp_path):
     log = job.output()
     assert jobs.slurm.fields(job)["ExitCode"] == "77:0", log
     assert jobs.slurm.fields(job)["Restarts"] == "3", log
-    assert "no progress" in "\n".join(log.splitlines()[-5:]), log
+    assert "reached no checkpoint beyond it" in "\n".join(log.splitlines()[-5:]), log
 
 
 def test_wrong_settings_are_refused_once(jobs, tmp_path):

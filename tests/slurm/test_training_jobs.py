@@ -19,10 +19,8 @@ def alone(jobs: TrainingJobs, tmp_path_factory):
 
 @pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "zero2"])
-def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, tmp_path, config):
-    run = tmp_path / "run"
-    job = jobs.submit(run, "--nodes=2", "--gpus-per-node=2", config=config)
-    assert jobs.slurm.wait(job, 180) == "COMPLETED", job.output()
+def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, config):
+    run = jobs.finished(config)
     assert tiny.losses(run) == pytest.approx(tiny.losses(alone), abs=5e-5)
     assert len(tiny.losses(run)) == STEPS
     assert tiny.evaluations(run, "heldout") == pytest.approx(
@@ -32,11 +30,11 @@ def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, tmp_path
     start = tiny.starts(run)[0]
     assert start["launch"]["world_size"] == 4
     assert sorted(start["launch"]["hosts"]) == ["n1", "n2"]
-    assert start["slurm"]["job_id"] == job.id
+    assert start["slurm"]["nodes"] == "2"
 
 
 @pytest.mark.usefixtures("idle")
-def test_one_node(jobs, alone, tmp_path):
+def test_one_node(jobs, tmp_path):
     run = tmp_path / "run"
     job = jobs.submit(run, "--gpus-per-node=2", script="slurm/train_job.sh", max_steps=4)
     assert jobs.slurm.wait(job, 120) == "COMPLETED", job.output()
