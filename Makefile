@@ -40,9 +40,10 @@ test: lint
 	$(BIN)/pytest -n 2 --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
 	$(MAKE) test-slurm
 
-# One after the other: they wait for each other's nodes, and time limits are among what they test.
+# Interruptions by themselves, for time limits are among them; the others on two clusters at once.
 test-slurm: $(VENV)/.test
-	$(BIN)/pytest --durations=10 -rs tests/slurm
+	$(BIN)/pytest --durations=5 -rs tests/slurm/test_interruptions.py
+	$(BIN)/pytest -n 2 --dist loadfile --durations=10 -rs --ignore=tests/slurm/test_interruptions.py tests/slurm
 
 slurm-cycles: $(VENV)/.test
 	rm -f benchmarks/results/slurm_cycles.json
