@@ -35,13 +35,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="session")
-def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> TrainingJobs:
+def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJobs]:
     """The shipped job scripts on that Slurm, with a tokenizer, data and the demo's model."""
     files = tmp_path_factory.mktemp("files")
     tiny.make_tokenizer(files / "tokenizer")
     tiny.save(files / "documents", {"input_ids": tiny.documents(400, seed=0)})
     tiny.save(files / "heldout", {"input_ids": tiny.documents(31, seed=1)})
-    return TrainingJobs(slurm, files)
+    handed_in = TrainingJobs(slurm, files)
+    yield handed_in
+    handed_in.remove_notes()
 
 
 @pytest.fixture

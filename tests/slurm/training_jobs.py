@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class TrainingJobs:
     def __init__(self, slurm: SlurmCluster, files: Path):
         self.slurm = slurm
         self.files = files
-        self.count = 0  # of the jobs handed in
+        self.handed_in: list[Job] = []
 
     def flags(self, output_dir: Path, **changes: object) -> list[str]:
         """The command line of `pretrain.py`."""
@@ -75,11 +76,19 @@ class TrainingJobs:
         **changes: object,
     ) -> Job:
         """Hand `pretrain.py` in; its log is a file of its own."""
-        self.count += 1
-        return self.slurm.submit(
+        log = self.files / f"job-{len(self.handed_in)}.log"
+        job = self.slurm.submit(
             *SMALL, *options, script, "pretrain.py", *self.flags(output_dir, **changes),
-            cwd=ROOT, log=self.files / f"job-{self.count}.log", env=self.environment(config, env),
+            cwd=ROOT, log=log, env=self.environment(config, env),
         )  # fmt: skip
+        self.handed_in.append(job)
+        return job
+
+    def remove_notes(self) -> None:
+        """Remove what failed jobs left in the repository for their users."""
+        for job in self.handed_in:
+            for notes in (ROOT / ".stoker").glob(f"job-{job.id}.*"):
+                shutil.rmtree(notes)
 
     def finished(self, config: str) -> Path:
         """The directory of a whole run on four ranks that nothing disturbed, made once a config."""
