@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.callbacks.journal import read_journal  # noqa: E402 - the scripts' folder is not ROOT
+from utils.callbacks.journal_file import read_journal  # noqa: E402 - the scripts' folder is not ROOT
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 import pretrain
 import sft_train
-from utils.callbacks.journal import read_journal
+from utils.callbacks.journal_file import read_journal
 from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode, NoProgressError, StorageError
 

@@ -11,6 +11,7 @@ from training_jobs import TrainingJobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
+ONE_NODE = ("--nodes=1", "--gpus-per-node=2")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 
 
@@ -37,7 +38,7 @@ def test_too_few_devices(jobs, tmp_path):
 
 
 def test_a_directory_that_cannot_be_written(jobs):
-    job = jobs.submit(Path("/proc/stoker-run"), *TWO_NODES)
+    job = jobs.submit(Path("/proc/stoker-run"), *ONE_NODE)
     refused(jobs, job, 74, r"n[12].*/proc/stoker-run")
 
 
@@ -46,7 +47,7 @@ def test_a_full_disk(jobs, tmp_path):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(disk)], check=True)
     try:
-        job = jobs.submit(disk / "run", *TWO_NODES)
+        job = jobs.submit(disk / "run", *ONE_NODE)
         refused(jobs, job, 74, r"n[12].*GiB")
     finally:
         jobs.slurm.wait_for_nodes()
@@ -58,7 +59,7 @@ def test_no_inodes(jobs, tmp_path):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=12", "none", str(disk)], check=True)
     try:
-        job = jobs.submit(disk / "run", "--nodes=1", "--gpus-per-node=1")
+        job = jobs.submit(disk / "run", *ONE_NODE)
         refused(jobs, job, 74, r"n1.*inodes")
     finally:
         jobs.slurm.wait_for_nodes()

@@ -19,7 +19,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from utils.callbacks.journal_file import FILE_NAME, NOT_FINITE
-from utils.callbacks.journal_file import read_journal as read_journal  # for those who write one
 from utils.callbacks.lines import readable_line
 from utils.callbacks.metrics import MetricCallback
 

@@ -5,11 +5,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, ClassVar
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
@@ -38,8 +37,8 @@ class HangWatch(TrainerCallback):
 
     On from ``on_train_begin`` until the function that called ``Trainer.train`` is left, in whatever
     way. Each rank beats equally often: the counts can be compared. The time in which the process
-    was stopped as a whole (SIGSTOP, a suspended job) does not count. ``clock`` and ``end`` are
-    there for tests.
+    was stopped as a whole (SIGSTOP, a suspended job) does not count. ``hosts`` holds one host name
+    per rank; ``clock`` and ``end`` are there for tests.
     """
 
     current: ClassVar["HangWatch | None"] = None  # a later run in this process takes over
@@ -47,6 +46,7 @@ class HangWatch(TrainerCallback):
     def __init__(
         self,
         timeout_s: float,
+        hosts: Sequence[str],
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
@@ -54,7 +54,7 @@ class HangWatch(TrainerCallback):
         self.timeout_s = timeout_s
         self.clock, self.end = clock, end
         self.poll_s = min(1.0, timeout_s / 20)
-        self.hosts: list[str] = []
+        self.hosts = hosts
         self.rank = 0
         self.beats = 0
         self.beats_seen = 0
@@ -77,17 +77,15 @@ class HangWatch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start to watch; collective over ranks."""
+        """Start to watch."""
         if not self.timeout_s:
             return
-        self.rank, self.hosts = args.process_index, [host_name()] * args.world_size
+        self.rank = args.process_index
         self.stepped = self.evaluated = False
         self.beat(state, control)
         self.thread, self.owner = threading.get_ident(), _caller_of_training()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
-        if args.world_size > 1:
-            torch.distributed.all_gather_object(self.hosts, host_name())
 
     @override
     def on_step_end(

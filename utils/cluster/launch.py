@@ -25,7 +25,6 @@ class LaunchFacts:
     """
 
     rank: int
-    local_rank: int
     world_size: int
     strategy: str
     hosts: tuple[str, ...]
@@ -52,7 +51,6 @@ def check_launch() -> LaunchFacts:
         hosts = meet_all_ranks(state.process_index, state.num_processes, state.device)
     return LaunchFacts(
         rank=state.process_index,
-        local_rank=max(state.local_process_index, 0),
         world_size=state.num_processes,
         strategy=requested_strategy(os.environ, state.num_processes),
         hosts=hosts,
@@ -117,9 +115,15 @@ def _single_cpu_process_of_several(environment: Mapping[str, str]) -> bool:
     It sets MASTER_ADDR only for several processes and starts one all the same
     (accelerate/utils/launch.py, `prepare_simple_launcher_cmd_env`).
     """
-    launched_on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    launched_on_cpu = asks_for_cpu(environment)
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment
     return launched_on_cpu and by_accelerate and "MASTER_ADDR" in environment
+
+
+def asks_for_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether ACCELERATE_USE_CPU asks for the CPU, in any of the words that accelerate takes."""
+    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
+    return environment.get("ACCELERATE_USE_CPU", "").lower() in words
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from utils.cluster.host import host_name
 from utils.cluster.notes import leave_note
+from utils.cluster.signals import NODE_DIR
 from utils.cluster.storage_faults import storage_error
 from utils.cluster.tokens import redact
 from utils.cluster.traces import last_line
@@ -73,7 +74,7 @@ def _run(main: Callable[[], int | None]) -> int:
         return FAILED
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
-        return 0 if "STOKER_NODE_DIR" in os.environ else code
+        return 0 if NODE_DIR in os.environ else code
     if code:
         leave_note("failed", code, f"main returned {code}")
     return code

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from utils.cluster.host import host_name
+from utils.cluster.launch import asks_for_cpu
 from utils.cluster.slurm_tasks import MAIN_ADDRESS, expand_hosts, main_port
 from utils.config.errors import ConfigurationError, UnfitClusterError
 
@@ -39,15 +40,7 @@ class Allocation:
 
 def on_cpu(environment: Mapping[str, str]) -> bool:
     """Whether the user asked for the CPU, from accelerate or from DeepSpeed."""
-    asked = environment.get("ACCELERATE_USE_CPU", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-        "y",
-        "t",
-    )
-    return asked or environment.get("DS_ACCELERATOR") == "cpu"
+    return asks_for_cpu(environment) or environment.get("DS_ACCELERATOR") == "cpu"
 
 
 def read_allocation(environment: Mapping[str, str], devices_here: Callable[[], int]) -> Allocation:

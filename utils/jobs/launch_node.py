@@ -17,6 +17,7 @@ from types import FrameType
 from utils.cluster.environment import configure_logging
 from utils.cluster.host import host_name
 from utils.cluster.notes import NOTES_DIR, leave_verdict, read_notes
+from utils.cluster.signals import STOP
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
 from utils.jobs.allocation import Allocation, read_allocation
@@ -67,7 +68,7 @@ class StopSignals:
             raise AskedToStop(f"{name} on {host_name()} before the processes were started")
         if not self.asked:
             self.asked = True
-            (self.directory / "STOP").write_text(f"{name} to the job\n", encoding="utf-8")
+            (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Not logging: it may be in the middle of a line, holding its lock.
             clock = time.strftime("%H:%M:%S")
             line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"

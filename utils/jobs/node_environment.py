@@ -7,9 +7,8 @@ from pathlib import Path
 
 from utils.cluster.host import host_name
 from utils.cluster.notes import NOTES_DIR
+from utils.cluster.signals import NODE_DIR
 from utils.config.errors import ConfigurationError, StorageError
-
-NODE_DIR = "STOKER_NODE_DIR"
 
 # What jobs of one user would otherwise share in a home directory: two of them compiling the same
 # kernel wait for each other's lock file, or for that of a job that was killed.

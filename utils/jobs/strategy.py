@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from utils.cluster.launch import requested_strategy
 from utils.config.errors import ConfigurationError
 from utils.jobs.accelerate_command import choose_config, read_config
 from utils.jobs.allocation import Allocation
@@ -52,25 +53,21 @@ def strategy_of(file: str, config: Mapping[str, Any], processes: int) -> Strateg
     if kind == "FSDP":
         version = str((config.get("fsdp_config") or {}).get("fsdp_version") or 1)
         variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version}
-        name = f"fsdp{version}"
     elif kind == "DEEPSPEED":
-        name = _deepspeed(config.get("deepspeed_config") or {}, variables)
-    elif kind == "NO" or kind.startswith("MULTI_"):
-        name = "ddp" if processes > 1 else "single"
-    else:
+        variables |= _deepspeed(config.get("deepspeed_config") or {})
+    elif kind != "NO" and not kind.startswith("MULTI_"):
         raise ConfigurationError(
             f"{file}: distributed_type {kind} is none that Stoker trains with: take one of "
             "accelerate_configs/ (multi_gpu, fsdp2, zero1, zero2, zero3, cpu, single_gpu)"
         )
+    name = requested_strategy(variables, processes)
     return Strategy(name, file, mixed_precision, variables)
 
 
-def _deepspeed(config: Mapping[str, Any], variables: dict[str, str]) -> str:
-    variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:
     own_file = config.get("deepspeed_config_file")
     if own_file:
-        variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own_file)
-        return "zero_file"
-    stage = str(config.get("zero_stage", 2))
-    variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
-    return f"zero{stage}"
+        decided = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(own_file)}
+    else:
+        decided = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(config.get("zero_stage", 2))}
+    return {"ACCELERATE_USE_DEEPSPEED": "true", **decided}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from utils.callbacks.lines import duration, number
 from utils.cluster.job_request import JobRequest, request_from
-from utils.cluster.launch import LaunchFacts
+from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.training.job_checks import (
@@ -28,8 +28,6 @@ from utils.training.job_checks import (
 )
 
 logger = logging.getLogger(__name__)
-
-_YES = ("1", "true", "yes", "on", "y", "t")
 
 
 def report_job(settings: RunSettings, launch: LaunchFacts, total_steps: int) -> None:
@@ -60,7 +58,7 @@ def _launch_problems(settings: RunSettings, launch: LaunchFacts) -> Iterator[str
     asked_by = None
     if settings.values["use_cpu"]:  # as the user set it: a dry run without GPU sets it by itself
         asked_by = settings.values.shown("use_cpu")
-    elif os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
+    elif asks_for_cpu(os.environ):
         asked_by = "ACCELERATE_USE_CPU"
     if asked_by and launch.strategy.startswith(("fsdp", "zero")):
         yield (

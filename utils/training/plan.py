@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.cluster.launch import LaunchFacts
+from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.batch import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -102,7 +102,7 @@ def _attention(
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
-    if settings.run.dry_run and launch.device == "cpu" and "ACCELERATE_USE_CPU" not in os.environ:
+    if settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ):
         # A login node: its kernels say nothing about those of the compute nodes.
         logger.info(
             "attention: %s, settled on the compute node (there is no accelerator here)",

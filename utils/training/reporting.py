@@ -22,7 +22,7 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     # After what asks for evaluations and saves, before what measures them.
     stop = StopWatch(run.output_dir, run.checkpoint_bytes)
     return [
-        HangWatch(settings.run.hang_timeout_s),
+        HangWatch(settings.run.hang_timeout_s, run.hosts),
         DataPosition(),
         stop,
         *measured,

@@ -63,6 +63,7 @@ class Run:
     resume_from: str | None
     finished: bool
     checkpoint_bytes: int  # about
+    hosts: tuple[str, ...]  # of each rank
 
 
 def start_run(
@@ -151,8 +152,6 @@ def _claim(
     settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, plan: RunPlan
 ) -> Run:
     output_dir = Path(str(settings.training.output_dir))
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     known = _known_files(output_dir)
     if known:
         problems = _other_run(output_dir, settings.resolved, facts)
@@ -172,15 +171,11 @@ def _claim(
     finished = _is_finished(output_dir, resume_from, plan.total_steps)
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
-    return Run(output_dir, resume_from, finished, plan.checkpoint_bytes)
+    return Run(output_dir, resume_from, finished, plan.checkpoint_bytes, launch.hosts)
 
 
 def _known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
-    if not output_dir.exists():
-        _make(output_dir)
-    if not os.access(output_dir, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"--output_dir {output_dir} cannot be written to.")
     if (output_dir / CONFIG).is_file():
         return True
     others = sorted(path.name for path in output_dir.iterdir())
@@ -191,15 +186,6 @@ def _known_files(output_dir: Path) -> bool:
             "over."
         )
     return False
-
-
-def _make(output_dir: Path) -> None:
-    try:
-        output_dir.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--output_dir {output_dir} cannot be made: {error.strerror}."
-        ) from error
 
 
 def _other_run(output_dir: Path, now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,6 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return LaunchFacts(
         rank=global_rank(),
-        local_rank=0,
         world_size=world_size,
         strategy=requested_strategy(os.environ, world_size),
         hosts=(),

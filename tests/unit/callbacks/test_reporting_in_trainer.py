@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from utils.callbacks.journal import Journal, read_journal
+from utils.callbacks.journal import Journal
+from utils.callbacks.journal_file import read_journal
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.progress import (

@@ -22,7 +22,7 @@ class Training:
     def __init__(self, monkeypatch, timeout_s: float = 100.0):
         self.now = 0.0
         monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-        self.watch = HangWatch(timeout_s, clock=lambda: self.now)
+        self.watch = HangWatch(timeout_s, ["n1"], clock=lambda: self.now)
         self.state = TrainerState(max_steps=50)
         self.control = TrainerControl()
         self.event("train_begin")
@@ -129,7 +129,7 @@ def test_zero_turns_it_off(monkeypatch):
 
 def train(timeout_s: float, end) -> HangWatch:
     """Begin to train, as Trainer.train does; the watch is for who called this."""
-    watch = HangWatch(timeout_s, end=end)
+    watch = HangWatch(timeout_s, ["n1"], end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
     watch.stepped = True
     return watch

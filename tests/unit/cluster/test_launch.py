@@ -5,6 +5,7 @@ import pytest
 from utils.cluster.launch import (
     LaunchFacts,
     actual_strategy,
+    asks_for_cpu,
     check_launch,
     check_strategy,
     launch_problem,
@@ -127,7 +128,7 @@ def test_one_plain_process_passes_both_checks():
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator(cpu=True)
     facts = check_launch()
-    assert (facts.rank, facts.local_rank, facts.world_size) == (0, 0, 1)
+    assert (facts.rank, facts.world_size) == (0, 1)
     assert (facts.strategy, facts.device, len(facts.hosts)) == ("single", "cpu", 1)
     check_strategy(facts)
 
@@ -149,6 +150,17 @@ def test_a_refused_strategy_raises():
 
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator(cpu=True)
-    facts = LaunchFacts(0, 0, 1, strategy="fsdp2", hosts=("n1",), device="cpu")
+    facts = LaunchFacts(0, 1, strategy="fsdp2", hosts=("n1",), device="cpu")
     with pytest.raises(ConfigurationError, match="asked for fsdp2"):
         check_strategy(facts)
+
+
+@pytest.mark.parametrize("word", ["1", "True", "yes", "on", "Y", "t", "0", "false", "no", "off"])
+def test_the_cpu_is_asked_for_in_accelerates_words(word):
+    from accelerate.utils.environment import str_to_bool
+
+    assert asks_for_cpu({"ACCELERATE_USE_CPU": word}) == bool(str_to_bool(word))
+
+
+def test_nothing_said_is_not_the_cpu():
+    assert not asks_for_cpu({})

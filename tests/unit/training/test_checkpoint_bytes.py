@@ -29,7 +29,7 @@ def size(strategy: str = "ddp", mixed: str = "no", training: dict | None = None,
             **{"save_only_model": False, "save_strategy": "steps"} | (training or {}),
         ),
     )
-    return checkpoint_bytes(settings, CONFIG, LaunchFacts(0, 0, 2, strategy, ("n",) * 2, "cpu"))
+    return checkpoint_bytes(settings, CONFIG, LaunchFacts(0, 2, strategy, ("n",) * 2, "cpu"))
 
 
 def test_it_is_what_weights_and_adamw_take_on_the_disk(tmp_path):

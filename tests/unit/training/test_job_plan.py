@@ -30,7 +30,7 @@ REQUESTED = JobRequest(
     log="%x-%j.log",
     sources={"time": "-t60", "signal": "slurm/multinode_job.sh:9"},
 )
-LAUNCH = LaunchFacts(0, 0, 8, "fsdp2", (), "cpu")
+LAUNCH = LaunchFacts(0, 8, "fsdp2", (), "cpu")
 
 
 @pytest.fixture

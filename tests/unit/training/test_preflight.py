@@ -16,7 +16,7 @@ from utils.training.preflight import check_storage
 
 
 def facts(rank: int = 0, hosts: tuple[str, ...] = ("n1",)) -> LaunchFacts:
-    return LaunchFacts(rank, 0, len(hosts), "ddp", hosts, "cpu")
+    return LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
 
 
 @pytest.fixture(autouse=True)

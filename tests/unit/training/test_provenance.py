@@ -10,7 +10,7 @@ from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.training.provenance import git_state, slurm_job, write_provenance
 
-FACTS = LaunchFacts(0, 0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
+FACTS = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
 
 def write(path, **changes):

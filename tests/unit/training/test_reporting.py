@@ -18,5 +18,5 @@ def test_bars_are_for_people_at_a_terminal(is_terminal, job, bars, tmp_path, mon
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
     settings = SimpleNamespace(run=SimpleNamespace(hang_timeout_s=0))
-    callbacks = run_callbacks(settings, Run(tmp_path, None, False, 0))
+    callbacks = run_callbacks(settings, Run(tmp_path, None, False, 0, ("n1",)))
     assert any(isinstance(callback, TerminalProgress) for callback in callbacks) == bars

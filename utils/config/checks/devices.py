@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from accelerate.utils.environment import str_to_bool
+
 
 def missing_devices(environment: Mapping[str, str], visible_gpus: int) -> str | None:
     """Say that there are more processes on this host than GPUs to give them; None if not.
@@ -9,7 +11,7 @@ def missing_devices(environment: Mapping[str, str], visible_gpus: int) -> str | 
     torchrun starts all processes of a host with the same GPUs in sight: all of them refuse. Tasks
     that srun started may each see a GPU of their own, which is all that such a task can look for.
     """
-    if environment.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+    if str_to_bool(environment.get("ACCELERATE_USE_CPU", "0")):
         return None
     processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(environment.get("LOCAL_RANK", "0"))
