@@ -2,6 +2,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
+# make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the README's figures anew from benchmarks/results/demo_cpu.json
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: demo figures test test-slurm test-fast slurm-cycles lint lock
+.PHONY: demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +52,10 @@ slurm-cycles: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# One at a time: kills and time limits are among them.
+test-exhaustive: $(VENV)/.test
+	$(BIN)/pytest -s --exhaustive --durations=10 tests/exactness $(PYTEST_ARGS)
 
 lock:
 	$(PYTHON) -m venv $(VENV)-lock

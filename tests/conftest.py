@@ -15,6 +15,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--exhaustive`: every case of the proofs in tests/exactness, not a sample of them."""
+    parser.addoption("--exhaustive", action="store_true", help="every case of tests/exactness")
+
+
 @pytest.fixture(autouse=True)
 def _restore_environment():
     """Undo what a test (or the code under test) changed in the environment and of signals."""

@@ -1,0 +1,56 @@
+"""The proofs behind docs/exactness.md: sampled in `make test`, whole with `--exhaustive`."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
+    _one_thread_and_a_private_cache,
+    base_model,
+    fine_tuning,
+    pretraining,
+    workspace,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "exactness"
+
+
+@pytest.fixture(scope="session")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether to go through every case; otherwise a sample of them."""
+    return request.config.getoption("--exhaustive")
+
+
+@pytest.fixture(scope="module")
+def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Return the figures of a proof by its name, a dict for the tests to fill.
+
+    They are printed after the module, and after an exhaustive run written to
+    benchmarks/results/exactness/NAME.json, which the documents quote.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    yield lambda name: found.setdefault(name, {})
+    for name, values in found.items():
+        text = json.dumps(values, indent=2)
+        print(f"\n{name}{'' if exhaustive else ' (sampled)'}: {text}")
+        if exhaustive:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            record = {"made_by": f"make test-exhaustive ({name})", **_circumstances(), **values}
+            (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
