@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         train_rows=data.train,
         eval_rows=data.evaluation,
         sampler=plan.sampler,
+        checkpoints=run.checkpoints,
         callbacks=run_callbacks(settings, run),
     )
     check_strategy(launch)

@@ -287,7 +287,7 @@ def test_save_during_an_evaluation_is_written_after_it(start, uninterrupted, tmp
 @pytest.mark.parametrize(("best", "rate"), [(2, 0.3), (4, 0.1)])
 def test_the_best_model_is_the_uninterrupted_runs(best, rate, start, uninterrupted, tmp_path):
     """It gets worse after step 2, where the stop alone left a checkpoint, or 4, where all do."""
-    settings = {"learning_rate": rate, "warmup_steps": 6, "save_total_limit": 1}
+    settings = {"learning_rate": rate, "warmup_steps": 6, "save_total_limit": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     losses = tiny.evaluations(whole, "first")
     assert min(losses, key=losses.__getitem__) == best

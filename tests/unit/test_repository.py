@@ -15,13 +15,16 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TRAINING_RECIPES = sorted([*ROOT.glob("recipes/pretrain/*.yaml"), *ROOT.glob("recipes/sft/*.yaml")])
 
 # Each room may import the rooms to its right, and itself.
-ROOMS = ["jobs", "training", "callbacks", "data", "kernels", "config", "cluster"]
+ROOMS = [
+    "jobs", "training", "callbacks", "checkpoints", "data", "kernels", "config", "cluster",
+]  # fmt: skip
 ALLOWED = {
     # What the Slurm scripts call: it starts and watches the scripts, so nothing may import it, and
     # it works where the libraries that train are not loaded.
     "jobs": {"callbacks", "data", "kernels", "config", "cluster"},
-    "training": {"callbacks", "data", "kernels", "config", "cluster"},
-    "callbacks": {"data", "kernels", "config", "cluster"},
+    "training": {"callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
+    "callbacks": {"checkpoints", "data", "kernels", "config", "cluster"},
+    "checkpoints": {"config", "cluster"},
     "data": {"config", "cluster"},
     "kernels": {"config", "cluster"},
     "config": set(),

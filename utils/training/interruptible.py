@@ -1,5 +1,7 @@
 """Training that can be left at any step or evaluation batch, and goes on as if it had not been."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch, carried_state, carry
+from utils.checkpoints.store import Checkpoints
 
 
 class InterruptibleTrainerMixin(Trainer):
@@ -20,7 +23,9 @@ class InterruptibleTrainerMixin(Trainer):
     them after a resume. The hooks' contract is held by tests/integration/test_hooks.py.
     """
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, *, checkpoints: Checkpoints, **kwargs: Any):
+        self.checkpoints = checkpoints
+        self._counted_tokens: tuple[int, int] | None = None  # (steps, tokens in them)
         super().__init__(**kwargs)
         self.watch = next(
             callback
@@ -38,6 +43,8 @@ class InterruptibleTrainerMixin(Trainer):
     def _take_losses_over(self) -> None:
         """Put the losses that the checkpoint carries back where Trainer sums them up."""
         carried = carried_state(self.state)
+        if "tokens" in carried:
+            self._counted_tokens = (self.state.global_step, carried["tokens"])
         sums = carried.get("unlogged_loss_sums", [])
         if not sums:
             return
@@ -126,24 +133,63 @@ class InterruptibleTrainerMixin(Trainer):
         if unlogged_steps:
             sums = self.accelerator.gather(self._tr_loss.detach().float().reshape(1))
             carried |= {"unlogged_steps": unlogged_steps, "unlogged_loss_sums": sums.tolist()}
+        carried["tokens"] = self._tokens_so_far()
         carry(self.state, carried)
         if self.state.best_global_step in carried["extra_saves"]:
             # Trainer would find its directory; the uninterrupted run has none.
             self.state.best_global_step = None
-        super()._save_checkpoint(model, trial)
+        self._write_and_commit(model, trial)
+
+    def _write_and_commit(self, model: nn.Module, trial: Any) -> None:
+        step, state = self.state.global_step, self.state
+        if self.checkpoints.is_committed(step):
+            # Asked for twice at one step; Trainer would write over what is safe.
+            if state.best_global_step == step:
+                state.best_model_checkpoint = str(self.checkpoints.directory(step))
+            return
+        self.checkpoints.prepare(self._best())
+        with self._without_trainers_rotation():
+            super()._save_checkpoint(model, trial)
+        self.checkpoints.commit(step, tokens=carried_state(state)["tokens"], best=self._best())
+
+    def _best(self) -> Path | None:
+        best = self.state.best_model_checkpoint
+        return None if best is None else self.checkpoints.output_dir / Path(best).name
+
+    def _tokens_so_far(self) -> int:
+        """Return the real tokens (no padding) of all steps up to this one, of all starts."""
+        done, tokens = self._counted_tokens or (0, 0)
+        loader: Any = self.callback_handler.train_dataloader
+        tokens += sum(loader.tokens_in_step(step) for step in range(done, self.state.global_step))
+        self._counted_tokens = (self.state.global_step, tokens)
+        return tokens
+
+    @contextlib.contextmanager
+    def _without_trainers_rotation(self) -> Iterator[None]:
+        """Keep Trainer from deleting checkpoints: it goes by times, and before ours is safe."""
+        asked, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = asked
+
+    @override
+    def _load_best_model(self) -> None:
+        """Load it if it is as it was committed; raises StorageError."""
+        best = self._best()  # the run directory may have moved since it was found
+        self.state.best_model_checkpoint = None if best is None else str(best)
+        if best is not None:
+            self.checkpoints.check(best)
+        super()._load_best_model()
 
     @override
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
-        """End training; a stopped run keeps its weights and its newest checkpoint.
-
-        Trainer would load the best model, in time that may be short, and delete the checkpoint to
-        go on from where save_total_limit is 1.
-        """
-        args = self.args
-        asked = args.load_best_model_at_end, args.save_total_limit
+        """End training; a stopped run keeps its weights: to load the best ones takes time."""
+        asked = self.args.load_best_model_at_end
         if self.watch.stopped:
-            args.load_best_model_at_end, args.save_total_limit = False, None
+            self.args.load_best_model_at_end = False
         try:
-            return super()._finalize_training(trial, num_train_samples, start_time)
+            with self._without_trainers_rotation():
+                return super()._finalize_training(trial, num_train_samples, start_time)
         finally:
-            args.load_best_model_at_end, args.save_total_limit = asked
+            self.args.load_best_model_at_end = asked

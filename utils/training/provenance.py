@@ -36,26 +36,24 @@ def write_provenance(
     path: str | os.PathLike[str],
     launch: LaunchFacts,
     *,
-    script: str,
-    data: Mapping[str, Any],
-    attention: Mapping[str, Any],
+    run_id: str,
     resumed_from: str | None = None,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Append this start to the list of starts in a JSON file and return it; rank 0 alone calls it.
 
-    `data` maps split names to content fingerprints, `attention` says which kernel was chosen and
-    why; both must be JSON. The file is replaced in one step, so a kill leaves the old or the new
-    one. Raises ConfigurationError when the file there is something else.
+    `facts` are what the caller knows of this start beyond command, code and machines; they must be
+    JSON. The file is replaced in one step, so a kill leaves the old or the new one. Raises
+    ConfigurationError when the file there is something else.
     """
     path = Path(path)
     starts = earlier_starts(path)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "script": script,
         "resumed_from": resumed_from,
         "argv": redact_argv(sys.argv),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": package_versions(),
         "git": git_state(_REPOSITORY),
         "launch": {
             "strategy": launch.strategy,
@@ -64,10 +62,10 @@ def write_provenance(
             "devices": _device_names(launch.device),
         },
         "slurm": slurm_job(os.environ),
-        "data": dict(data),
-        "attention": dict(attention),
+        **facts,
     }
-    text = json.dumps({"format": 1, "starts": [*starts, entry]}, indent=2) + "\n"
+    content = {"format": 1, "run_id": run_id, "starts": [*starts, entry]}
+    text = json.dumps(content, indent=2) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -79,8 +77,19 @@ def write_provenance(
 
 def earlier_starts(path: Path) -> list[dict[str, Any]]:
     """Return the starts in a file that `write_provenance` wrote; none where there is no file."""
+    content = _content(path)
+    return [] if content is None else content["starts"]
+
+
+def known_run_id(path: Path) -> str | None:
+    """Return what tells this run from all others, made at its first start; None before that."""
+    content = _content(path)
+    return None if content is None else content.get("run_id")
+
+
+def _content(path: Path) -> dict[str, Any] | None:
     if not path.exists():
-        return []
+        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,7 +100,12 @@ def earlier_starts(path: Path) -> list[dict[str, Any]]:
         raise ConfigurationError(
             f"{path} holds something else than the list of this run's starts: move it away."
         )
-    return content["starts"]
+    return content
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that make the numbers; None: not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -26,6 +26,7 @@ class RunData:
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
     weights: list[float] | None
+    tokenizer_sha256: str
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of every split's datasets, for the provenance."""
@@ -85,7 +86,8 @@ def load_run_data(
         for index, (name, _) in enumerate(named[len(sources) :], start=len(sources))
     }
     weights = [source.weight for source in sources if source.weight is not None]
-    return RunData(_packed("train", rows[: len(sources)], tokenizer), packed, weights or None)
+    train = _packed("train", rows[: len(sources)], tokenizer)
+    return RunData(train, packed, weights or None, tokenizer_sha256(tokenizer))
 
 
 def _open(

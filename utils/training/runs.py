@@ -1,31 +1,39 @@
 """The run directory: claimed before training, resumed by starting again, finished with a model."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.requests import remove_stale_requests
-from utils.cluster.host import host_name
+from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.store import Checkpoints, RunFacts
+from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
 from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
-from utils.config.errors import ConfigurationError, ExitCode, StorageError
+from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.reading.strict_yaml import dump_yaml, load_mapping
 from utils.config.run_settings import RunSettings
-from utils.training.checkpoints import resume_point
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
 from utils.training.preflight import check_storage
-from utils.training.provenance import earlier_starts, slurm_job, write_provenance
+from utils.training.provenance import (
+    earlier_starts,
+    known_run_id,
+    package_versions,
+    slurm_job,
+    write_provenance,
+)
 from utils.training.restarts import check_progress
 from utils.training.run_data import RunData
 from utils.training.trainers import PackedTrainerMixin
@@ -64,6 +72,16 @@ class Run:
     finished: bool
     checkpoint_bytes: int  # about
     hosts: tuple[str, ...]  # of each rank
+    checkpoints: Checkpoints
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What rank 0 found in the run directory."""
+
+    run_id: str
+    resume_from: str | None
+    finished: bool
 
 
 def start_run(
@@ -84,18 +102,22 @@ def start_run(
         "data": data.fingerprints(),
         "attention": dataclasses.asdict(plan.attention),
     }
-    decision: list[Any] = [None, None, []]
-    if launch.rank == 0:
-        try:
-            decision[0] = _claim(settings, facts, launch, plan)
-        except ConfigurationError as error:
-            decision[1:] = [type(error), error.problems]
-        except OSError as error:  # the other ranks wait for the decision
-            decision[1:] = [StorageError, [f"{host_name()}: {output_dir}: {error}"]]
-    broadcast_object_list(decision)
-    run, refusal, problems = decision
-    if problems:
-        raise refusal(problems)
+    claim = on_rank_0(lambda: _claim(settings, facts, launch, plan))
+    checkpoints = Checkpoints(
+        output_dir,
+        _run_facts(claim.run_id, settings, data, launch),
+        launch.rank,
+        keep=settings.training.save_total_limit,
+        estimated_bytes=plan.checkpoint_bytes,
+    )
+    run = Run(
+        output_dir,
+        claim.resume_from,
+        claim.finished,
+        plan.checkpoint_bytes,
+        launch.hosts,
+        checkpoints,
+    )
     if launch.rank == 0:
         mark_run_started()
     if not run.finished:
@@ -150,14 +172,15 @@ def _leave_together(trainer: Trainer) -> None:
 
 def _claim(
     settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, plan: RunPlan
-) -> Run:
+) -> _Claim:
     output_dir = Path(str(settings.training.output_dir))
     known = _known_files(output_dir)
     if known:
         problems = _other_run(output_dir, settings.resolved, facts)
         if problems:
             raise ConfigurationError(problems)
-    resume_from = resume_point(output_dir) if known else None
+    run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
+    resume_from = _resume_point(output_dir, run_id) if known else None
     if resume_from is None and (output_dir / FINAL).exists():
         raise ConfigurationError(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
@@ -167,11 +190,34 @@ def _claim(
     remove_stale_requests(output_dir)
     if not known:
         _write_config(output_dir, settings.resolved)
-    write_provenance(output_dir / PROVENANCE, launch, resumed_from=resume_from, **facts)
+    write_provenance(
+        output_dir / PROVENANCE, launch, run_id=run_id, resumed_from=resume_from, **facts
+    )
     finished = _is_finished(output_dir, resume_from, plan.total_steps)
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
-    return Run(output_dir, resume_from, finished, plan.checkpoint_bytes, launch.hosts)
+    return _Claim(run_id, resume_from, finished)
+
+
+def _resume_point(output_dir: Path, run_id: str) -> str | None:
+    found = resume_point(output_dir, run_id)
+    return None if found is None else str(found)
+
+
+def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> RunFacts:
+    resolved = json.dumps(settings.resolved, sort_keys=True, default=str)
+    return RunFacts(
+        run_id=run_id,
+        world_size=launch.world_size,
+        strategy=launch.strategy,
+        global_batch_size=settings.run.global_batch_size,
+        fingerprints={
+            "data": data.fingerprints(),
+            "tokenizer": data.tokenizer_sha256,
+            "settings": hashlib.sha256(resolved.encode()).hexdigest(),
+        },
+        versions=package_versions(),
+    )
 
 
 def _known_files(output_dir: Path) -> bool:

@@ -214,7 +214,7 @@ CONTRADICTIONS = [
     ({"learning_rate": "inf"}, "learning_rate inf .*: it must be above 0"),
     ({"adam_beta2": "1"}, "adam_beta2 1 .*: it must be at least 0 and below 1"),
     ({"seed": "-1"}, r"seed -1 .*: it must be at least 0 and at most 4.29497e\+09"),
-    ({"save_total_limit": "0"}, "save_total_limit 0 .*: it must be at least 1"),
+    ({"save_total_limit": "0"}, "save_total_limit 0 .*: it must be at least 2"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
     ({"max_steps": "-5"}, "max_steps -5 .*: it must be at least 1"),
     (

@@ -14,7 +14,7 @@ FACTS = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
 
 def write(path, **changes):
-    known = {"script": "pretrain"}
+    known = {"script": "pretrain", "run_id": "a1"}
     known |= {"data": {"train": "abc"}, "attention": {"kernel": "sdpa", "reason": "a CPU"}}
     return write_provenance(path, FACTS, **(known | changes))
 

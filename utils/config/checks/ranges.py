@@ -54,7 +54,7 @@ RANGES = {
     "per_device_eval_batch_size": _COUNT,
     "per_device_train_batch_size": _COUNT,
     "save_steps": _ABOVE_ZERO,
-    "save_total_limit": _COUNT,
+    "save_total_limit": Range(2),  # one may turn out to be damaged
     "seed": Range(0, 2**32 - 1, open_above=False),  # as NumPy takes it
     "sequence_length": Range(2),  # one token has no next one
     "warmup_steps": _ZERO_OR_MORE,

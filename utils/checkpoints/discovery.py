@@ -1,0 +1,108 @@
+"""Finds the checkpoint to go on from: the newest one that is committed and whole."""
+
+import logging
+import time
+from pathlib import Path
+
+from utils.checkpoints.directory import (
+    DAMAGED,
+    DELETING,
+    INCOMPLETE,
+    delete,
+    leftovers,
+    numbered_checkpoints,
+    set_aside,
+)
+from utils.checkpoints.files import MANIFEST, file_problems
+from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from utils.cluster.host import host_name
+from utils.config.errors import ConfigurationError, StorageError
+
+logger = logging.getLogger(__name__)
+
+SHOWN_PROBLEMS = 5
+
+
+def resume_point(output_dir: Path, run_id: str) -> Path | None:
+    """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
+
+    Every file is read and compared with the manifest. What was not committed is set aside under
+    incomplete., what is not as it was committed under damaged., both aloud. Rank 0 alone calls it.
+    Raises StorageError, with nothing moved, when all committed ones are damaged: to start at step 0
+    again is a person's to decide. Raises ConfigurationError for a checkpoint of another run.
+    """
+    for directory in leftovers(output_dir, DELETING):
+        delete(directory)
+    uncommitted, damaged = [], {}
+    found = None
+    for step, directory in numbered_checkpoints(output_dir):
+        if not (directory / MANIFEST).exists():
+            uncommitted.append(directory)
+        elif found is None:
+            problems = _timed_problems(directory, step, run_id)
+            if not problems:
+                found = directory
+            else:
+                damaged[directory] = problems
+    if damaged and found is None:
+        raise StorageError(_all_damaged(damaged))
+    for directory in uncommitted:
+        logger.warning(
+            "%s was not committed (the run ended while it was written): set aside as %s",
+            directory,
+            set_aside(directory, INCOMPLETE).name,
+        )
+    for directory, problems in damaged.items():
+        logger.warning(
+            "%s is damaged (%s): set aside as %s; see whether the storage is sound",
+            directory,
+            _shown(problems),
+            set_aside(directory, DAMAGED).name,
+        )
+    if found is not None:
+        logger.info("resuming from %s", found)
+    return found
+
+
+def checkpoint_problems(directory: Path, step: int, run_id: str) -> list[str]:
+    """Return what is wrong with a committed checkpoint, by reading all of it; none: it is whole.
+
+    Raises ConfigurationError when it belongs to another run.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except (DamagedCheckpointError, OSError) as error:
+        return [str(error)]
+    if manifest.run_id != run_id:
+        raise ConfigurationError(
+            f"{directory} is a checkpoint of another run ({manifest.run_id}, not {run_id}): move "
+            "it away; --init_from takes its weights into a new run."
+        )
+    if manifest.step != step:
+        return [f"it was committed as step {manifest.step:,}"]
+    try:
+        return file_problems(directory, manifest.files)
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+
+
+def _timed_problems(directory: Path, step: int, run_id: str) -> list[str]:
+    begun = time.monotonic()
+    problems = checkpoint_problems(directory, step, run_id)
+    if not problems:
+        logger.info("%s verified in %.1f s", directory, time.monotonic() - begun)
+    return problems
+
+
+def _all_damaged(damaged: dict[Path, list[str]]) -> list[str]:
+    told = [f"{host_name()}: {path}: {_shown(problems)}." for path, problems in damaged.items()]
+    return [
+        *told,
+        "no committed checkpoint of this run is whole: see whether the storage is sound and "
+        "restore one of them; or move them away to start again at step 0.",
+    ]
+
+
+def _shown(problems: list[str]) -> str:
+    more = len(problems) - SHOWN_PROBLEMS
+    return "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")

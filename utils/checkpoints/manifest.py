@@ -1,0 +1,96 @@
+"""The file that makes a directory a checkpoint: written last, it says what all others hold."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.checkpoints.files import MANIFEST, MANIFEST_DRAFT, FileRecord, flush
+from utils.config.errors import ConfigurationError
+
+FORMAT = 1
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint that is not as it was committed; the text says in what."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint: of which run and step, made by what, from what, and its files.
+
+    `samples` and `tokens` (real ones, no padding) are those consumed since step 0. `fingerprints`
+    has the digests of data, tokenizer and settings, `versions` those of the packages.
+    """
+
+    run_id: str
+    step: int
+    samples: int
+    tokens: int
+    world_size: int
+    strategy: str
+    global_batch_size: int
+    fingerprints: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    time: str
+    files: Mapping[str, FileRecord]
+
+    @property
+    def size_bytes(self) -> int:
+        """All files together."""
+        return sum(record.size_bytes for record in self.files.values())
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Commit the checkpoint in `directory`, whose files are on stable storage already.
+
+    The manifest appears in one step: a kill leaves a checkpoint that is committed or is not.
+    Raises OSError.
+    """
+    flush(directory.parent)  # the entry of the directory itself
+    draft = directory / MANIFEST_DRAFT
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(_text(dataclasses.asdict(manifest)))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(directory / MANIFEST)
+    flush(directory)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a committed checkpoint.
+
+    Raises DamagedCheckpointError for one that is not as it was written, to the last bit; OSError
+    for one that cannot be read; ConfigurationError for one of a later version of Stoker.
+    """
+    path = directory / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        number = content["format"]
+        if isinstance(number, int) and number > FORMAT:
+            raise ConfigurationError(
+                f"{path} has format {number}, a later version of Stoker wrote it (this one knows "
+                f"{FORMAT}): update, or name another --output_dir."
+            )
+        committed = content["checkpoint"]
+        whole = text == _text(committed)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if not whole:
+        raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
+    files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
+    return Manifest(**committed, files=files)
+
+
+def _text(committed: Mapping[str, Any]) -> str:
+    """Write a checkpoint's facts out, with their own digest, in the one way there is."""
+    digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
+    content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
