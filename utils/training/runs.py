@@ -22,8 +22,9 @@ from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
 from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError, ExitCode
-from utils.config.reading.strict_yaml import dump_yaml, load_mapping
+from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
+from utils.training.changes import CONFIG, PROVENANCE, other_run
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
 from utils.training.preflight import check_storage
@@ -39,28 +40,6 @@ from utils.training.run_data import RunData
 from utils.training.trainers import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config.yaml"
-PROVENANCE = "provenance.json"
-
-# What a run is: another value of one of these is another run, not the same one going on.
-IDENTITY = (
-    "train_data",
-    "sequence_length",
-    "packing",
-    "on_overlong",
-    "global_batch_size",
-    "seed",
-    "model_name_or_path",
-    "model_revision",
-    "model_config",
-    "tokenizer_name_or_path",
-    "dtype",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-)
 
 
 @dataclass(frozen=True)
@@ -176,7 +155,7 @@ def _claim(
     output_dir = Path(str(settings.training.output_dir))
     known = _known_files(output_dir)
     if known:
-        problems = _other_run(output_dir, settings.resolved, facts)
+        problems = other_run(output_dir, settings.resolved, facts)
         if problems:
             raise ConfigurationError(problems)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
@@ -232,30 +211,6 @@ def _known_files(output_dir: Path) -> bool:
             "over."
         )
     return False
-
-
-def _other_run(output_dir: Path, now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return why the directory belongs to another run; say aloud what changed harmlessly."""
-    saved, _ = load_mapping((output_dir / CONFIG).read_text(encoding="utf-8"))
-    before = {key: value for key, (value, _) in saved.items()}
-    last = json.loads((output_dir / PROVENANCE).read_text(encoding="utf-8"))["starts"][-1]
-    if last["script"] != facts["script"]:
-        return [f"{output_dir} holds a run of {last['script']}: name another --output_dir."]
-    changed = {key: value for key, value in now.items() if before.get(key) != value}
-    problems = [
-        f"{output_dir} holds another run: its {key} is {before.get(key)}, now it is "
-        f"{value}. Name another --output_dir, or give the old value to go on."
-        for key, value in changed.items()
-        if key in IDENTITY
-    ]
-    if last["data"]["train"] != facts["data"]["train"]:
-        problems.append(
-            f"the training data changed since {output_dir} was started (its content fingerprint "
-            "differs): name another --output_dir, or put the old data back."
-        )
-    for key in sorted(changed.keys() - set(IDENTITY)):
-        logger.warning("%s was %s in this run, now it is %s", key, before.get(key), changed[key])
-    return problems
 
 
 def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
