@@ -296,8 +296,9 @@ def test_the_best_model_is_the_uninterrupted_runs(best, rate, start, uninterrupt
     assert (run / "checkpoint-7").is_dir(), "the checkpoint to go on from"
     assert start(run, **settings) == ExitCode.DONE
     assert_the_same(run, whole, ["final"])
-    kept = [sorted(path.name for path in folder.glob("checkpoint-*")) for folder in (run, whole)]
-    assert kept[0] == kept[1]
+    for folder in (run, whole):
+        kept = {path.name for path in folder.glob("checkpoint-*")}
+        assert kept >= {"checkpoint-8"} | ({"checkpoint-4"} if best == 4 else set())
 
 
 def test_the_learning_rate_follows_owed_evaluations(start, uninterrupted, tmp_path):
@@ -373,7 +374,7 @@ def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("utils.training.runs._write_config", full)
-    with pytest.raises(StorageError, match=f"{tmp_path}/run: .*No space left on device"):
+    with pytest.raises(StorageError, match=f"no space .* is left on .* writing {tmp_path}/run"):
         start(tmp_path / "run")
 
 

@@ -1,0 +1,47 @@
+"""Committed checkpoints of a run without a model, for the tests of this folder."""
+
+from pathlib import Path
+
+from utils.checkpoints.store import Checkpoints, RunFacts
+
+FACTS = RunFacts(
+    run_id="run-1",
+    world_size=1,
+    strategy="single",
+    global_batch_size=8,
+    fingerprints={"data": {"train": ["abc"]}},
+    versions={"torch": "2", "flash-attn": None},
+)
+FILES = {
+    "model.safetensors": b"weights" * 1000,
+    "optimizer.pt": b"moments" * 2000,
+    "trainer_state.json": b'{"global_step": 0}',
+    "pytorch_model_fsdp_0/__0_0.distcp": b"shard",
+}
+
+
+def store(output_dir: Path, keep: int | None = None) -> Checkpoints:
+    return Checkpoints(output_dir, FACTS, 0, keep=keep, estimated_bytes=1000)
+
+
+def write_files(output_dir: Path, step: int) -> Path:
+    """What Trainer would have written for a step, not yet committed."""
+    directory = output_dir / f"checkpoint-{step}"
+    for name, content in FILES.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content + str(step).encode())
+    return directory
+
+
+def commit(output_dir: Path, *steps: int, keep: int | None = None, best: int | None = None) -> None:
+    """Write and commit checkpoints of these steps, one after the other."""
+    checkpoints = store(output_dir, keep)
+    for step in steps:
+        write_files(output_dir, step)
+        kept_best = None if best is None else output_dir / f"checkpoint-{best}"
+        checkpoints.commit(step, tokens=100 * step, best=kept_best)
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.iterdir())
