@@ -79,7 +79,7 @@ def checkpoint_problems(directory: Path, step: int, run_id: str) -> list[str]:
             "it away; --init_from takes its weights into a new run."
         )
     if manifest.step != step:
-        return [f"it was committed as step {manifest.step:,}"]
+        return [f"{MANIFEST} is of step {manifest.step:,}"]
     try:
         return file_problems(directory, manifest.files)
     except OSError as error:

@@ -68,6 +68,8 @@ def read_manifest(directory: Path) -> Manifest:
     for one that cannot be read; ConfigurationError for one of a later version of Stoker.
     """
     path = directory / MANIFEST
+    if path.is_symlink():
+        raise DamagedCheckpointError(f"{MANIFEST} is no regular file")
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)

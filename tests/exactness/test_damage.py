@@ -1,0 +1,68 @@
+"""Proof 3: whatever happens to a file of a checkpoint is found, and nothing of it is loaded."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from damages import DAMAGES, cases
+from launching import run_two_processes
+
+import pretrain
+import sft_train
+from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.files import MANIFEST
+from utils.training.provenance import known_run_id
+
+pytestmark = pytest.mark.slow
+
+LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "all-linear"}
+SAVES = {"max_steps": 4, "save_steps": 2}
+KINDS = ["one rank", "LoRA", "2-rank DDP", "2-rank FSDP2", "2-rank ZeRO-2"]
+CONFIGS = {"2-rank DDP": "multi_gpu", "2-rank FSDP2": "fsdp2", "2-rank ZeRO-2": "zero2"}
+
+
+@pytest.fixture(
+    params=[KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])]
+)
+def trained(request, pretraining, fine_tuning, tmp_path) -> Path:
+    """A run with two checkpoints, of each kind of layout."""
+    kind, run = request.param, tmp_path / "trained"
+    if kind == "one rank":
+        pretrain.main(pretraining(run, **SAVES))
+        return run
+    if kind == "LoRA":
+        sft_train.main(fine_tuning(run, **SAVES, **LORA))
+    else:
+        argv = pretraining(run, **SAVES, per_device_train_batch_size=1)
+        done = run_two_processes(CONFIGS[kind], "pretrain.py", argv)
+        assert done.returncode == 0, done.stdout[-4000:]
+    return run
+
+
+def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
+    trained, tmp_path, caplog, figures, request
+):
+    run_id = known_run_id(trained / "provenance.json")
+    found: list[tuple[str, str]] = []
+    missed: list[tuple[str, str]] = []
+    files = {name for name, _ in cases(trained / "checkpoint-4")}
+    assert {MANIFEST, "trainer_state.json"} < files
+    for name, kind in cases(trained / "checkpoint-4"):
+        copy = tmp_path / "copy" / "run"
+        for step in (2, 4):
+            shutil.copytree(trained / f"checkpoint-{step}", copy / f"checkpoint-{step}")
+        DAMAGES[kind](copy / "checkpoint-4" / name)
+        caplog.clear()
+        taken = resume_point(copy, run_id)
+        # Without its manifest it is no checkpoint; all else is damage, and named.
+        aside = "incomplete" if (name, kind) == (MANIFEST, "deleted") else "damaged"
+        said = f"set aside as {aside}.checkpoint-4" in caplog.text and (
+            aside == "incomplete" or Path(name).name in caplog.text
+        )
+        right = taken == copy / "checkpoint-2" and said
+        (found if right else missed).append((name, kind))
+        shutil.rmtree(copy.parent)
+    assert resume_point(trained, run_id) == trained / "checkpoint-4", "the undamaged one is whole"
+    proof = figures("damage").setdefault(request.node.callspec.params["trained"], {})
+    proof |= {"files": len(files), "damages": len(found) + len(missed), "found": len(found)}
+    assert not missed
