@@ -7,10 +7,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
+from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.limits import call_within
@@ -31,7 +30,6 @@ FILES = 30
 FILES_PER_RANK = 4
 
 Answer = TypeVar("Answer")
-Refusal = tuple[type[ConfigurationError], str]
 
 
 def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) -> None:
@@ -48,23 +46,26 @@ def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) 
     made: list[Path] = []
     hosts = {host: launch.hosts.index(host) for host in launch.hosts}
     try:
-        mark, room = _decided_by_rank_0(
-            lambda: _open(output_dir, checkpoint_bytes, launch.world_size, made), launch
+        mark, room = on_rank_0(
+            lambda: _in_time(lambda: _open(output_dir, checkpoint_bytes, launch.world_size, made))
         )
-        refusal = None
-        if launch.rank in hosts.values():
-            _, refusal = _attempt(
-                lambda: _check_sight(output_dir, f"{mark}-{launch.rank}", mark, checkpoint_bytes)
+        first_of_host = launch.rank in hosts.values()
+        own_mark = f"{mark}-{launch.rank}"
+        on_every_rank(
+            lambda: (
+                _in_time(lambda: _check_sight(output_dir, own_mark, mark, checkpoint_bytes))
+                if first_of_host
+                else None
             )
-        _raise([found for found in _gathered(refusal, launch) if found is not None])
-        times = _gathered(time.time(), launch)
+        )
+        times = gathered(time.time())
         clocks = _check_clocks({host: times[rank] for host, rank in hosts.items()}, launch)
     except ConfigurationError:
         if launch.rank == 0:
-            _attempt(lambda: _clear(output_dir, made))
+            _clear(output_dir, made)
         raise
     if launch.rank == 0:
-        _attempt(lambda: _clear(output_dir, []))
+        _clear(output_dir, [])
         many = len(hosts) > 1
         same = "is the same everywhere" if many else f"on {host_name()} can be written to"
         logger.info(
@@ -170,11 +171,15 @@ def _takes_nothing(output_dir: Path, error: OSError) -> str:
 
 def _clear(output_dir: Path, made: Sequence[Path]) -> None:
     """Remove what this, or a start that was killed here, left; and empty directories it made."""
-    for path in output_dir.glob(f"{MARK}*"):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+
+    def clear() -> None:
+        for path in output_dir.glob(f"{MARK}*"):
+            path.unlink(missing_ok=True)
         for path in reversed(made):
             path.rmdir()
+
+    with contextlib.suppress(StorageError):  # the reason why there is none was said, or will be
+        _in_time(clear)
 
 
 def _check_clocks(clocks: Mapping[str, float], launch: LaunchFacts) -> str:
@@ -195,44 +200,18 @@ def _check_clocks(clocks: Mapping[str, float], launch: LaunchFacts) -> str:
     return f", clocks within {apart_s:.1f} s"
 
 
-def _decided_by_rank_0(action: Callable[[], Answer], launch: LaunchFacts) -> Answer:
-    """Let rank 0 act; return its answer on every rank, or raise its refusal on every rank."""
-    outcome = _attempt(action) if launch.rank == 0 else None
-    answer, refusal = _gathered(outcome, launch)[0]
-    if refusal is not None:
-        _raise([refusal])
-    return answer
-
-
-def _attempt(action: Callable[[], Answer]) -> tuple[Answer | None, Refusal | None]:
-    """Return what `action` returns, or what it refuses: other ranks wait for either of them."""
+def _in_time(action: Callable[[], Answer]) -> Answer:
+    """Do something with storage that other ranks wait for; raises StorageError."""
     try:
-        return call_within(STORAGE_LIMIT_S, action), None
-    except ConfigurationError as error:
-        return None, (type(error), "\n".join(error.problems))
-    except TimeoutError:  # an OSError too
-        return None, (
-            StorageError,
+        return call_within(STORAGE_LIMIT_S, action)
+    except TimeoutError as error:  # an OSError too
+        raise StorageError(
             f"{host_name()}: the storage of --output_dir did not answer within "
             f"{STORAGE_LIMIT_S:g} s: see whether `ls` on it hangs there, and tell the "
-            "administrators, or leave the node out (sbatch --exclude).",
-        )
+            "administrators, or leave the node out (sbatch --exclude)."
+        ) from error
     except OSError as error:
-        return None, (StorageError, f"{host_name()}: --output_dir cannot be looked at: {error}.")
-
-
-def _raise(refusals: Sequence[Refusal]) -> None:
-    if refusals:
-        kind = refusals[0][0]
-        raise kind(list(dict.fromkeys(text for _, text in refusals)))
-
-
-def _gathered(value: Any, launch: LaunchFacts) -> list[Any]:
-    """Return every rank's value, by rank."""
-    values = [value] * launch.world_size
-    if launch.world_size > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
+        raise StorageError(f"{host_name()}: --output_dir cannot be looked at: {error}.") from error
 
 
 def _count(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from utils.cluster import decisions
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
 from utils.training import preflight
@@ -38,11 +39,14 @@ class Ranks:
         self.rank = threading.local()
         self.values: list[object] = [None] * len(hosts)
         self.barrier = threading.Barrier(len(hosts), timeout=30)
-        monkeypatch.setattr(preflight, "_gathered", self.gathered)
+        for module in (decisions, preflight):
+            monkeypatch.setattr(module, "gathered", self.gathered)
+        monkeypatch.setattr(decisions, "_rank", lambda: self.rank.number)
         monkeypatch.setattr(preflight.time, "time", self.time)
 
-    def gathered(self, value: object, launch: LaunchFacts) -> list[object]:
-        self.values[launch.rank] = value
+    def gathered(self, value: object, group: object = None) -> list[object]:
+        assert group is None
+        self.values[self.rank.number] = value
         self.barrier.wait()
         values = list(self.values)
         self.barrier.wait()

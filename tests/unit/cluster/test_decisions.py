@@ -1,0 +1,77 @@
+"""One rank's answer or refusal is everyone's, in real processes over gloo."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
+from utils.config.errors import ConfigurationError, StorageError
+
+
+def refuse(rank: int) -> None:
+    raise ConfigurationError([f"rank {rank} will not", "and says why"])
+
+
+def fill(_rank: int) -> None:
+    raise OSError(28, "No space left on device", "/data/x")
+
+
+def as_rank(rank: int, store: str, answers) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    said: list[object] = [gathered(rank * 10)]
+    said.append(on_rank_0(lambda: f"rank {rank} decides"))
+    said.append(on_every_rank(lambda: f"rank {rank} too"))
+    for decide in (on_rank_0, on_every_rank):
+        for action in (refuse, fill):
+            try:
+                decide(lambda action=action: action(rank))
+            except ConfigurationError as error:
+                said.append((type(error).__name__, error.problems))
+    answers.put((rank, said))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_get_the_answer_or_raise_the_refusal(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=as_rank, args=(rank, str(tmp_path / "store"), answers))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    said = dict(answers.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    assert said[0] == said[1]
+    values, one, every, refusal, full, refusals, all_full = said[0]
+    assert values == [0, 10]
+    assert one == "rank 0 decides"
+    assert every == ["rank 0 too", "rank 1 too"]
+    assert refusal == ("ConfigurationError", ["rank 0 will not", "and says why"])
+    assert refusals == (
+        "ConfigurationError", ["rank 0 will not", "and says why", "rank 1 will not"],
+    )  # fmt: skip
+    assert full[0] == all_full[0] == "StorageError"
+    assert "no space (or no inode) is left on the device, writing /data/x" in full[1][0]
+
+
+def test_a_process_alone_decides_for_itself():
+    assert gathered(3) == [3]
+    assert on_rank_0(lambda: 4) == 4
+    assert on_every_rank(lambda: 5) == [5]
+    with pytest.raises(StorageError, match="Input/output error"):
+        on_rank_0(open_broken)
+
+
+def open_broken() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_what_is_nobodys_fault_to_mend_is_not_dressed_up():
+    with pytest.raises(ZeroDivisionError):
+        on_every_rank(lambda: 1 / 0)
