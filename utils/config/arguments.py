@@ -57,6 +57,27 @@ class RunArguments:
             "0: never"
         },
     )
+    save_minutes: float | None = field(
+        default=30,
+        metadata={
+            "help": "write a checkpoint also when the last one is that many minutes old; no "
+            "candidate for the best one; null or 0: never, as with save_strategy: no"
+        },
+    )
+    save_best: bool = field(
+        default=False,
+        metadata={
+            "help": "write a checkpoint also whenever an evaluation gives a new best of "
+            "metric_for_best_model"
+        },
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "write checkpoints in the background: training waits for the copy to the "
+            "node's memory (/dev/shm), not for the storage"
+        },
+    )
 
 
 @dataclass

@@ -178,9 +178,31 @@ CONTRADICTIONS = [
         f"load_best_model_at_end True .* needs metric_for_best_model: {METRICS}",
     ),
     (
-        {**EVALUATED, "save_strategy": "best"},
-        f"save_strategy best .* needs metric_for_best_model: {METRICS}",
+        {**EVALUATED, "save_best": "true"},
+        f"save_best True .* needs metric_for_best_model: {METRICS}",
     ),
+    (
+        {"save_best": "true", "metric_for_best_model": "eval_a_loss"},
+        [r"save_best True \(--save_best\) needs an eval_strategy", "no such metric is logged"],
+    ),
+    (
+        {**EVALUATED, "save_strategy": "best", "metric_for_best_model": "a_loss"},
+        "save_strategy best .* nothing at the end: .* Give save_best: true beside save_steps",
+    ),
+    (
+        {
+            **EVALUATED,
+            "metric_for_best_model": "a_loss",
+            "save_strategy": "no",
+            "save_minutes": "5",
+            "save_best": "true",
+        },
+        [
+            "save_minutes 5 .* has no effect: save_strategy is no",
+            "save_best True .* has no effect: save_strategy is no",
+        ],
+    ),
+    ({"save_minutes": "-1"}, "save_minutes -1 .*: it must be at least 0"),
     (
         {**EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau"},
         "lr_scheduler_type reduce_lr_on_plateau .* needs metric_for_best_model",

@@ -8,7 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 
 from utils.config.batch import accumulation_steps
-from utils.config.checks.evaluation import check_best_model, check_evaluation, check_rhythms
+from utils.config.checks.evaluation import (
+    check_best_model,
+    check_evaluation,
+    check_rhythms,
+    check_saves,
+)
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
 from utils.config.data_sources import TrainSource, train_sources, weight_problems
@@ -151,6 +156,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_train_data,
     check_evaluation,
     check_rhythms,
+    check_saves,
     check_best_model,
     check_ranges,
     check_duration,

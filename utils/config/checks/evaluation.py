@@ -8,7 +8,7 @@ from utils.config.reading.settings import SettingValues
 # What compares evaluations with each other, and so needs to know which number counts.
 _JUDGES = (
     ("load_best_model_at_end", True),
-    ("save_strategy", "best"),
+    ("save_best", True),
     ("lr_scheduler_type", "reduce_lr_on_plateau"),
     ("lr_scheduler_type", "greedy"),
 )
@@ -44,6 +44,20 @@ def check_rhythms(values: SettingValues) -> Iterator[str]:
     ):
         if values.changed(steps) and values[strategy] != "steps":
             yield f"{values.shown(steps)} has no effect: {strategy} is {values[strategy]}"
+
+
+def check_saves(values: SettingValues) -> Iterator[str]:
+    """Refuse kinds of saves that exclude each other."""
+    if values["save_strategy"] == "best":
+        yield (
+            f"{values.shown('save_strategy')} saves nothing while the model does not improve, and "
+            "nothing at the end: a crash would lose all since. Give save_best: true beside "
+            "save_steps"
+        )
+    if values["save_strategy"] == "no":
+        for name in ("save_minutes", "save_best"):
+            if values.changed(name) and values[name]:
+                yield f"{values.shown(name)} has no effect: save_strategy is no"
 
 
 def check_best_model(values: SettingValues) -> Iterator[str]:

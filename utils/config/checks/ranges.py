@@ -53,6 +53,7 @@ RANGES = {
     "num_train_epochs": _ABOVE_ZERO,
     "per_device_eval_batch_size": _COUNT,
     "per_device_train_batch_size": _COUNT,
+    "save_minutes": _ZERO_OR_MORE,
     "save_steps": _ABOVE_ZERO,
     "save_total_limit": Range(2),  # one may turn out to be damaged
     "seed": Range(0, 2**32 - 1, open_above=False),  # as NumPy takes it
