@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
+from utils.cluster.run_lock import leave_run_lock, take_run_lock
 from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.reading.strict_yaml import dump_yaml
@@ -27,7 +29,7 @@ from utils.config.run_settings import RunSettings
 from utils.training.changes import CONFIG, PROVENANCE, other_run
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
-from utils.training.preflight import check_storage
+from utils.training.preflight import MARK, check_storage
 from utils.training.provenance import (
     earlier_starts,
     known_run_id,
@@ -40,6 +42,9 @@ from utils.training.run_data import RunData
 from utils.training.trainers import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
+
+# What a start that was killed before it wrote its settings leaves behind.
+_OURS = re.compile(rf"\.lock|\.({re.escape(CONFIG)}|{re.escape(PROVENANCE)})\..*|{MARK}.*")
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,8 @@ def _claim(
     settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, plan: RunPlan
 ) -> _Claim:
     output_dir = Path(str(settings.training.output_dir))
+    _known_files(output_dir)  # nothing is written into a directory that is no run's
+    take_run_lock(output_dir)
     known = _known_files(output_dir)
     if known:
         problems = other_run(output_dir, settings.resolved, facts)
@@ -175,6 +182,7 @@ def _claim(
     finished = _is_finished(output_dir, resume_from, plan.total_steps)
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
+        leave_run_lock(output_dir)
     return _Claim(run_id, resume_from, finished)
 
 
@@ -203,7 +211,7 @@ def _known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
     if (output_dir / CONFIG).is_file():
         return True
-    others = sorted(path.name for path in output_dir.iterdir())
+    others = sorted(path.name for path in output_dir.iterdir() if not _OURS.fullmatch(path.name))
     if others:
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has {others[0]}"
