@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch, carried_state, carry
 from utils.checkpoints.store import Checkpoints
+from utils.cluster.decisions import on_rank_0
 
 
 class InterruptibleTrainerMixin(Trainer):
@@ -148,6 +149,9 @@ class InterruptibleTrainerMixin(Trainer):
                 state.best_model_checkpoint = str(self.checkpoints.directory(step))
             return
         self.checkpoints.prepare(self._best())
+        # Trainer names the best checkpoint where its directory is there. With sharded weights
+        # (FSDP) that of this step came later: which rank found it was chance.
+        on_rank_0(lambda: self.checkpoints.directory(step).mkdir(exist_ok=True))
         with self._without_trainers_rotation():
             super()._save_checkpoint(model, trial)
         self.checkpoints.commit(step, tokens=carried_state(state)["tokens"], best=self._best())
