@@ -58,6 +58,7 @@ SIGNATURES = {
     ],
     "_evaluate": ["self", "trial", "ignore_keys_for_eval", "skip_scheduler"],
     "_save_checkpoint": ["self", "model", "trial"],
+    "_load_best_model": ["self"],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
 }
 OVERRIDING = (PackedTrainerMixin, InterruptibleTrainerMixin)

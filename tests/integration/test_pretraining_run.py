@@ -10,6 +10,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
+from utils.callbacks.journal_file import read_journal
+from utils.checkpoints.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -132,14 +134,58 @@ def _undo_after(run: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
-def test_an_incomplete_checkpoint_is_passed_over(pretraining, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("lost", "words", "aside"),
+    [
+        ("manifest.json", "checkpoint-6 was not committed", "incomplete.checkpoint-6"),
+        (
+            "optimizer.pt",
+            "checkpoint-6 is damaged (optimizer.pt is missing)",
+            "damaged.checkpoint-6",
+        ),
+    ],
+)
+def test_what_is_no_whole_checkpoint_is_set_aside(
+    lost, words, aside, pretraining, tmp_path, capsys
+):
     run, whole = tmp_path / "run", tmp_path / "whole"
     pretrain.main(pretraining(whole))
     pretrain.main(pretraining(run))
-    (run / "checkpoint-6" / "trainer_state.json").unlink()
+    (run / "checkpoint-6" / lost).unlink()
     pretrain.main(pretraining(run))
-    assert "checkpoint-6 is incomplete" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert f"set aside as {aside}" in shown
+    assert f"resuming from {run}/checkpoint-3" in shown
     assert tiny.losses(run) == tiny.losses(whole)
+    assert [start["resumed_from"] for start in tiny.starts(run)] == [None, f"{run}/checkpoint-3"]
+
+
+def test_a_checkpoint_says_what_it_is(pretraining, workspace, tmp_path):
+    run = tmp_path / "run"
+    pretrain.main(pretraining(run, save_total_limit=2, save_steps=2))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    manifest = read_manifest(run / "checkpoint-6")
+    assert (manifest.step, manifest.samples, manifest.world_size) == (6, 24, 1)
+    last = read_journal(run / "metrics.jsonl")
+    assert manifest.tokens == [line["tokens_seen"] for line in last if "tokens_seen" in line][-1]
+    facts = json.loads((run / "provenance.json").read_text())
+    assert manifest.run_id == facts["run_id"]
+    assert manifest.fingerprints["data"] == facts["starts"][0]["data"]
+    assert manifest.versions == facts["starts"][0]["versions"]
+
+
+def test_tokens_count_over_all_starts(pretraining, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    pretrain.main(pretraining(whole))
+    pretrain.main(pretraining(cut))
+    _undo_after(cut, step=3)
+    pretrain.main(pretraining(cut))
+    counts = [read_manifest(run / "checkpoint-6").tokens for run in (whole, cut)]
+    assert counts[0] == counts[1] > read_manifest(whole / "checkpoint-3").tokens
 
 
 def test_a_finished_run_is_left_alone(pretraining, tmp_path, capsys):
