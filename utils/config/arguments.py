@@ -71,6 +71,13 @@ class RunArguments:
             "metric_for_best_model"
         },
     )
+    accept_changes: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "settings whose other value this run shall go on with, though it makes another "
+            "run of it; train_data stands for changed contents too"
+        },
+    )
     async_save: bool = field(
         default=False,
         metadata={
@@ -148,7 +155,22 @@ class ModelArguments(ModelConfig):
         default=None,
         metadata={
             "help": "JSON or YAML file with a transformers configuration (model_type and the "
-            "rest): start from random weights instead of model_name_or_path"
+            "rest): start from random weights instead of model_name_or_path, or from those of "
+            "init_from"
+        },
+    )
+    init_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "an earlier stage whose weights to start from: the directory of a run, of a "
+            "checkpoint or of a model; the architecture is its own, or model_config's"
+        },
+    )
+    init_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "take the optimizer's state (Adam's moments and counts) over from the "
+            "checkpoint that init_from names, under a new schedule"
         },
     )
     dtype: str | None = field(

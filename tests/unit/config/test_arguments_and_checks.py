@@ -291,6 +291,19 @@ CONTRADICTIONS = [
         r"per_device_train_batch_size 6 \(this process was started alone\)",
     ),
     ({"use_peft": "true"}, "use_peft adapts existing weights: it does not go with model_config"),
+    (
+        {"model_config": None, "model_name_or_path": "m", "init_from": "runs/a"},
+        "both model_name_or_path m .* and init_from runs/a .* give the weights",
+    ),
+    ({"init_optimizer": "true"}, "init_optimizer True .* has no effect without init_from"),
+    (
+        {"init_optimizer": "true", "init_from": "runs/a", "use_peft": "true"},
+        "init_optimizer True .* does not go with use_peft",
+    ),
+    (
+        {"accept_changes": ["seed", "sead"]},
+        r"accept_changes \(--accept_changes\): no setting sead: did you mean seed\?",
+    ),
 ]
 
 

@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Iterator
 
 from utils.config.batch import accumulation_steps
+from utils.config.checks.accepted import check_accepted_changes
 from utils.config.checks.evaluation import (
     check_best_model,
     check_evaluation,
     check_rhythms,
     check_saves,
 )
+from utils.config.checks.origin import check_lora, check_model_origin
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
 from utils.config.data_sources import TrainSource, train_sources, weight_problems
@@ -22,48 +24,11 @@ from utils.config.reading.settings import SettingValues
 
 Check = Callable[[SettingValues], Iterator[str]]
 
-_LORA_SETTINGS = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-)
-
 
 def check_output_dir(values: SettingValues) -> Iterator[str]:
     """Refuse a run without a directory: transformers would write into ./trainer_output."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
-
-
-def check_model_origin(values: SettingValues) -> Iterator[str]:
-    """Refuse anything but exactly one source of weights: a model or a configuration."""
-    name, config = values["model_name_or_path"], values["model_config"]
-    if name is None and config is None:
-        yield (
-            "no model: give model_name_or_path (weights to start from) or model_config (a "
-            "configuration to start from scratch)"
-        )
-    if name is not None and config is not None:
-        yield (
-            f"both {values.shown('model_name_or_path')} and {values.shown('model_config')} are "
-            "given: start from weights or from scratch"
-        )
-    if config is not None and values.changed("model_revision"):
-        yield f"{values.shown('model_revision')} has no effect on a model from scratch"
-
-
-def check_lora(values: SettingValues) -> Iterator[str]:
-    """Refuse LoRA settings without `use_peft`, and LoRA without weights to adapt."""
-    if not values["use_peft"]:
-        for name in filter(values.changed, _LORA_SETTINGS):
-            yield f"{values.shown(name)} has no effect without use_peft: true"
-    elif values["model_config"] is not None:
-        yield "use_peft adapts existing weights: it does not go with model_config"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
@@ -164,6 +129,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_activation_checkpointing,
     check_loader,
     check_global_batch,
+    check_accepted_changes,
 )
 PRETRAINING_CHECKS = (*TRAINING_CHECKS, check_every_weight_is_trained, check_documents_are_split)
 FINE_TUNING_CHECKS = TRAINING_CHECKS
