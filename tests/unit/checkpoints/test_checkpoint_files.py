@@ -62,8 +62,9 @@ def test_records_hold_what_sha256sum_says_and_all_is_flushed(tmp_path, monkeypat
 
 
 def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
-    def fail(_descriptor):
-        raise OSError(5, "Input/output error")
+    def fail(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "optimizer.pt":
+            raise OSError(5, "Input/output error")
 
     directory = write_files(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", fail)
@@ -92,6 +93,13 @@ def test_what_differs_is_named(tmp_path):
         "adapter_model.bin was not committed",
         "model.safetensors has 7,005 bytes, not 7,001",
     ]
+
+
+def test_a_linked_folder_that_was_not_committed_is_found(tmp_path):
+    directory = write_files(tmp_path, 1)
+    records = flush_and_record(directory, FILES)
+    (directory / "more").symlink_to(tmp_path)
+    assert file_problems(directory, records) == ["more was not committed"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model_fsdp_0"])

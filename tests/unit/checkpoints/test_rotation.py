@@ -60,6 +60,22 @@ def test_what_was_set_aside_as_incomplete_goes_after_the_next_commit(tmp_path):
     assert names(tmp_path) == ["checkpoint-4", "damaged.checkpoint-3"]
 
 
+def test_the_oldest_goes_first_even_where_one_was_left_half_deleted(tmp_path, monkeypatch):
+    commit(tmp_path, 2, 4, 6, 8)
+    write_files(tmp_path, 1).rename(tmp_path / "deleting.checkpoint-2")
+    gone = []
+    real = shutil.rmtree
+
+    def rmtree(path, **options):
+        gone.append(path.name)
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    rotate(tmp_path, RUN, 2, None)
+    assert gone[-1] == "deleting.checkpoint-4"
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+
+
 def test_a_deletion_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch, caplog):
     def fail(path, **_options):
         raise OSError(13, "Permission denied")
@@ -144,4 +160,4 @@ def test_incomplete_ones_go_first(tmp_path, disk):
 def test_the_store_makes_room_before_a_save(tmp_path, disk):
     disk(999)
     with pytest.raises(StorageError, match="a checkpoint takes"):
-        store(tmp_path).prepare(None)
+        store(tmp_path).begin(5, None)

@@ -22,7 +22,9 @@ def as_rank(rank: int, store: str, answers) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
     said: list[object] = [gathered(rank * 10)]
-    said.append(on_rank_0(lambda: f"rank {rank} decides"))
+    acted: list[int] = []
+    said.append(on_rank_0(lambda: acted.append(rank) or f"rank {rank} decides"))
+    assert acted == ([0] if rank == 0 else [])
     said.append(on_every_rank(lambda: f"rank {rank} too"))
     for decide in (on_rank_0, on_every_rank):
         for action in (refuse, fill):
