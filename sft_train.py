@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         eval_rows=data.evaluation,
         sampler=plan.sampler,
         checkpoints=run.checkpoints,
+        save_best=settings.run.save_best,
         callbacks=run_callbacks(settings, run),
     )
     check_strategy(launch)

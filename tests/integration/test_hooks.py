@@ -58,6 +58,9 @@ SIGNATURES = {
     ],
     "_evaluate": ["self", "trial", "ignore_keys_for_eval", "skip_scheduler"],
     "_save_checkpoint": ["self", "model", "trial"],
+    "_get_output_dir": ["self", "trial"],
+    "_determine_best_metric": ["self", "metrics", "trial"],
+    "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_load_best_model": ["self"],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
 }
@@ -166,7 +169,14 @@ def test_trl_adds_no_metric_and_no_file_of_its_own(fine_tuning, tmp_path):
         ),
         (
             "_save_checkpoint",
-            ["self.state.best_global_step", "self.state.save_to_json(", "rotate_checkpoints("],
+            [
+                "run_dir = self._get_output_dir(",
+                "output_dir = os.path.join(run_dir, checkpoint_folder)",
+                "self.save_model(output_dir",
+                "self.state.best_global_step",
+                "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
+                "rotate_checkpoints(",
+            ],
         ),
     ],
 )

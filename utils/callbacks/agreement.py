@@ -1,13 +1,10 @@
 """Lets all ranks act on one number at the same step, without waiting for each other."""
 
-import datetime
-import os
 from typing import Any
 
 import torch
 
-from utils.cluster.host import host_name
-from utils.config.errors import UnfitClusterError
+from utils.cluster.cpu_group import cpu_group
 
 
 class Agreement:
@@ -20,24 +17,9 @@ class Agreement:
 
     def __init__(self, timeout_s: float = 1800):
         """Make the group; collective over ranks. Raises UnfitClusterError."""
-        self.group: Any = None
         self.pending: tuple[torch.Tensor, Any] | None = None
         self.own = 0
-        distributed = torch.distributed
-        alone = not (distributed.is_available() and distributed.is_initialized())
-        if alone or distributed.get_world_size() == 1:
-            return
-        try:
-            self.group = distributed.new_group(
-                backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
-            )
-        except RuntimeError as error:
-            interface = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
-            raise UnfitClusterError(
-                f"{host_name()}: the ranks cannot reach each other over gloo (GLOO_SOCKET_IFNAME "
-                f"is {interface}): {error}. Set it to the interface that the nodes share, in "
-                "slurm/cluster.env."
-            ) from error
+        self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
         """Return the largest number of the last turn; 0 before the first."""

@@ -2,6 +2,7 @@
 
 import datetime
 from collections import deque
+from collections.abc import Callable
 
 from utils.callbacks.lines import duration, number
 
@@ -18,7 +19,8 @@ class Deadline:
 
     Two steps are reckoned with: the one in which the ranks agree, and the one before it, in which
     rank 0 did not look. `total_s` is left at the time `now`; all times are of one clock, of which
-    only differences count.
+    only differences count. A save that is being written in the background (`writing`) has to end
+    before the last one.
     """
 
     def __init__(self, total_s: float, now: float, checkpoint_bytes: int = 0):
@@ -30,20 +32,22 @@ class Deadline:
         self.guessed_save_s = min(guess_s, self.total_s / 10)
         self.longest_save_s: float | None = None
         self.steps_s: deque[float] = deque(maxlen=RECENT_EVENTS)
+        self.writing: Callable[[], bool] = lambda: False
 
     def took_step(self, seconds: float) -> None:
         """Count a step, an evaluation batch, or what else lies between two looks."""
         self.steps_s.append(seconds)
 
     def took_save(self, seconds: float) -> None:
-        """Count a save."""
+        """Count a save, from the step's end to the commit."""
         self.longest_save_s = max(seconds, self.longest_save_s or 0.0)
 
     @property
     def needed_s(self) -> float:
         """Seconds that stopping may take."""
         save_s = self.guessed_save_s if self.longest_save_s is None else self.longest_save_s
-        return 2 * max(self.steps_s, default=0.0) + 1.5 * save_s + self.margin_s
+        saves = 1.5 + self.writing()
+        return 2 * max(self.steps_s, default=0.0) + saves * save_s + self.margin_s
 
     def reason(self, now: float) -> str | None:
         """Say why it is time to stop; None while it is not."""

@@ -6,6 +6,7 @@ than its last lines (a crash after the checkpoint): each start first appends
 were undone. `read_journal` applies that, so its series has no duplicates and nothing is lost.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from typing_extensions import override
 from utils.callbacks.journal_file import FILE_NAME, NOT_FINITE
 from utils.callbacks.lines import readable_line
 from utils.callbacks.metrics import MetricCallback
+from utils.checkpoints.store import Checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,12 @@ logger = logging.getLogger(__name__)
 class Journal(TrainerCallback):
     """Writes every log event of rank 0; silent on other ranks.
 
-    A line of the file holds event (started, resumed, train, eval, and last stopped or summary),
-    step, epoch, time (unix seconds), split for an evaluation, and the logged figures. NaN and
-    infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
+    A line of the file holds event (started, resumed, train, eval, save, and last stopped or
+    summary), step, epoch, time (unix seconds), split for an evaluation, and the logged figures. NaN
+    and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid
+    JSON.
     `sources` add details that only the file gets, and remarks of their own to the log; `stopped`
-    says at the end whether the run ended early.
+    says at the end whether the run ended early; the saves are those of `checkpoints`.
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class Journal(TrainerCallback):
         output_dir: str | os.PathLike[str],
         sources: Sequence[MetricCallback] = (),
         stopped: Callable[[], bool] = lambda: False,
+        checkpoints: Checkpoints | None = None,
     ):
         self.path = Path(output_dir) / FILE_NAME
         self.sources = list(sources)
         self.stopped = stopped
+        self.checkpoints = checkpoints
+        self.saves_written = 0
         self.file: TextIO | None = None
         self.start_time = 0.0
         self.start_step = 0
@@ -81,6 +87,7 @@ class Journal(TrainerCallback):
         """Write one event."""
         if not state.is_world_process_zero or not logs:
             return
+        self._write_saves()
         event = event_of(logs)
         if event == "summary" and self.stopped():
             event = "stopped"  # a summary there is once, of a run that is finished
@@ -97,6 +104,23 @@ class Journal(TrainerCallback):
         if event == "train":
             for remark in filter(None, (source.report() for source in self.sources)):
                 logger.info("%s", remark)
+
+    @override
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Write what it took; what is still written in the background follows with a log."""
+        if state.is_world_process_zero:
+            self._write_saves()
+
+    def _write_saves(self) -> None:
+        for save in self.checkpoints.saves[self.saves_written :] if self.checkpoints else []:
+            self._write({"event": "save", **dataclasses.asdict(save)})
+            self.saves_written += 1
 
     @override
     def on_train_end(

@@ -15,13 +15,16 @@ LOOK_INTERVAL_S = 1.0
 
 # The most pressing is the largest. STOPPING + rank says who was asked.
 NOTHING, SAVING, STOPPING = range(3)
+FAILED = 2**30
 
 
 class Requests:
     """Looks for requests, at most once a second; one to stop is for good.
 
-    Each rank looks for signals; the files STOP and SAVE in the run directory and the time limit
-    are rank 0's to see. `reason` says in words what asks for the stop.
+    Each rank looks for signals, and whether its part of a checkpoint written in the background
+    `failed`; the files STOP and SAVE in the run directory, the time limit and the age of the last
+    checkpoint are rank 0's to see. `reason` says in words what asks for the stop, `save_reason`
+    what asks for the save.
     """
 
     def __init__(
@@ -31,17 +34,23 @@ class Requests:
         clock: Callable[[], float],
         deadline: Deadline | None = None,
         signalled: Callable[[], str | None] = stop_request,
+        failed: Callable[[], bool] = lambda: False,
     ):
         self.output_dir = Path(output_dir)
         self.rank, self.clock = rank, clock
-        self.deadline, self.signalled = deadline, signalled
+        self.deadline, self.signalled, self.failed = deadline, signalled, failed
         self.found = NOTHING
         self.reason: str | None = None
+        self.save_reason = ""
+        self.save_every_s = 0.0  # 0: whatever the age of the last checkpoint
+        self.saved_at = clock()
         self.looked_at = float("-inf")
         self.blind = False
 
     def look(self) -> int:
-        """Return NOTHING, SAVING, or STOPPING + this rank."""
+        """Return NOTHING, SAVING, STOPPING + this rank, or FAILED."""
+        if self.failed():
+            return FAILED
         now = self.clock()
         if self.found >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
             return self.found
@@ -55,13 +64,23 @@ class Requests:
         if self.reason is not None:
             self.found = STOPPING + self.rank
         elif SAVE in files:
+            self.found, self.save_reason = SAVING, str(self.output_dir / SAVE)
+        elif self.rank == 0 and 0 < self.save_every_s <= now - self.saved_at:
+            minutes = self.save_every_s / 60
             self.found = SAVING
+            self.save_reason = f"{minutes:g} minutes since the last checkpoint (save_minutes)"
         return self.found
+
+    def saved(self) -> None:
+        """Note that a checkpoint was just written, or is about to be."""
+        self.saved_at = self.clock()
 
     def consume(self, name: str) -> None:
         """Remove the file that is acted upon, so that it counts once; all ranks call it."""
         if self.found < STOPPING:
             self.found = NOTHING
+        if name == SAVE:
+            self.saved()
         if self.rank == 0:
             (self.output_dir / name).unlink(missing_ok=True)
 

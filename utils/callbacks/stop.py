@@ -12,15 +12,14 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
 from utils.callbacks.agreement import Agreement
+from utils.callbacks.carried import carried_state
 from utils.callbacks.deadline import Deadline
-from utils.callbacks.requests import SAVE, SAVING, STOP, STOPPING, Requests
+from utils.callbacks.requests import FAILED, SAVE, SAVING, STOP, STOPPING, Requests
+from utils.checkpoints.store import Checkpoints
 from utils.cluster.signals import stop_request
 from utils.cluster.time_limit import job_end_time
 
 logger = logging.getLogger(__name__)
-
-# Under this name checkpoints carry what Trainer's own state has no place for.
-CARRIED = "stoker"
 
 
 class EvaluationInterrupted(Exception):
@@ -31,9 +30,10 @@ class StopWatch(TrainerCallback):
     """Acts at the ends of steps and evaluation batches on what any rank is asked to do.
 
     STOP in the run directory, a signal to any rank and the time limit end the run with a
-    checkpoint; SAVE in the run directory writes one and the run goes on. A stop during an
-    evaluation breaks it off (`EvaluationInterrupted`): the resumed run does it first, all of it. An
-    evaluation that is due at the step of a stop is owed as well.
+    checkpoint; SAVE in the run directory, and a last checkpoint that is older than `save_minutes`
+    (0: any age), write one and the run goes on. A stop during an evaluation breaks it off
+    (`EvaluationInterrupted`): the resumed run does it first, all of it. An evaluation that is due
+    at the step of a stop is owed as well. What fails in the background is raised on all ranks.
 
     stopped           whether the run ended early
     evaluation_due    whether the evaluation of the current step is owed
@@ -49,18 +49,22 @@ class StopWatch(TrainerCallback):
         output_dir: str | os.PathLike[str],
         checkpoint_bytes: int = 0,
         *,
+        save_minutes: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         end_time: Callable[[], float | None] = job_end_time,
         signalled: Callable[[], str | None] = stop_request,
     ):
         self.output_dir = Path(output_dir)
-        self.checkpoint_bytes = checkpoint_bytes
+        self.checkpoint_bytes, self.save_minutes = checkpoint_bytes, save_minutes
+        self.checkpoints: Checkpoints | None = None  # the trainer gives its own
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
         self.stopped = False
         self.evaluation_due = False
         self.extra_saves: list[int] = []
         self.agreement: Agreement | None = None  # while training
         self.save_due = False
+        self.saved_since_turn = False
+        self.saves_counted = 0
         self.extra_save = False  # whether this step's checkpoint is one of extra_saves
         self.last_event: float | None = None
         self.first_step = True  # of this start: allocation and compilation say nothing of the next
@@ -81,16 +85,25 @@ class StopWatch(TrainerCallback):
         self.rank = args.process_index
         self.deadline = self._deadline() if self.rank == 0 else None
         self.requests = Requests(
-            self.output_dir, self.rank, self.clock, self.deadline, self.signalled
+            self.output_dir, self.rank, self.clock, self.deadline, self.signalled, self._failed
         )
+        if args.save_strategy != SaveStrategy.NO:
+            self.requests.save_every_s = 60 * self.save_minutes
         self.agreement = Agreement(args.ddp_timeout)
-        self.agreement.put_forward(self.requests.look())
+        self._put_forward()
+
+    def _failed(self) -> bool:
+        return self.checkpoints is not None and self.checkpoints.failed
+
+    def _writing(self) -> bool:
+        return self.checkpoints is not None and self.checkpoints.writing
 
     def _deadline(self) -> Deadline | None:
         end = self.end_time()
         if end is None:
             return None
         deadline = Deadline(end - time.time(), self.clock(), self.checkpoint_bytes)
+        deadline.writing = self._writing
         logger.info("%s", deadline.plan(end))
         return deadline
 
@@ -136,17 +149,25 @@ class StopWatch(TrainerCallback):
         assert self.agreement is not None, "on_train_begin comes first"
         alone = self.agreement.group is None
         if alone:
-            self.agreement.put_forward(self.requests.look())
+            self._put_forward()
         agreed = self.agreement.result()
+        if agreed >= FAILED and self.checkpoints is not None:
+            self.checkpoints.finish()  # raises
         if agreed == SAVING and not self.save_due:
-            self.save_due = True
-            if self.rank == 0:
-                where = self.output_dir / SAVE
-                logger.info("saving at step %d and going on: %s", state.global_step, where)
+            # A checkpoint that was written since it was asked for is what was asked for.
+            self.save_due = not self.saved_since_turn
+            if self.save_due and self.rank == 0:
+                reason = self.requests.save_reason
+                logger.info("saving at step %d and going on: %s", state.global_step, reason)
             self.requests.consume(SAVE)
         if not alone:
-            self.agreement.put_forward(self.requests.look())
+            self._put_forward()
         return agreed
+
+    def _put_forward(self) -> None:
+        assert self.agreement is not None, "on_train_begin comes first"
+        self.agreement.put_forward(self.requests.look())
+        self.saved_since_turn = False
 
     def _stop_at_step(
         self, agreed: int, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -180,8 +201,12 @@ class StopWatch(TrainerCallback):
         """Let Trainer write a checkpoint at this step, due by schedule or not."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
-        # A strategy that keeps the best alone saves where it finds one, so all count.
-        self.extra_save |= not scheduled and args.save_strategy != SaveStrategy.BEST
+        self.extra_save |= not scheduled
+        control.should_save = True
+
+    def save_the_best(self, control: TrainerControl) -> None:
+        """Let Trainer write a checkpoint of this step, which every run like this one has."""
+        self.extra_save = False
         control.should_save = True
 
     def carried(self, step: int) -> dict[str, Any]:
@@ -205,8 +230,10 @@ class StopWatch(TrainerCallback):
     ) -> None:
         """Measure how long saving takes; a request to save is met."""
         self.save_due = False
+        self.saved_since_turn = True
+        self.requests.saved()
         seconds = self._since_last_event()
-        if self.deadline is not None and seconds is not None:
+        if self.deadline is not None and seconds is not None and not self._writing():
             self.deadline.took_save(seconds)
 
     @override
@@ -227,6 +254,10 @@ class StopWatch(TrainerCallback):
         seconds = self._since_last_event()
         if self.deadline is not None and seconds is not None:
             self.deadline.took_step(seconds)
+        if self.deadline is not None and self.checkpoints is not None:
+            for save in self.checkpoints.saves[self.saves_counted :]:
+                self.deadline.took_save(save.total_s)
+                self.saves_counted += 1
 
     def _since_last_event(self) -> float | None:
         """Return the seconds since the event before; None for the first, which is start-up."""
@@ -241,15 +272,3 @@ class StopWatch(TrainerCallback):
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None
-
-
-def carried_state(state: TrainerState) -> dict[str, Any]:
-    """Return what the checkpoint carries under our name; empty for one of another origin."""
-    kept: Any = state.stateful_callbacks  # a dict, whatever its annotation says
-    return kept.get(CARRIED, {})
-
-
-def carry(state: TrainerState, values: dict[str, Any]) -> None:
-    """Let the next checkpoint carry these values; they must be JSON."""
-    kept: Any = state.stateful_callbacks
-    kept[CARRIED] = values

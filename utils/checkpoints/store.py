@@ -3,16 +3,21 @@
 Trainer writes its files as it always does. Then all ranks meet, each brings its own files to
 stable storage and hashes them, and rank 0 writes the manifest last. No directory is renamed: in the
 designs that upstream took back twice, ranks raced for one name (transformers #28364, #36112).
+
+In the background the same happens to what Trainer wrote into memory: each rank's thread copies its
+files to where they belong, and the manifest follows.
 """
 
 import datetime
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.checkpoints.background import BackgroundWriter
+from utils.checkpoints.copying import copy_and_record
 from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list_files, owner
 from utils.checkpoints.manifest import Manifest, write_manifest
@@ -36,11 +41,30 @@ class RunFacts:
     versions: Mapping[str, str | None]
 
 
+@dataclass(frozen=True)
+class Save:
+    """A committed checkpoint of this start, and what it took."""
+
+    step: int
+    size_bytes: int
+    stall_s: float  # in which training stood still
+    write_s: float  # after that, in the background
+
+    @property
+    def total_s(self) -> float:
+        """From the end of the step to the commit."""
+        return self.stall_s + self.write_s
+
+
 class Checkpoints:
     """Commits and keeps the checkpoints of a run; every method is collective over ranks.
 
-    `keep` newest ones stay (None: all) and the best; `estimated_bytes` is what one takes, until one
-    is there to go by.
+    A save is `begin`, then Trainer's own into `run_dir`, then `commit`. `keep` newest ones stay
+    (None: all) and the best; `estimated_bytes` is what one takes, until one is there to go by.
+    With `background`, commits are under way when `commit` returns; `finish` waits for them.
+
+    run_dir   the directory in which Trainer makes its checkpoint-N
+    saves     what was committed so far, in this start
     """
 
     def __init__(
@@ -51,9 +75,15 @@ class Checkpoints:
         *,
         keep: int | None,
         estimated_bytes: int,
+        background: BackgroundWriter | None = None,
     ):
         self.output_dir, self.facts, self.rank = output_dir, facts, rank
         self.keep, self.estimated_bytes = keep, estimated_bytes
+        self.background = background
+        self.run_dir = output_dir
+        self.saves: list[Save] = []
+        self.begun = 0.0
+        self.own_bytes: int | None = None  # that this rank wrote the last time
 
     def directory(self, step: int) -> Path:
         """Return where the checkpoint of a step belongs."""
@@ -63,28 +93,79 @@ class Checkpoints:
         """Whether this step has a checkpoint already: then it holds just what a new one would."""
         return on_rank_0((self.directory(step) / MANIFEST).is_file)
 
-    def prepare(self, best: Path | None) -> None:
-        """See that the next checkpoint has room; raises StorageError on all ranks."""
+    @property
+    def staged(self) -> bool:
+        """Whether the checkpoint that was begun goes through memory."""
+        return self.run_dir != self.output_dir
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written in the background, on this rank."""
+        return self.background is not None and self.background.writing
+
+    @property
+    def failed(self) -> bool:
+        """Whether that failed on this rank; `finish` raises why."""
+        return self.background is not None and self.background.failed
+
+    def begin(self, step: int, best: Path | None) -> bool:
+        """Wait for the save before, and see that this one has room; False: the step is committed.
+
+        Raises StorageError on all ranks.
+        """
+        self.begun = time.monotonic()
+        self.finish()
+        if self.is_committed(step):
+            return False
         on_rank_0(
             lambda: make_room(
                 self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes
             )
         )
+        staged = None
+        if self.background is not None:
+            size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
+            staged = self.background.place(step, self.own_bytes, size_bytes)
+        self.run_dir = staged or self.output_dir
+        # Trainer names the best checkpoint where its directory is there. With sharded weights
+        # (FSDP) that of this step came later: which rank found it was chance.
+        on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
+        return True
 
     def commit(self, step: int, *, tokens: int, best: Path | None) -> None:
         """Make what was written for this step a checkpoint, then rotate; raises StorageError."""
-        begun = time.monotonic()
-        directory = self.directory(step)
-        records: dict[str, FileRecord] = {}
-        for own in on_every_rank(lambda: self._own_records(directory)):
-            records |= own
-        on_rank_0(lambda: self._commit(directory, self._manifest(step, tokens, records)))
-        if self.rank == 0:
-            rotate(self.output_dir, self.facts.run_id, self.keep, best)
-        size_gib = sum(record.size_bytes for record in records.values()) / 2**30
-        logger.info(
-            "%s committed (%.3f GiB, %.1f s)", directory, size_gib, time.monotonic() - begun
-        )
+        background = self.background if self.staged else None
+        if background is None:
+            size_bytes = self._commit_files(step, tokens, best, self._own_records)
+            self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
+            return
+        staged, self.run_dir = self.run_dir / self.directory(step).name, self.output_dir
+        stall_s = time.monotonic() - self.begun
+
+        def write() -> None:
+            begun = time.monotonic()
+            own = background.own_files(staged)
+            size_bytes = self._commit_files(
+                step,
+                tokens,
+                best,
+                lambda target: copy_and_record(staged, target, own),
+                background.group,
+            )
+            background.staging.clear()
+            self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
+
+        background.start(write)
+
+    def finish(self) -> None:
+        """Wait for what is being written in the background; raises StorageError on all ranks."""
+        if self.background is not None:
+            self.background.wait()
+
+    def close(self) -> None:
+        """Give up what writing in the background takes."""
+        if self.background is not None:
+            self.background.close()
 
     def check(self, directory: Path) -> None:
         """See that a committed checkpoint is still whole; raises StorageError on all ranks."""
@@ -99,6 +180,34 @@ class Checkpoints:
                 )
 
         on_rank_0(check)
+
+    def _commit_files(
+        self,
+        step: int,
+        tokens: int,
+        best: Path | None,
+        record: Callable[[Path], dict[str, FileRecord]],
+        group: Any = None,
+    ) -> int:
+        """Let every rank record its files, commit them all, rotate; return their bytes."""
+        directory = self.directory(step)
+        records: dict[str, FileRecord] = {}
+        by_rank = on_every_rank(lambda: record(directory), group)
+        for own in by_rank:
+            records |= own
+        self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
+        on_rank_0(lambda: self._commit(directory, self._manifest(step, tokens, records)), group)
+        if self.rank == 0:
+            rotate(self.output_dir, self.facts.run_id, self.keep, best)
+        return sum(file.size_bytes for file in records.values())
+
+    def _note(self, save: Save) -> None:
+        self.saves.append(save)
+        took = f"{save.stall_s:.1f} s"
+        if save.write_s:
+            took = f"written in {save.write_s:.1f} s, training stood still for {took}"
+        size_gib = save.size_bytes / 2**30
+        logger.info("%s committed (%.3f GiB, %s)", self.directory(save.step), size_gib, took)
 
     def _own_records(self, directory: Path) -> dict[str, FileRecord]:
         own = [name for name in list_files(directory) if owner(name) == self.rank]

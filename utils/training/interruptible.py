@@ -1,6 +1,7 @@
 """Training that can be left at any step or evaluation batch, and goes on as if it had not been."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
-from utils.callbacks.stop import EvaluationInterrupted, StopWatch, carried_state, carry
+from utils.callbacks.carried import carried_state, carry
+from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.checkpoints.store import Checkpoints
-from utils.cluster.decisions import on_rank_0
+
+logger = logging.getLogger(__name__)
 
 
 class InterruptibleTrainerMixin(Trainer):
@@ -24,8 +27,8 @@ class InterruptibleTrainerMixin(Trainer):
     them after a resume. The hooks' contract is held by tests/integration/test_hooks.py.
     """
 
-    def __init__(self, *, checkpoints: Checkpoints, **kwargs: Any):
-        self.checkpoints = checkpoints
+    def __init__(self, *, checkpoints: Checkpoints, save_best: bool = False, **kwargs: Any):
+        self.checkpoints, self.save_best = checkpoints, save_best
         self._counted_tokens: tuple[int, int] | None = None  # (steps, tokens in them)
         super().__init__(**kwargs)
         self.watch = next(
@@ -33,6 +36,24 @@ class InterruptibleTrainerMixin(Trainer):
             for callback in self.callback_handler.callbacks
             if isinstance(callback, StopWatch)
         )
+        self.watch.checkpoints = checkpoints
+
+    @override
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; whatever ends it, the checkpoint that is being written is written to its end."""
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except Exception:
+            try:
+                self.checkpoints.finish()
+            except Exception as error:  # what ended the run is what has to be said
+                logger.error("the last checkpoint was not committed: %s", error)
+            raise
 
     @override
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -122,9 +143,22 @@ class InterruptibleTrainerMixin(Trainer):
         """Do what follows an evaluation; the checkpoint of its step was written before it."""
         step = self.state.global_step
         if self._determine_best_metric(metrics=metrics, trial=trial):
-            checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            if self.save_best:
+                # It would have been saved for its own sake, and it is there.
+                self.control.should_save = False
+                self.watch.extra_saves = [
+                    saved for saved in self.watch.extra_saves if saved != step
+                ]
             if step not in self.watch.extra_saves:
-                self.state.best_model_checkpoint = str(checkpoint)
+                self.state.best_model_checkpoint = str(self.checkpoints.directory(step))
+
+    @override
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Say whether the evaluation gave a new best; ask for its checkpoint with `save_best`."""
+        best = super()._determine_best_metric(metrics, trial)
+        if best and self.save_best:
+            self.watch.save_the_best(self.control)
+        return best
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -143,18 +177,32 @@ class InterruptibleTrainerMixin(Trainer):
 
     def _write_and_commit(self, model: nn.Module, trial: Any) -> None:
         step, state = self.state.global_step, self.state
-        if self.checkpoints.is_committed(step):
+        if not self.checkpoints.begin(step, self._best()):
             # Asked for twice at one step; Trainer would write over what is safe.
             if state.best_global_step == step:
                 state.best_model_checkpoint = str(self.checkpoints.directory(step))
             return
-        self.checkpoints.prepare(self._best())
-        # Trainer names the best checkpoint where its directory is there. With sharded weights
-        # (FSDP) that of this step came later: which rank found it was chance.
-        on_rank_0(lambda: self.checkpoints.directory(step).mkdir(exist_ok=True))
         with self._without_trainers_rotation():
             super()._save_checkpoint(model, trial)
+        if self.checkpoints.staged:
+            self._name_the_best()
         self.checkpoints.commit(step, tokens=carried_state(state)["tokens"], best=self._best())
+
+    @override
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where Trainer makes the checkpoint that it is about to write."""
+        return str(self.checkpoints.run_dir)
+
+    def _name_the_best(self) -> None:
+        """Name the best checkpoint by where it will be; Trainer looked for it in memory."""
+        state, step = self.state, self.state.global_step
+        if state.best_global_step:
+            best = self.checkpoints.directory(state.best_global_step)
+            if state.best_global_step == step or best.is_dir():
+                state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            folder = self.checkpoints.run_dir / self.checkpoints.directory(step).name
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _best(self) -> Path | None:
         best = self.state.best_model_checkpoint
@@ -189,6 +237,7 @@ class InterruptibleTrainerMixin(Trainer):
     @override
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         """End training; a stopped run keeps its weights: to load the best ones takes time."""
+        self.checkpoints.finish()
         asked = self.args.load_best_model_at_end
         if self.watch.stopped:
             self.args.load_best_model_at_end = False
@@ -197,3 +246,4 @@ class InterruptibleTrainerMixin(Trainer):
                 return super()._finalize_training(trial, num_train_samples, start_time)
         finally:
             self.args.load_best_model_at_end = asked
+            self.checkpoints.close()

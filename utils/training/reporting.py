@@ -20,13 +20,15 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts; progress bars only where a person looks on."""
     measured = [Throughput(), MemoryMonitor()]
     # After what asks for evaluations and saves, before what measures them.
-    stop = StopWatch(run.output_dir, run.checkpoint_bytes)
+    stop = StopWatch(
+        run.output_dir, run.checkpoint_bytes, save_minutes=settings.run.save_minutes or 0
+    )
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         DataPosition(),
         stop,
         *measured,
-        Journal(run.output_dir, measured, stopped=lambda: stop.stopped),
+        Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),
         *reporting_callbacks(is_terminal=_somebody_looks_on()),
     ]
 

@@ -16,7 +16,9 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.requests import remove_stale_requests
+from utils.checkpoints.background import BackgroundWriter
 from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.staging import remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
@@ -93,6 +95,7 @@ def start_run(
         launch.rank,
         keep=settings.training.save_total_limit,
         estimated_bytes=plan.checkpoint_bytes,
+        background=_background(settings, claim, launch),
     )
     run = Run(
         output_dir,
@@ -184,6 +187,16 @@ def _claim(
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
     return _Claim(run_id, resume_from, finished)
+
+
+def _background(
+    settings: RunSettings, claim: _Claim, launch: LaunchFacts
+) -> BackgroundWriter | None:
+    """Return what writes checkpoints in the background, if asked; collective over ranks."""
+    remove_leftovers()
+    if claim.finished or not settings.run.async_save:
+        return None
+    return BackgroundWriter(claim.run_id, launch.rank)
 
 
 def _resume_point(output_dir: Path, run_id: str) -> str | None:

@@ -7,8 +7,9 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from utils.callbacks.carried import carried_state, carry
 from utils.callbacks.requests import Requests, remove_stale_requests
-from utils.callbacks.stop import EvaluationInterrupted, StopWatch, carried_state, carry
+from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 
 
 class Turns:
