@@ -19,13 +19,14 @@ from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+from utils.training.elastic import ElasticTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets
 from utils.training.interruptible import InterruptibleTrainerMixin
 
 Batch = dict[str, Any]
 
 
-class PackedTrainerMixin(InterruptibleTrainerMixin):
+class PackedTrainerMixin(InterruptibleTrainerMixin, ElasticTrainerMixin):
     """What both trainers share: packed rows in, one token-weighted loss, metrics out.
 
     Put before a Trainer class. ``sampler`` fixes which rows each step takes (utils/data/order.py);

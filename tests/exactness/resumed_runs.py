@@ -1,0 +1,235 @@
+"""Runs cut at every step: what is run, how a run is cut, and what of two runs is compared."""
+
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from safetensors.torch import load_file
+
+STEPS = 8
+# The ranks of each way to share the work, and the accelerate config that asks for it.
+RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "zero2": 2}
+CONFIGS = {"single": "multi_gpu", "ddp": "multi_gpu"} | {
+    name: name for name in ("fsdp2", "zero1", "zero2", "zero3")
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "strategy": tuple(RANKS),
+    "kind": ("pretrain", "sft", "lora"),
+    "dropout": (0.0, 0.1),
+    "accumulation": (1, 4),
+    "workers": (0, 2),
+}
+# What a training or evaluation log must agree in; the other figures are times and memory.
+COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
+EVALUATED = ("eval_heldout_loss", "eval_heldout_perplexity", "eval_heldout_tokens", "epoch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of the product of CHOICES."""
+
+    strategy: str
+    kind: str
+    dropout: float
+    accumulation: int
+    workers: int
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, asdict(self).values()))
+
+    @property
+    def script(self) -> str:
+        return "pretrain" if self.kind == "pretrain" else "sft_train"
+
+    def argv(self, workspace: Path, output_dir: Path, **changes: object) -> list[str]:
+        """The command line of the run; nothing in it depends on where the run is cut."""
+        dropout = f"dropout_{self.dropout}"
+        micro_batch_size = 2
+        settings: dict[str, object] = {
+            **tiny.RUN,
+            "output_dir": output_dir,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": micro_batch_size,
+            "global_batch_size": micro_batch_size * self.accumulation * RANKS.get(self.strategy, 2),
+            "dataloader_num_workers": self.workers,
+            "lr_scheduler_type": "cosine",
+            "weight_decay": 0.1,  # which parts the parameters into groups
+            "save_steps": 1,
+            "save_total_limit": STEPS,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "per_device_eval_batch_size": 8,
+            "metric_for_best_model": "eval_heldout_loss",
+        }
+        if self.kind == "pretrain":
+            settings |= {
+                "train_data": workspace / "documents",
+                "eval_data": f"heldout={workspace / 'heldout'}",
+                "tokenizer_name_or_path": workspace / "tokenizer",
+                "model_config": workspace / f"{dropout}.json",
+            }
+        else:
+            settings |= {
+                "train_data": workspace / "chats",
+                "eval_data": f"heldout={workspace / 'chats_heldout'}",
+                "model_name_or_path": workspace / dropout,
+            }
+        if self.kind == "lora":
+            settings |= {"use_peft": "true", "lora_r": 4, "lora_dropout": self.dropout}
+        return tiny.flags(**settings | changes)
+
+
+def add_models(workspace: Path, base_model: Path) -> None:
+    """Put the models of the cases into the workspace, with and without dropout."""
+    for dropout in CHOICES["dropout"]:
+        name = f"dropout_{dropout}"
+        tiny.make_model_config(workspace / f"{name}.json", attention_dropout=dropout)
+        directory = workspace / name
+        if not directory.exists():
+            shutil.copytree(base_model, directory)
+            config = json.loads((directory / "config.json").read_text())
+            config["attention_dropout"] = dropout
+            (directory / "config.json").write_text(json.dumps(config))
+
+
+def covering(strategy: str) -> list[Case]:
+    """The cases of a strategy that have every pair of values of the other choices in them."""
+    names = list(CHOICES)[1:]
+    everything = [
+        Case(strategy, *values) for values in itertools.product(*(CHOICES[n] for n in names))
+    ]
+
+    def pairs(case: Case) -> set[tuple]:
+        values = [(name, getattr(case, name)) for name in names]
+        return set(itertools.combinations(values, 2))
+
+    chosen: list[Case] = []
+    missing = set().union(*map(pairs, everything))
+    while missing:
+        best = max(everything, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def every_case(strategy: str) -> list[Case]:
+    """All 24 cases of a strategy."""
+    values = [CHOICES[name] for name in list(CHOICES)[1:]]
+    return [Case(strategy, *chosen) for chosen in itertools.product(*values)]
+
+
+def main_of(case: Case):
+    return importlib.import_module(case.script).main
+
+
+def cut(whole: Path, step: int, run: Path) -> None:
+    """Make a run directory of what was safe when `whole` was killed right after this step's save.
+
+    The journal is all of it: a run is killed after steps that no checkpoint has.
+    """
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    for name in ("config.yaml", "provenance.json", "metrics.jsonl"):
+        shutil.copy(whole / name, run / name)
+    for saved in range(1, step + 1):
+        name = f"checkpoint-{saved}"
+        # Files of a checkpoint are written once, so links do for copies.
+        shutil.copytree(whole / name, run / name, copy_function=os.link)
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What of a finished run must not depend on where it was cut; JSON."""
+    from utils.callbacks.journal_file import read_journal
+
+    last = run / f"checkpoint-{STEPS}"
+    state = json.loads((last / "trainer_state.json").read_text())
+    lines = read_journal(run / "metrics.jsonl")
+    return {
+        "train": {
+            str(line["step"]): {name: line[name] for name in COMPARED}
+            for line in lines
+            if line["event"] == "train"
+        },
+        "evaluations": {
+            str(line["step"]): {name: line[name] for name in EVALUATED}
+            for line in lines
+            if line["event"] == "eval"
+        },
+        "best": [state["best_metric"], Path(state["best_model_checkpoint"]).name],
+        "checkpoint": checkpoint_digests(last),
+        "final": {"model.safetensors": digest(load_file(run / "final" / "model.safetensors"))},
+    }
+
+
+def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
+    """A digest of the values in every file of a checkpoint that holds tensors.
+
+    Of values, not of bytes: what was loaded pickles differently from what was made.
+    """
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = str(path.relative_to(checkpoint))
+        if path.suffix == ".safetensors":
+            found[name] = digest(load_file(path))
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            found[name] = digest(torch.load(path, map_location="cpu", weights_only=False))
+        elif path.name == ".metadata":
+            found[str(path.parent.relative_to(checkpoint))] = digest(sharded(path.parent))
+    return found
+
+
+def sharded(directory: Path) -> dict[str, Any]:
+    """What a directory of torch.distributed.checkpoint holds, whole."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader, planner = FileSystemReader(directory), _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of nested values, tensors by their type, shape and bytes."""
+    whole = hashlib.sha256()
+    for part in _parts(value):
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _parts(value: Any) -> Iterable[bytes]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().contiguous()
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield f"{key}:".encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for item in value:
+            yield from _parts(item)
+    elif hasattr(value, "tobytes"):
+        yield value.tobytes()
+    elif isinstance(value, str | int | float | bool | None):
+        yield repr(value).encode()
+    else:
+        yield from _parts(vars(value))
+
+
+def largest_difference(ours: dict[str, Any], theirs: dict[str, Any], metric: str) -> float:
+    """The largest |difference| of a training figure over the steps of two outcomes."""
+    assert ours["train"].keys() == theirs["train"].keys()
+    return max(abs(ours["train"][k][metric] - theirs["train"][k][metric]) for k in ours["train"])
