@@ -88,7 +88,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         sys.stderr.write(f"{host_name()} rank {_rank()}  {error.kind}: {first}\n")
     sys.stderr.flush()
-    leave_note("refused", error.exit_code, first)
+    leave_note(error.ending, error.exit_code, first)
     return error.exit_code
 
 

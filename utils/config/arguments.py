@@ -11,6 +11,7 @@ from trl import ModelConfig, SFTConfig
 from utils.config.checks.devices import missing_devices
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
 from utils.config.errors import UnfitClusterError
+from utils.config.nonfinite_arguments import NonFiniteArguments
 from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
 from utils.config.refusals import (
@@ -31,7 +32,7 @@ ATTENTION_IMPLEMENTATIONS = (
 
 
 @dataclass
-class RunArguments:
+class RunArguments(NonFiniteArguments):
     """How the run as a whole is done."""
 
     _argument_group_name = "run"

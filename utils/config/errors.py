@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     STOPPED = 75  # stopped early with a checkpoint: start again to go on
     LOST_RANK = 76  # a rank hung or was killed by a signal
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
+    NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
 
 
 class ConfigurationError(ValueError):
@@ -28,6 +29,7 @@ class ConfigurationError(ValueError):
 
     exit_code = ExitCode.REFUSED
     kind = "configuration error"
+    ending = "refused"  # how the launcher calls it: the run was refused, or it failed
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -53,3 +55,11 @@ class NoProgressError(ConfigurationError):
 
     exit_code = ExitCode.NO_PROGRESS
     kind = "no progress"
+
+
+class NotFiniteError(ConfigurationError):
+    """A step whose loss, gradient or weights are not finite; names its documents."""
+
+    exit_code = ExitCode.NOT_FINITE
+    kind = "not finite"
+    ending = "failed"

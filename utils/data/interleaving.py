@@ -45,6 +45,22 @@ class Interleaving:
             remaining, weight = remaining - counts[-1], weight - own
         return [*counts, remaining]
 
+    def samples_drawn(self, sample: int) -> list[int]:
+        """Return how many of the first `sample` samples each source has given, mixed as they are.
+
+        Differs from `samples_before` inside a block alone.
+        """
+        block, place = divmod(sample, BLOCK)
+        sources, _ = self._layout(block)
+        inside = np.bincount(sources[:place], minlength=len(self.weights)).tolist()
+        whole = self.samples_before(block * BLOCK)
+        return [before + own for before, own in zip(whole, inside, strict=True)]
+
+    def shares(self) -> list[float]:
+        """Return the share of the samples that each source gives in the long run."""
+        total = sum(self.weights)
+        return [float(weight / total) for weight in self.weights]
+
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return of each sample its source, and how many samples of that source come before it."""
         sources, ordinals = np.empty_like(samples), np.empty_like(samples)

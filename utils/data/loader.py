@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,15 @@ from utils.data.statistics import IGNORED_LABEL
 from utils.data.token_dataset import TokenDataset
 
 Batch = dict[str, Any]
+
+
+class DocumentPart(NamedTuple):
+    """Tokens [start, stop) of a document (its row in the dataset, from 0)."""
+
+    dataset: Path
+    document: int
+    start: int
+    stop: int
 
 
 class PackedDataset(Dataset):
@@ -90,6 +100,21 @@ class PackedDataset(Dataset):
         """Return how many real (not padding) tokens these rows hold together."""
         return int(self._row_tokens(rows).sum())
 
+    def tokens_by_source(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many real tokens these rows hold of each source, int64 (sources,)."""
+        sources = np.searchsorted(self.first_rows, rows, side="right") - 1
+        tokens = np.zeros(len(self.plans), dtype=np.int64)
+        np.add.at(tokens, sources, self._row_tokens(rows))
+        return tokens
+
+    def documents_in_rows(self, rows: np.ndarray) -> list[DocumentPart]:
+        """Return what these rows hold, source by source."""
+        return [
+            DocumentPart(self.datasets[source].path, *part)
+            for source, segments, _ in self._located(rows)
+            for part in zip(*(column.tolist() for column in segments), strict=True)
+        ]
+
     def _row_tokens(self, rows: np.ndarray) -> np.ndarray:
         tokens = np.zeros(len(rows), dtype=np.int64)
         for source, places in self._by_source(rows):
@@ -152,6 +177,10 @@ class TrainLoader:
     def tokens_in_step(self, step: int) -> int:
         """Return the real tokens in the global batch of a step, over all ranks."""
         return self.dataset.tokens_in_rows(self.batch_sampler.rows_of_step(step))
+
+    def tokens_by_source(self, step: int) -> np.ndarray:
+        """Return the real tokens of each source in the global batch of a step, over all ranks."""
+        return self.dataset.tokens_by_source(self.batch_sampler.rows_of_step(step))
 
 
 def train_loader(

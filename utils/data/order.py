@@ -62,6 +62,22 @@ class SampleOrder:
         sources, rows = self.locate(samples)
         return rows + self.first_rows[sources]
 
+    def shares(self) -> np.ndarray:
+        """Return the share of the samples that each source gives, float64 (sources,)."""
+        if self.interleaving is None:
+            return self.rows_per_source / self.total_rows
+        return np.array(self.interleaving.shares())
+
+    def epochs_before(self, sample: int) -> list[float]:
+        """Return how often each source's rows were gone through in the first `sample` samples.
+
+        Without weights they are gone through together.
+        """
+        if self.interleaving is None:
+            return [sample / self.total_rows] * len(self.rows_per_source)
+        drawn = self.interleaving.samples_drawn(sample)
+        return (np.array(drawn) / self.rows_per_source).tolist()
+
     def _shuffled(self, ordinals: np.ndarray, rows: int, source: int) -> np.ndarray:
         epochs, places = np.divmod(ordinals, rows)
         return permute(places, rows, derive_keys(self.seed, source, epochs))

@@ -7,6 +7,8 @@ from transformers import TrainerCallback
 
 from utils.callbacks.journal import Journal
 from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.mixture import MixtureShares
+from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.position import DataPosition
 from utils.callbacks.progress import reporting_callbacks
 from utils.callbacks.stop import StopWatch
@@ -18,7 +20,8 @@ from utils.training.runs import Run
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts; progress bars only where a person looks on."""
-    measured = [Throughput(), MemoryMonitor()]
+    guard = NonFiniteGuard(run.output_dir, settings.run.on_nonfinite, settings.run.nonfinite_limit)
+    measured = [Throughput(), MixtureShares(), MemoryMonitor(), guard]
     # After what asks for evaluations and saves, before what measures them.
     stop = StopWatch(
         run.output_dir, run.checkpoint_bytes, save_minutes=settings.run.save_minutes or 0

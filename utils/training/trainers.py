@@ -20,13 +20,14 @@ from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.training.elastic import ElasticTrainerMixin
+from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets
 from utils.training.interruptible import InterruptibleTrainerMixin
 
 Batch = dict[str, Any]
 
 
-class PackedTrainerMixin(InterruptibleTrainerMixin, ElasticTrainerMixin):
+class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
     """What both trainers share: packed rows in, one token-weighted loss, metrics out.
 
     Put before a Trainer class. ``sampler`` fixes which rows each step takes (utils/data/order.py);
@@ -96,10 +97,15 @@ class PackedTrainerMixin(InterruptibleTrainerMixin, ElasticTrainerMixin):
         """Return the loss summed over loss-bearing tokens, divided by those of the global batch.
 
         Trainer's own, for SFT too: TRL's counts the tokens of one row only and synchronises the
-        device several times a micro-batch.
+        device several times a micro-batch. Of a global batch without any such token it is 0.
         """
+        assert isinstance(num_items_in_batch, torch.Tensor), "labels are in every batch"
         inputs = {**inputs, "use_cache": False}
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        result = Trainer.compute_loss(
+            self, model, inputs, return_outputs, num_items_in_batch.clamp(min=1)
+        )
+        self.guard.take_loss(result[0] if return_outputs else result, num_items_in_batch)
+        return result
 
     @override
     def prediction_step(

@@ -16,6 +16,7 @@ from utils.config.checks.evaluation import (
     check_saves,
 )
 from utils.config.checks.origin import check_lora, check_model_origin
+from utils.config.checks.nonfinite import check_nonfinite
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
 from utils.config.data_sources import TrainSource, train_sources, weight_problems
@@ -129,6 +130,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_activation_checkpointing,
     check_loader,
     check_global_batch,
+    check_nonfinite,
     check_accepted_changes,
 )
 PRETRAINING_CHECKS = (*TRAINING_CHECKS, check_every_weight_is_trained, check_documents_are_split)

@@ -1,0 +1,74 @@
+"""Shows the guard every loss and gradient, and asks it before anything is kept of them."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer
+from typing_extensions import override
+
+from utils.callbacks.nonfinite import guard_among
+from utils.config.errors import ConfigurationError
+
+
+class FiniteTrainerMixin(Trainer):
+    """Keeps, evaluates and exports no weights of a step that was not finite.
+
+    Put before what writes checkpoints; `NonFiniteGuard` is among the callbacks. Raises
+    ConfigurationError where a step cannot be skipped. tests/integration/test_hooks.py holds the
+    contract of the hooks.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.guard = guard_among(self.callback_handler.callbacks)
+        # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
+        self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        if self.guard.skips and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ConfigurationError(
+                "on_nonfinite skip does not go with DeepSpeed, whose optimizer steps at the end of "
+                "the backward pass, before the ranks can agree: use multi_gpu.yaml or fsdp2.yaml, "
+                "or leave on_nonfinite at stop."
+            )
+        if self.guard.skips and not self.guard.judges_gradients:
+            raise ConfigurationError(
+                "on_nonfinite skip does not go with fp16 (here: mixed_precision of the accelerate "
+                "config), whose loss scaler skips steps on its own account: use bf16, or leave "
+                "on_nonfinite at stop."
+            )
+
+    @override
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
+        """Return the norm of the step's gradient; the step's figures are complete with it."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.guard.take_step(self.state.global_step, norm)
+        return norm
+
+    @override
+    def _run_epoch(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Train; what is exported after it is finite."""
+        super()._run_epoch(model, *args, **kwargs)
+        self.guard.settle(model)
+
+    @override
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate after finite steps alone: it may take long."""
+        self.guard.settle()
+        return super()._evaluate(*args, **kwargs)
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save weights that are finite after finite steps alone; collective over ranks."""
+        self.guard.settle(model)
+        super()._save_checkpoint(model, trial)
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; a mean loss that is not finite stays with its own log line."""
+        if "loss" in logs:
+            # Trainer takes the sum of losses off itself: of NaN and infinities NaN would stay.
+            self._tr_loss.zero_()
+        super().log(logs, start_time)
