@@ -1,5 +1,6 @@
-"""The tokenizer and the model of a run: from a directory, or from scratch by a configuration."""
+"""The tokenizer and the model of a run: loaded strictly, or built from a configuration."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from utils.cluster.decisions import on_every_rank
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -20,6 +22,10 @@ from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.training.run_data import tokenizer_directory
+from utils.training.stages import find_stage, own_checkpoint, stage_of
+
+# What a library writes into config.json that says nothing of the model.
+NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
@@ -40,7 +46,12 @@ def load_model_config(
     if model.model_config is not None:
         config = _config_from_file(Path(model.model_config), tokenizer)
     else:
-        config = _config_of_model(model)
+        stage = stage_of(settings)
+        config = (
+            _config_of_model("init_from", str(stage))
+            if stage
+            else _config_of_model("model_name_or_path", _model_path(model), model.model_revision)
+        )
     problems = model_problems(config, tokenizer, settings.data.sequence_length)
     if problems:
         raise ConfigurationError(problems)
@@ -78,34 +89,89 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
     return getattr(torch, model.dtype) if model.dtype else torch.float32
 
 
+def model_contents(settings: RunSettings) -> dict[str, Any] | None:
+    """Return what the file with the model's configuration holds; None where it is not known.
+
+    That is a model of the Hub, which its revision names; and a run that has a configuration in a
+    checkpoint of its own, whatever became of its --init_from.
+    """
+    model = settings.model
+    if model.model_config is not None:
+        return _values_of_file(Path(model.model_config))
+    directory = stage_of(settings) or Path(_model_path(model))
+    path = directory / "config.json"
+    if not path.is_file() or directory == own_checkpoint(settings.training.output_dir):
+        return None
+    values = _values_of_file(path)
+    return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
+
+
+def first_other_shape(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Say which tensor has another shape in the second of two configurations; None: none has."""
+    old_shapes, new_shapes = _shapes(old), _shapes(new)
+    for name in [*old_shapes, *(name for name in new_shapes if name not in old_shapes)]:
+        was, now = old_shapes.get(name), new_shapes.get(name)
+        if was != now:
+            return f"its {name} was {was or 'not there'} and would be {now or 'not there'}"
+    return None
+
+
+def _shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    values = dict(contents)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        built: Any = causal_lm_class(config)(config)
+    return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+
+
 def load_model(
-    settings: RunSettings, config: PreTrainedConfig, attention: AttentionChoice | None
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    attention: AttentionChoice | None,
+    *,
+    resume_from: str | None,
 ) -> PreTrainedModel:
     """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
-    Raises ConfigurationError when the directory lacks a tensor or holds one of another shape:
-    transformers would put random weights there and only warn.
+    A run that has a checkpoint of its own takes nothing from --init_from (but what lies under
+    LoRA's adapters): Trainer loads it over the random weights. Raises ConfigurationError with every
+    tensor that the directory lacks, has in excess or in another shape: transformers would put
+    random weights there, or drop it, and only warn. Collective over ranks.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
-    if model.model_config is not None:
+    weights = _weights_directory(settings, resume_from)
+    if weights is None:
         torch.manual_seed(settings.training.seed)
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
         built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
         return built.to(dtype)
-    path = _model_path(model)
     loading: Any = AutoModelForCausalLM.from_pretrained(
-        path,
+        weights,
         revision=model.model_revision,
         config=config,
         dtype=dtype,
         attn_implementation=attention.name,
+        ignore_mismatched_sizes=True,  # they are refused below, all of them
         output_loading_info=True,
+        trust_remote_code=False,
     )
     loaded, info = loading
-    _refuse_incomplete(path, info)
+    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
+    on_every_rank(lambda: _refuse_unfit(weights, info, strict=model.init_from is not None))
     return loaded
+
+
+def _weights_directory(settings: RunSettings, resume_from: str | None) -> str | None:
+    """Return the directory or Hub name that weights are loaded from; None: random ones."""
+    model = settings.model
+    if model.init_from is None:
+        return None if model.model_config is not None else _model_path(model)
+    if resume_from is not None and not model.use_peft:
+        return None
+    return str(find_stage(model.init_from))
 
 
 def _model_path(model: ModelArguments) -> str:
@@ -113,17 +179,16 @@ def _model_path(model: ModelArguments) -> str:
     return model.model_name_or_path
 
 
-def _config_of_model(model: ModelArguments) -> PreTrainedConfig:
+def _config_of_model(setting: str, path: str, revision: str | None = None) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(_model_path(model), revision=model.model_revision)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"no model could be found at --model_name_or_path {model.model_name_or_path}: "
-            f"{_first_line(error)}"
+            f"no model could be found at --{setting} {path}: {_first_line(error)}"
         ) from error
 
 
-def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def _values_of_file(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
@@ -137,6 +202,11 @@ def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrai
             f"--model_config {path} needs a model_type (for example `model_type: llama`) and that "
             "architecture's settings, as in a transformers config.json."
         )
+    return values
+
+
+def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    values = _values_of_file(path)
     defaults = {
         "vocab_size": vocabulary_size(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -165,12 +235,18 @@ def _refuse_unknown_settings(path: Path, settings: dict, config: PreTrainedConfi
         )
 
 
-def _refuse_incomplete(path: str, info: dict) -> None:
+def _refuse_unfit(path: str, info: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse weights that lack a tensor or have one in another shape; `strict`: or in excess."""
     problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
     problems += [
         f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
         for name, found, needed in sorted(info["mismatched_keys"])
     ]
+    if strict:
+        problems += [
+            f"tensor {name} in {path} has no place in the model."
+            for name in sorted(info["unexpected_keys"])
+        ]
     if problems:
         raise ConfigurationError(problems)
 

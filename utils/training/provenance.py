@@ -15,6 +15,10 @@ from utils.cluster.launch import LaunchFacts
 from utils.cluster.tokens import redact_argv
 from utils.config.errors import ConfigurationError
 
+# The files of a run directory that say what the run is, and how each of its starts came about.
+CONFIG = "config.yaml"
+PROVENANCE = "provenance.json"
+
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
     "flash-attn",

@@ -15,6 +15,7 @@ from utils.data.loader import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import tokenizer_sha256, vocabulary_size
+from utils.training.stages import stage_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,15 @@ class RunData:
 
 
 def tokenizer_directory(settings: RunSettings) -> str:
-    """Return where the run's tokenizer is: as given, the model's own, or beside the training data.
+    """Return where the run's tokenizer is: as given, the model's or the stage's own, or the data's.
 
     Raises ConfigurationError when training from scratch on data that names no tokenizer.
     """
-    given = settings.data.tokenizer_name_or_path or settings.model.model_name_or_path
+    given = (
+        settings.data.tokenizer_name_or_path
+        or settings.model.model_name_or_path
+        or stage_tokenizer(settings)
+    )
     if given:
         return given
     source = settings.data.train_sources[0].directory

@@ -28,11 +28,13 @@ from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
-from utils.training.changes import CONFIG, PROVENANCE, other_run
+from utils.training.changes import accepted_changes, identity_facts
 from utils.training.export import FINAL, export_final
 from utils.training.plan import RunPlan
 from utils.training.preflight import MARK, check_storage
 from utils.training.provenance import (
+    CONFIG,
+    PROVENANCE,
     earlier_starts,
     known_run_id,
     package_versions,
@@ -41,6 +43,7 @@ from utils.training.provenance import (
 )
 from utils.training.restarts import check_progress
 from utils.training.run_data import RunData
+from utils.training.stages import weights_origin
 from utils.training.trainers import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
@@ -85,8 +88,8 @@ def start_run(
     check_storage(output_dir, plan.checkpoint_bytes, launch)
     facts = {
         "script": script,
-        "data": data.fingerprints(),
         "attention": dataclasses.asdict(plan.attention),
+        **identity_facts(settings, data),
     }
     claim = on_rank_0(lambda: _claim(settings, facts, launch, plan))
     checkpoints = Checkpoints(
@@ -164,10 +167,7 @@ def _claim(
     _known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
     known = _known_files(output_dir)
-    if known:
-        problems = other_run(output_dir, settings.resolved, facts)
-        if problems:
-            raise ConfigurationError(problems)
+    changes = accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
     resume_from = _resume_point(output_dir, run_id) if known else None
     if resume_from is None and (output_dir / FINAL).exists():
@@ -175,12 +175,19 @@ def _claim(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
             "another --output_dir; nothing is written over."
         )
+    weights = weights_origin(settings, launch.strategy, resume_from)
     check_progress(earlier_starts(output_dir / PROVENANCE), resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
     if not known:
         _write_config(output_dir, settings.resolved)
     write_provenance(
-        output_dir / PROVENANCE, launch, run_id=run_id, resumed_from=resume_from, **facts
+        output_dir / PROVENANCE,
+        launch,
+        run_id=run_id,
+        resumed_from=resume_from,
+        weights_from=weights,
+        **facts,
+        **changes,
     )
     finished = _is_finished(output_dir, resume_from, plan.total_steps)
     if finished:

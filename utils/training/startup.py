@@ -7,10 +7,11 @@ from utils.cluster.launch import LaunchFacts, check_launch, requested_strategy
 from utils.cluster.signals import install_stop_signals
 from utils.cluster.tokens import load_env_file
 from utils.config.run_settings import RunSettings
+from utils.training.safe_loading import guard_loading
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, tokens and signals and check the launch; call it after parsing the settings.
+    """Set up logging, tokens, signals and loading, check the launch; the settings are parsed.
 
     A dry run on a login node stands for the launch that WORLD_SIZE and the accelerate variables
     describe. Raises ConfigurationError.
@@ -19,7 +20,9 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     load_env_file()
     if not settings.run.dry_run:
         install_stop_signals()
-        return check_launch()
+        launch = check_launch()
+        guard_loading(launch.strategy)
+        return launch
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return LaunchFacts(
         rank=global_rank(),
