@@ -24,7 +24,8 @@ from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.rotation import make_room, rotate
 from utils.cluster.decisions import on_every_rank, on_rank_0
 from utils.cluster.host import host_name
-from utils.config.errors import StorageError
+from utils.cluster.run_lock import taken_over
+from utils.config.errors import ConfigurationError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,7 @@ class Checkpoints:
         self.finish()
         if self.is_committed(step):
             return False
-        on_rank_0(
-            lambda: make_room(
-                self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes
-            )
-        )
+        on_rank_0(lambda: self._make_room(best))
         staged = None
         if self.background is not None:
             size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
@@ -209,6 +206,16 @@ class Checkpoints:
         size_gib = save.size_bytes / 2**30
         logger.info("%s committed (%.3f GiB, %s)", self.directory(save.step), size_gib, took)
 
+    def _make_room(self, best: Path | None) -> None:
+        self._see_that_it_is_ours()
+        make_room(self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes)
+
+    def _see_that_it_is_ours(self) -> None:
+        """Raise ConfigurationError when another job took the directory over meanwhile."""
+        lost = taken_over(self.output_dir)
+        if lost is not None:
+            raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
+
     def _own_records(self, directory: Path) -> dict[str, FileRecord]:
         own = [name for name in list_files(directory) if owner(name) == self.rank]
         return flush_and_record(directory, own)
@@ -221,6 +228,7 @@ class Checkpoints:
                 f"({', '.join(sorted(unknown))}) and was not committed: does another job write "
                 "there?"
             )
+        self._see_that_it_is_ours()
         write_manifest(directory, manifest)
 
     def _manifest(self, step: int, tokens: int, records: Mapping[str, FileRecord]) -> Manifest:

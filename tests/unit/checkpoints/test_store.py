@@ -1,8 +1,8 @@
 import pytest
-from made import FILES, commit, store, write_files
+from made import FILES, commit, names, store, write_files
 
 from utils.checkpoints.manifest import read_manifest
-from utils.config.errors import StorageError
+from utils.config.errors import ConfigurationError, StorageError
 
 
 def test_a_commit_says_what_was_consumed_and_holds_every_file(tmp_path, caplog):
@@ -41,3 +41,21 @@ def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
     (directory / "optimizer.pt").write_bytes(b"")
     with pytest.raises(StorageError, match=r"checkpoint-4 is damaged \(optimizer.pt has 0 bytes"):
         store(tmp_path).check(directory)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda checkpoints: checkpoints.begin(6, None),
+        lambda checkpoints: checkpoints.commit(4, tokens=0, best=None),
+    ],
+)
+def test_a_run_that_lost_its_directory_writes_nothing_more(act, tmp_path, monkeypatch):
+    commit(tmp_path, 2)
+    write_files(tmp_path, 4)
+    lost = "it was taken over by process 7 on n2."
+    monkeypatch.setattr("utils.checkpoints.store.taken_over", lambda _directory: lost)
+    with pytest.raises(ConfigurationError, match=r"process 7 on n2\. Nothing more is written"):
+        act(store(tmp_path))
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert not store(tmp_path).is_committed(4)
