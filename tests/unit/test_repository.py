@@ -180,10 +180,10 @@ def known_settings(script: str) -> set[str]:
         FineTuneConfig,
         ModelArguments,
         PretrainConfig,
-        RunArguments,
     )
     from utils.config.preparation import PreparationArguments
     from utils.config.reading.declarations import declared_settings
+    from utils.config.run_arguments import RunArguments
 
     classes = {
         "prepare_data.py": (PreparationArguments,),

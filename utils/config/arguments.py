@@ -11,7 +11,6 @@ from trl import ModelConfig, SFTConfig
 from utils.config.checks.devices import missing_devices
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
 from utils.config.errors import UnfitClusterError
-from utils.config.nonfinite_arguments import NonFiniteArguments
 from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
 from utils.config.refusals import (
@@ -29,63 +28,6 @@ ATTENTION_IMPLEMENTATIONS = (
     "flex_attention",
     "eager",
 )
-
-
-@dataclass
-class RunArguments(NonFiniteArguments):
-    """How the run as a whole is done."""
-
-    _argument_group_name = "run"
-
-    global_batch_size: int = field(
-        metadata={
-            "help": "sequences per optimizer step over all ranks; gradient accumulation follows "
-            "from it, per_device_train_batch_size and the number of ranks"
-        }
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "resolve and check the settings, print the arithmetic and the memory "
-            "estimate, and stop before weights are loaded"
-        },
-    )
-    hang_timeout_s: float = field(
-        default=600,
-        metadata={
-            "help": "seconds without any progress after which the run ends with exit code 76 and "
-            "says which rank stands where; three times that while saving and in the first step; "
-            "0: never"
-        },
-    )
-    save_minutes: float | None = field(
-        default=30,
-        metadata={
-            "help": "write a checkpoint also when the last one is that many minutes old; no "
-            "candidate for the best one; null or 0: never, as with save_strategy: no"
-        },
-    )
-    save_best: bool = field(
-        default=False,
-        metadata={
-            "help": "write a checkpoint also whenever an evaluation gives a new best of "
-            "metric_for_best_model"
-        },
-    )
-    accept_changes: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "settings whose other value this run shall go on with, though it makes another "
-            "run of it; train_data stands for changed contents too"
-        },
-    )
-    async_save: bool = field(
-        default=False,
-        metadata={
-            "help": "write checkpoints in the background: training waits for the copy to the "
-            "node's memory (/dev/shm), not for the storage"
-        },
-    )
 
 
 @dataclass

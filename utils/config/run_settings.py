@@ -11,11 +11,11 @@ from utils.config.arguments import (
     FineTuneConfig,
     ModelArguments,
     PretrainConfig,
-    RunArguments,
 )
 from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
+from utils.config.run_arguments import RunArguments
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from utils.config.arguments import (
     FineTuneConfig,
     ModelArguments,
     PretrainConfig,
-    RunArguments,
 )
 from utils.config.checks.contradictions import (
     FINE_TUNING_CHECKS,
@@ -24,6 +23,7 @@ from utils.config.reading.declarations import declared_settings
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
 from utils.config.reading.strict_yaml import dump_yaml
+from utils.config.run_arguments import RunArguments
 
 BASE = {
     "global_batch_size": "8",

@@ -1,0 +1,76 @@
+"""What the user may set of a run as a whole: `RunArguments`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class RunArguments:
+    """How the run as a whole is done."""
+
+    _argument_group_name = "run"
+
+    global_batch_size: int = field(
+        metadata={
+            "help": "sequences per optimizer step over all ranks; gradient accumulation follows "
+            "from it, per_device_train_batch_size and the number of ranks"
+        }
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "resolve and check the settings, print the arithmetic and the memory "
+            "estimate, and stop before weights are loaded"
+        },
+    )
+    hang_timeout_s: float = field(
+        default=600,
+        metadata={
+            "help": "seconds without any progress after which the run ends with exit code 76 and "
+            "says which rank stands where; three times that while saving and in the first step; "
+            "0: never"
+        },
+    )
+    save_minutes: float | None = field(
+        default=30,
+        metadata={
+            "help": "write a checkpoint also when the last one is that many minutes old; no "
+            "candidate for the best one; null or 0: never, as with save_strategy: no"
+        },
+    )
+    save_best: bool = field(
+        default=False,
+        metadata={
+            "help": "write a checkpoint also whenever an evaluation gives a new best of "
+            "metric_for_best_model"
+        },
+    )
+    accept_changes: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "settings whose other value this run shall go on with, though it makes another "
+            "run of it; train_data stands for changed contents too"
+        },
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "write checkpoints in the background: training waits for the copy to the "
+            "node's memory (/dev/shm), not for the storage"
+        },
+    )
+    on_nonfinite: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={
+            "help": "a step whose loss or gradient is NaN or infinite: stop ends the run with exit "
+            "code 78, no checkpoint being written of it; skip leaves weights and optimizer as they "
+            "are and goes on (every step then waits for the device). Both name its documents"
+        },
+    )
+    nonfinite_limit: int = field(
+        default=3,
+        metadata={
+            "help": "with on_nonfinite: skip, how many steps of the whole run may be skipped; the "
+            "next one ends it with exit code 78"
+        },
+    )
