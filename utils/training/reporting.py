@@ -15,7 +15,9 @@ from utils.callbacks.stop import StopWatch
 from utils.callbacks.throughput import Throughput
 from utils.callbacks.watchdog import HangWatch
 from utils.config.run_settings import RunSettings
+from utils.training.inherited_optimizer import InheritedOptimizer
 from utils.training.runs import Run
+from utils.training.stages import find_stage
 
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
@@ -29,11 +31,20 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         DataPosition(),
+        *_inherited_optimizer(settings, run),
         stop,
         *measured,
         Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),
         *reporting_callbacks(is_terminal=_somebody_looks_on()),
     ]
+
+
+def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallback]:
+    model = settings.model
+    if not model.init_optimizer or run.resume_from is not None:
+        return []
+    assert model.init_from is not None, "checked with the settings"
+    return [InheritedOptimizer(find_stage(model.init_from))]
 
 
 def _somebody_looks_on() -> bool:
