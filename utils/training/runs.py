@@ -23,7 +23,7 @@ from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
-from utils.cluster.run_lock import leave_run_lock, take_run_lock
+from utils.cluster.run_lock import FOLDER, leave_run_lock, take_run_lock
 from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.reading.strict_yaml import dump_yaml
@@ -229,9 +229,12 @@ def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: Launch
 
 def _known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
-    if (output_dir / CONFIG).is_file():
+    if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
         return True
-    others = sorted(path.name for path in output_dir.iterdir() if not _OURS.fullmatch(path.name))
+    names = {path.name for path in output_dir.iterdir()}
+    if FOLDER in names:
+        names.discard(CONFIG)  # of a start that was killed before it wrote the rest
+    others = sorted(name for name in names if not _OURS.fullmatch(name))
     if others:
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has {others[0]}"
