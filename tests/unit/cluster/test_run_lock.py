@@ -384,7 +384,7 @@ def test_of_many_racing_processes_one_alone_gets_the_lock(tmp_path):
     for racer in racers:
         said += end(racer)
     assert not [line for line in said if line not in ("ready", "won")]
-    assert said.count("won") > 20
+    assert said.count("won") >= 10
     taken = max(int(path.name.removeprefix("owner-")) for path in (tmp_path / ".lock").iterdir())
     assert said.count("won") <= taken
     print(f"{said.count('won')} times inside, {taken} locks")
