@@ -23,6 +23,7 @@ STORAGE_LIMIT_S = 30.0  # a file system that answers later would stall every sav
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
 CLOCKS_REFUSED_S = 60.0
 CLOCKS_SAID_S = 5.0
+LEFT_BEHIND_S = 3600.0
 PROBE_BYTES = 2**20
 CHECKPOINTS = 2  # a new one is whole before an old one goes
 # Beside weights and optimizer: settings, tokenizer, states; shards and random states of each rank.
@@ -44,6 +45,7 @@ def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) 
     written to see whether it takes any at all), and what other jobs will write meanwhile.
     """
     made: list[Path] = []
+    mark = ""
     hosts = {host: launch.hosts.index(host) for host in launch.hosts}
     try:
         mark, room = on_rank_0(
@@ -62,10 +64,10 @@ def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) 
         clocks = _check_clocks({host: times[rank] for host, rank in hosts.items()}, launch)
     except ConfigurationError:
         if launch.rank == 0:
-            _clear(output_dir, made)
+            _clear(output_dir, mark, made)
         raise
     if launch.rank == 0:
-        _clear(output_dir, [])
+        _clear(output_dir, mark, [])
         many = len(hosts) > 1
         same = "is the same everywhere" if many else f"on {host_name()} can be written to"
         logger.info(
@@ -169,16 +171,21 @@ def _takes_nothing(output_dir: Path, error: OSError) -> str:
     )
 
 
-def _clear(output_dir: Path, made: Sequence[Path]) -> None:
-    """Remove what this, or a start that was killed here, left; and empty directories it made."""
+def _clear(output_dir: Path, mark: str, made: Sequence[Path]) -> None:
+    """Remove this start's marks, those of starts long gone, and empty directories it made.
+
+    A start that is at the same place just now still needs its own.
+    """
 
     def clear() -> None:
         for path in output_dir.glob(f"{MARK}*"):
-            path.unlink(missing_ok=True)
+            own = mark and path.name.startswith(mark)
+            if own or time.time() - path.stat().st_mtime > LEFT_BEHIND_S:
+                path.unlink(missing_ok=True)
         for path in reversed(made):
             path.rmdir()
 
-    with contextlib.suppress(StorageError):  # the reason why there is none was said, or will be
+    with contextlib.suppress(StorageError, OSError):  # the reason was said, or will be
         _in_time(clear)
 
 
