@@ -1,5 +1,6 @@
-"""The fixtures of whole runs, see run_fixtures.py."""
+"""The fixtures of whole runs, see run_fixtures.py and provoked_runs.py."""
 
+from provoked_runs import kept, start, uninterrupted  # noqa: F401 - as below
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     _one_thread_and_a_private_cache,
     base_model,

@@ -5,152 +5,28 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import tiny
 from launching import run_processes
-from transformers import TrainerCallback
+from provoked_runs import (
+    RUN,
+    STEPS,
+    Provoke,
+    assert_the_same,
+    assert_the_same_end,
+    let_the_time_run_out,
+    send,
+    touch,
+    trainer_state,
+)
 
-import pretrain
 import sft_train
 from utils.callbacks.journal_file import read_journal
-from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode, NoProgressError, StorageError
 
 pytestmark = pytest.mark.slow
-
-# Logs, evaluations and saves that do not fall together; two micro-batches a step; dropout, so that
-# random numbers count.
-STEPS = 8
-RUN = {
-    "max_steps": STEPS,
-    "logging_steps": 3,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_steps": 4,
-    "per_device_eval_batch_size": 4,
-    "metric_for_best_model": "eval_first_loss",
-    "load_best_model_at_end": "true",
-    "lr_scheduler_type": "cosine",
-}
-
-
-class Provoke(TrainerCallback):
-    """Acts once, at the n-th event of a kind at a step."""
-
-    def __init__(self, event: str, step: int, action: Callable[["Provoke"], None], nth: int = 1):
-        self.step, self.action, self.nth = step, action, nth
-        self.callbacks: list[TrainerCallback] = []
-        setattr(self, event, self._count)
-
-    def _count(self, args, state, _control, **_kwargs):
-        if state.global_step == self.step:
-            self.nth -= 1
-            if self.nth == 0:
-                self.output_dir = Path(args.output_dir)
-                self.action(self)
-
-    @property
-    def watch(self) -> StopWatch:
-        return next(callback for callback in self.callbacks if isinstance(callback, StopWatch))
-
-
-def touch(name: str) -> Callable[[Provoke], None]:
-    return lambda provoke: (provoke.output_dir / name).touch()
-
-
-def send(*signals: int) -> Callable[[Provoke], None]:
-    def action(_provoke: Provoke) -> None:
-        for number in signals:
-            os.kill(os.getpid(), number)
-
-    return action
-
-
-def let_the_time_run_out(provoke: Provoke) -> None:
-    provoke.watch.deadline.ends_at = time.monotonic() + 3
-
-
-@pytest.fixture(autouse=True)
-def _look_always(monkeypatch):
-    monkeypatch.setattr("utils.callbacks.requests.LOOK_INTERVAL_S", 0)
-
-
-@pytest.fixture
-def start(pretraining, workspace, monkeypatch):
-    """Start a run in this process, with or without a provocation; returns the exit code."""
-    import utils.training.reporting as reporting
-
-    real = reporting.run_callbacks
-
-    def start(run: Path, provoke: Provoke | None = None, **changes: object) -> int:
-        def run_callbacks(*args):
-            callbacks = real(*args)
-            if provoke is None:
-                return callbacks
-            provoke.callbacks = callbacks
-            return [provoke, *callbacks]
-
-        monkeypatch.setattr(reporting, "run_callbacks", run_callbacks)
-        held_out = workspace / "heldout"
-        splits = {"eval_data": [f"first={held_out}", f"second={held_out}"]}
-        model = tiny.make_model_config(workspace / "dropout.json", attention_dropout=0.1)
-        return pretrain.main(pretraining(run, **RUN | splits | {"model_config": model} | changes))
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("uninterrupted")
-
-
-@pytest.fixture
-def uninterrupted(kept, start):
-    """The directory of the uninterrupted run with these settings, made once."""
-
-    def made(**changes: object) -> Path:
-        run = kept / ("-".join(f"{name}={value}" for name, value in changes.items()) or "plain")
-        if not run.exists():
-            assert start(run, **changes) == ExitCode.DONE
-        return run
-
-    return made
-
-
-def assert_the_same(
-    run: Path, whole: Path, folders: Sequence[str] = ("final", f"checkpoint-{STEPS}")
-) -> None:
-    assert tiny.losses(run) == tiny.losses(whole)
-    for split in ("first", "second"):
-        assert tiny.evaluations(run, split) == tiny.evaluations(whole, split)
-    for name in folders:
-        weights = f"{name}/model.safetensors"
-        assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-
-
-def assert_the_same_end(run: Path, whole: Path) -> None:
-    """What the last checkpoint knows of the whole run, too."""
-    assert_the_same(run, whole)
-    ends = [trainer_state(folder, STEPS) for folder in (run, whole)]
-    assert ends[0]["best_metric"] == ends[1]["best_metric"]
-    best = [Path(end["best_model_checkpoint"] or "none").name for end in ends]
-    assert best[0] == best[1]
-    figures = [
-        [
-            {key: entry[key] for key in entry if key in ("step", "loss") or key.endswith("_loss")}
-            for entry in end["log_history"]
-        ]
-        for end in ends
-    ]
-    assert figures[0] == figures[1]
-
-
-def trainer_state(run: Path, step: int) -> dict:
-    return json.loads((run / f"checkpoint-{step}" / "trainer_state.json").read_text())
-
 
 AFTER_5 = "stopping after step 5: "
 STOPS = {

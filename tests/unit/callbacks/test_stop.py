@@ -1,5 +1,6 @@
 """StopWatch over several ranks and a clock of its own, without processes."""
 
+import itertools
 import logging
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from utils.callbacks.carried import carried_state, carry
 from utils.callbacks.requests import Requests, remove_stale_requests
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
+from utils.checkpoints.store import Save
+from utils.config.errors import StorageError
 
 
 class Turns:
@@ -53,7 +56,9 @@ class Turns:
 class Ranks:
     """Plays Trainer's events on every rank."""
 
-    def __init__(self, folder, monkeypatch, ranks=1, end_time=None, max_steps=100, start=0):
+    def __init__(
+        self, folder, monkeypatch, ranks=1, end_time=None, max_steps=100, start=0, save_minutes=0
+    ):
         self.now, self.signals = 1000.0, {}
         turns = Turns(ranks)
         self.states = [TrainerState(global_step=start, max_steps=max_steps) for _ in range(ranks)]
@@ -69,6 +74,7 @@ class Ranks:
             )  # fmt: skip
             watch = StopWatch(
                 folder,
+                save_minutes=save_minutes,
                 clock=lambda: self.now,
                 end_time=lambda: end_time,
                 signalled=lambda rank=rank: self.signals.get(rank),
@@ -302,3 +308,120 @@ def test_requests_of_an_earlier_start_are_removed_aloud(tmp_path, caplog):
     remove_stale_requests(tmp_path)
     assert not (tmp_path / "STOP").exists()
     assert caplog.text.count("is older than this start: removed") == 1
+
+
+# --- a checkpoint that grows old ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_ranks_save_when_the_last_checkpoint_is_too_old(count, tmp_path, monkeypatch, caplog):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=count, save_minutes=1)
+    saved = []
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 25):
+            ranks.step(10.0)
+            assert len(set(ranks.saves)) == 1
+            if ranks.saves[0]:
+                saved.append(step)
+                assert ranks.watches[0].carried(step)["extra_saves"] == saved
+                ranks.event("on_save", 1.0)
+    late = count - 1  # they agree one step later
+    assert saved[0] == 6 + late
+    assert {after - before for before, after in itertools.pairwise(saved)} == {6 + late}
+    first = f"saving at step {6 + late} and going on: 1 minutes since the last checkpoint"
+    assert caplog.text.count(first) == 1
+
+
+def test_a_checkpoint_that_is_due_makes_the_next_one_later(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, save_minutes=1)
+    for _ in range(5):
+        ranks.step(10.0)
+    ranks.event("on_save", 1.0)
+    for _ in range(5):
+        ranks.step(10.0)
+        assert ranks.saves == [False]
+    ranks.step(10.0)
+    assert ranks.saves == [True]
+
+
+def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_path, monkeypatch):
+    """Two ranks agree a step late: the step's own checkpoint may come in between."""
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2, save_minutes=1)
+    for _ in range(6):
+        ranks.step(10.0)
+    assert ranks.saves == [False, False], "asked for, not agreed on"
+    ranks.event("on_save", 1.0)
+    for _ in range(6):
+        ranks.step(9.0)
+        assert ranks.saves == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "strategy"), [(0, SaveStrategy.STEPS), (1, SaveStrategy.NO)], ids=["0", "no saves"]
+)
+def test_the_clock_saves_nothing_where_nothing_is_to_be_saved(
+    minutes, strategy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("test_stop.SaveStrategy", SimpleNamespace(STEPS=strategy))
+    ranks = Ranks(tmp_path, monkeypatch, save_minutes=minutes)
+    for _ in range(50):
+        ranks.step(10.0)
+        assert ranks.saves == [False]
+
+
+# --- what is written in the background ------------------------------------------------------------
+
+
+class Background:
+    """Checkpoints that are written in the background."""
+
+    def __init__(self):
+        self.writing = self.failed = False
+        self.saves, self.finished = [], 0
+
+    def finish(self):
+        self.finished += 1
+        raise StorageError("the disk is full")
+
+
+def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
+    for watch in ranks.watches:
+        watch.checkpoints = Background()
+    ranks.step()
+    ranks.watches[1].checkpoints.failed = True
+    ranks.step()
+    assert [watch.checkpoints.finished for watch in ranks.watches] == [0, 0]
+    for state in ranks.states:
+        state.global_step += 1
+    for watch, args, state, control in zip(
+        ranks.watches, ranks.args, ranks.states, ranks.controls, strict=True
+    ):
+        with pytest.raises(StorageError, match="the disk is full"):
+            watch.on_step_end(args, state, control)
+
+
+def test_what_failed_is_raised_within_an_evaluation_too(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    ranks.step(evaluate=True)
+    ranks.watches[0].checkpoints = Background()
+    ranks.watches[0].checkpoints.failed = True
+    with pytest.raises(StorageError, match="the disk is full"):
+        ranks.event("on_prediction_step")
+
+
+def test_the_time_limit_counts_a_save_from_its_step_to_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
+    ranks = Ranks(tmp_path, monkeypatch, end_time=8600.0)
+    watch = ranks.watches[0]
+    watch.checkpoints = Background()
+    ranks.step(2.0)
+    watch.checkpoints.writing = True
+    ranks.event("on_save", 3.0)
+    ranks.step(2.0)
+    guess_s = 5.0
+    assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 2.5 * guess_s), "one more to wait"
+    watch.checkpoints.writing = False
+    watch.checkpoints.saves.append(Save(step=1, size_bytes=1, stall_s=3.0, write_s=17.0))
+    ranks.step(2.0)
+    assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 1.5 * 20)

@@ -1,0 +1,296 @@
+"""When checkpoints are written, beside the rhythm of steps, and in the background."""
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
+from transformers import TrainerCallback
+
+import sft_train
+from utils.callbacks.journal_file import read_journal
+from utils.checkpoints.files import MANIFEST
+from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.staging import MEMORY, PREFIX
+from utils.config.errors import ExitCode, StorageError
+
+pytestmark = pytest.mark.slow
+
+
+def checkpoints(run: Path) -> set[int]:
+    return {int(path.parent.name.split("-")[1]) for path in run.glob(f"checkpoint-*/{MANIFEST}")}
+
+
+# --- by the clock ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted, tmp_path, capsys):
+    """A clock that has a checkpoint due at every step; the best model is still the schedule's."""
+    run, whole = tmp_path / "run", uninterrupted()
+    capsys.readouterr()
+    assert start(run, save_minutes=1e-9, save_total_limit=100) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    for step in (1, 2, 3, 5, 6, 7):
+        said = f"saving at step {step} and going on: 1e-09 minutes since the last checkpoint"
+        assert shown.count(said) == 1
+    assert checkpoints(run) == set(range(1, STEPS + 1))
+    assert trainer_state(run, STEPS)["stateful_callbacks"]["stoker"]["extra_saves"] == [
+        1, 2, 3, 5, 6, 7,
+    ]  # fmt: skip
+    assert_the_same_end(run, whole)
+
+
+@pytest.mark.parametrize("minutes", ["0", "null"])
+def test_no_age_is_too_old_for_0_and_null(minutes, start, tmp_path, capsys):
+    start(tmp_path / "run", save_minutes=minutes, max_steps=2)
+    assert "minutes since the last" not in capsys.readouterr().out
+    assert checkpoints(tmp_path / "run") == {2}
+
+
+# --- at each new best -----------------------------------------------------------------------------
+
+# The held-out loss falls until step 2, where the rhythm of saves leaves no checkpoint.
+OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
+
+
+def best_of(run: Path) -> str:
+    return trainer_state(run, STEPS)["best_model_checkpoint"]
+
+
+def test_a_new_best_is_saved_kept_and_loaded(uninterrupted):
+    run = uninterrupted(**OVERSHOOTING, save_total_limit=2)
+    losses = tiny.evaluations(run, "first")
+    assert min(losses, key=losses.__getitem__) == 2
+    assert checkpoints(run) == {2, 4, 8}, "the best one, and the two newest"
+    assert best_of(run) == str(run / "checkpoint-2")
+    weights = "model.safetensors"
+    assert (run / "final" / weights).read_bytes() == (run / "checkpoint-2" / weights).read_bytes()
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize(
+    ("event", "step", "nth"),
+    [("on_step_begin", 1, 1), ("on_prediction_step", 2, 3)],
+    ids=["evaluation owed", "evaluation broken off"],
+)
+def test_a_stop_at_a_new_best_changes_nothing(
+    event, step, nth, background, start, uninterrupted, tmp_path
+):
+    """The stop's own checkpoint is that of the best model, once its evaluation is done."""
+    settings = OVERSHOOTING | {"save_total_limit": 2}
+    run, whole = tmp_path / "run", uninterrupted(**settings)
+    settings["async_save"] = background
+    assert start(run, Provoke(event, step, touch("STOP"), nth), **settings) == ExitCode.STOPPED
+    assert checkpoints(run) == {2}
+    assert start(run, Provoke("on_step_begin", 6, touch("STOP")), **settings) == ExitCode.STOPPED
+    assert checkpoints(run) == {2, 4, 7}
+    assert start(run, **settings) == ExitCode.DONE
+    assert best_of(run) == str(run / "checkpoint-2")
+    assert_the_same_end(run, whole)
+
+
+def test_a_save_asked_for_at_a_new_best_is_no_extra_one(start, tmp_path):
+    run = tmp_path / "run"
+    start(run, Provoke("on_step_begin", 1, touch("SAVE")), **OVERSHOOTING, max_steps=4)
+    assert trainer_state(run, 4)["stateful_callbacks"]["stoker"]["extra_saves"] == []
+    assert trainer_state(run, 4)["best_model_checkpoint"] == str(run / "checkpoint-2")
+
+
+# --- the last step --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rhythm", [{"save_steps": 5}, {"save_strategy": "epoch", "save_steps": None}]
+)
+def test_the_last_step_has_a_checkpoint_whatever_the_rhythm(rhythm, pretraining, tmp_path):
+    import pretrain
+
+    run = tmp_path / "run"
+    settings = {name: value for name, value in rhythm.items() if value is not None}
+    argv = pretraining(run, max_steps=3, **settings)
+    if rhythm["save_steps"] is None:
+        at = argv.index("--save_steps")
+        del argv[at : at + 2]
+    assert pretrain.main(argv) == ExitCode.DONE
+    assert checkpoints(run) == {3}
+
+
+# --- in the background ----------------------------------------------------------------------------
+
+BACKGROUND = {"async_save": "true"}
+
+
+class AtEachStep(Provoke):
+    """Calls with each step at its end, before any other callback."""
+
+    def __init__(self, action: Callable[[int], None]):
+        self.callbacks: list[TrainerCallback] = []
+        self.on_step_end = lambda _args, state, _control, **_kwargs: action(state.global_step)
+
+
+class Slow:
+    """Copies in the background that begin when told to, or after a while."""
+
+    def __init__(self, monkeypatch, seconds: float | None = None):
+        from utils.checkpoints import copying
+
+        self.go_on, self.seconds = threading.Event(), seconds
+        self.running, self.most = 0, 0
+        self.fault: OSError | None = None
+        real = copying.copy_and_record
+
+        def copy_and_record(source, target, names):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            if self.seconds is None:
+                assert self.go_on.wait(60)
+            else:
+                time.sleep(self.seconds)
+            records = real(source, target, names)
+            self.running -= 1
+            if self.fault is not None:
+                raise self.fault
+            return records
+
+        monkeypatch.setattr("utils.checkpoints.store.copy_and_record", copy_and_record)
+
+
+def staged() -> set[Path]:
+    return set(MEMORY.glob(f"{PREFIX}*"))
+
+
+def digests(run: Path, step: int) -> dict[str, str]:
+    records = read_manifest(run / f"checkpoint-{step}").files
+    return {name: record.sha256 for name, record in records.items() if "state.json" not in name}
+
+
+def test_what_is_written_in_the_background_is_the_same(start, uninterrupted, tmp_path, capsys):
+    run, whole = tmp_path / "run", uninterrupted()
+    before = staged()
+    capsys.readouterr()
+    assert start(run, **BACKGROUND) == ExitCode.DONE
+    assert capsys.readouterr().out.count(" GiB, written in ") == 2
+    for step in (4, STEPS):
+        assert digests(run, step) == digests(whole, step)
+        state, expected = trainer_state(run, step), trainer_state(whole, step)
+        assert state.keys() == expected.keys()
+        best = Path(expected["best_model_checkpoint"]).name
+        assert state["best_model_checkpoint"] == str(run / best)
+        assert state["stateful_callbacks"] == expected["stateful_callbacks"]
+    assert_the_same_end(run, whole)
+    assert staged() == before, "the memory is given back"
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    saves = [event for event in events if event["event"] == "save"]
+    assert [save["step"] for save in saves] == [4, STEPS]
+    assert all(save["write_s"] > 0 < save["stall_s"] and save["size_bytes"] for save in saves)
+    assert events[-1]["event"] == "summary"
+
+
+def test_adapters_are_written_in_the_background_too(fine_tuning, tmp_path):
+    settings = {"use_peft": "true", "lora_r": 4}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
+    assert sft_train.main(fine_tuning(run, **settings, **BACKGROUND)) == ExitCode.DONE
+    for step in (3, 6):
+        expected = digests(whole, step)
+        assert "adapter_model.safetensors" in expected
+        assert digests(run, step) == expected
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    start, uninterrupted, tmp_path, monkeypatch
+):
+    run, whole = tmp_path / "run", uninterrupted()
+    slow, seen = Slow(monkeypatch), {}
+
+    def look(step: int) -> None:
+        seen[step] = checkpoints(run)
+        if step == 7:
+            slow.go_on.set()
+
+    assert start(run, AtEachStep(look), **BACKGROUND) == ExitCode.DONE
+    assert seen[5] == seen[6] == seen[7] == set(), "checkpoint-4 was not there yet"
+    assert checkpoints(run) == {4, STEPS}
+    assert slow.most == 1, "never two at once"
+    assert_the_same_end(run, whole)
+
+
+def test_a_stop_waits_for_the_checkpoint_before(start, uninterrupted, tmp_path, monkeypatch):
+    run, whole = tmp_path / "run", uninterrupted()
+    slow = Slow(monkeypatch, seconds=0.7)
+    stop = Provoke("on_step_begin", 4, touch("STOP"))
+    assert start(run, stop, **BACKGROUND) == ExitCode.STOPPED
+    assert checkpoints(run) == {4, 5}
+    assert slow.most == 1
+    events = [line["event"] for line in read_journal(run / "metrics.jsonl")]
+    assert events[-3:] == ["save", "save", "stopped"]
+    assert start(run, **BACKGROUND) == ExitCode.DONE
+    assert_the_same_end(run, whole)
+
+
+def test_an_error_waits_for_the_checkpoint_before_it(start, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    Slow(monkeypatch, seconds=0.7)
+
+    def fail(_provoke):
+        raise RuntimeError("the step is spoilt")
+
+    with pytest.raises(RuntimeError, match="the step is spoilt"):
+        start(run, Provoke("on_step_begin", 4, fail), **BACKGROUND)
+    assert checkpoints(run) == {4}
+
+
+def test_storage_that_fails_in_the_background_ends_the_run(
+    start, uninterrupted, tmp_path, monkeypatch, capsys
+):
+    """At the next step, with nothing committed and what was there before untouched."""
+    settings = {"save_steps": 2}
+    run, whole = tmp_path / "run", uninterrupted(**settings)
+    slow, steps = Slow(monkeypatch, seconds=0), []
+
+    def look(step: int) -> None:
+        steps.append(step)
+        if step == 4:
+            slow.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "x"))
+        give_up_at = time.monotonic() + 30
+        while step == 5 and not provoke.watch.checkpoints.failed and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+
+    provoke = AtEachStep(look)
+    with pytest.raises(StorageError, match=r"no space .* is left on the device, writing .*/run"):
+        start(run, provoke, **settings, **BACKGROUND)
+    assert steps[-1] == 5, "not as late as the next save"
+    assert checkpoints(run) == {2}
+    monkeypatch.undo()
+    assert start(run, **settings, **BACKGROUND) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert f"resuming from {run}/checkpoint-2" in shown
+    assert f"{run}/checkpoint-4 was not committed" in shown
+    assert_the_same_end(run, whole)
+
+
+def test_a_node_without_room_in_memory_saves_as_ever(
+    start, uninterrupted, tmp_path, monkeypatch, capsys
+):
+    run, whole = tmp_path / "run", uninterrupted()
+    monkeypatch.setattr("utils.checkpoints.background.free_bytes", lambda: 2**17)
+    capsys.readouterr()
+    assert start(run, **BACKGROUND) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "the checkpoint of step 4 is written before training goes on: " in shown
+    assert "has 0.000 GiB free in /dev/shm, the part that is written there takes 0.00" in shown
+    assert_the_same_end(run, whole)
+
+
+def test_nothing_is_the_same_when_it_is_not(start, uninterrupted, tmp_path):
+    """The comparison itself: another seed is seen."""
+    run, whole = tmp_path / "run", uninterrupted()
+    assert start(run, seed=7) == ExitCode.DONE
+    with pytest.raises(AssertionError):
+        assert_the_same(run, whole)

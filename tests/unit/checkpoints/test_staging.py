@@ -1,0 +1,133 @@
+"""Checkpoints that wait in memory: private, given back, and never taken from a living process."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.checkpoints import staging
+from utils.checkpoints.staging import PREFIX, Staging, remove_leftovers
+
+HOLD = """
+import sys
+from pathlib import Path
+from utils.checkpoints import staging
+staging.MEMORY = Path(sys.argv[1])
+directory = staging.Staging("run-1", 3).open()
+(directory / "checkpoint-4").mkdir()
+(directory / "checkpoint-4" / "model.safetensors").write_bytes(b"x")
+print(directory, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "MEMORY", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process with a staged checkpoint, and its directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process, Path(process.stdout.readline().strip())
+    process.kill()
+    process.wait()
+
+
+def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
+    own = Staging("run-1", 3)
+    directory = own.open()
+    assert directory.parent == memory
+    assert directory.name.startswith(f"{PREFIX}run-1-3-")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    (directory / "checkpoint-2").mkdir()
+    assert own.open() == directory
+    assert not list(directory.iterdir()), "what was staged before is gone"
+    own.close()
+    assert not list(memory.iterdir())
+    own.close()
+
+
+def test_what_a_living_process_staged_is_left_alone(holder, caplog):
+    _, directory = holder
+    remove_leftovers()
+    assert (directory / "checkpoint-4" / "model.safetensors").exists()
+    assert not caplog.text
+
+
+def test_what_a_killed_process_staged_is_removed_aloud(holder, caplog):
+    process, directory = holder
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert directory.exists()
+    remove_leftovers()
+    assert not directory.exists()
+    assert f"{directory} was left in memory by a run that was killed: removed" in caplog.text
+
+
+def test_a_process_that_ends_by_an_error_gives_the_memory_back(holder, memory):
+    process, directory = holder
+    process.stdin.close()
+    process.wait()
+    assert not directory.exists()
+    assert not list(memory.iterdir())
+
+
+def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
+    """Another user's directory, a link to one, a file, another program's directory."""
+    target = tmp_path.parent / f"{tmp_path.name}-target"
+    (target / "inner").mkdir(parents=True)
+    (memory / f"{PREFIX}link").symlink_to(target)
+    (memory / f"{PREFIX}file").write_text("x")
+    (memory / "stoker-42-abc").mkdir()
+    remove_leftovers()
+    assert (target / "inner").exists()
+    assert len(list(memory.iterdir())) == 3
+    (memory / f"{PREFIX}theirs").mkdir()
+    monkeypatch.setattr(staging.os, "getuid", lambda: 4242)
+    remove_leftovers()
+    assert (memory / f"{PREFIX}theirs").exists()
+
+
+def test_a_directory_that_was_taken_for_a_leftover_is_made_again(memory, monkeypatch):
+    """Between its making and its lock it looks like one."""
+    real, removals = staging.fcntl.flock, []
+
+    def lock_late(descriptor, operation):
+        if not removals:
+            removals.append(1)
+            monkeypatch.setattr(staging.fcntl, "flock", real)
+            remove_leftovers()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(staging.fcntl, "flock", lock_late)
+    own = Staging("run-1", 0)
+    directory = own.open()
+    assert removals
+    assert directory.exists()
+    remove_leftovers()
+    assert directory.exists(), "locked now"
+    own.close()
+
+
+def test_a_node_that_takes_no_files_in_memory_has_no_room(monkeypatch):
+    monkeypatch.setattr(staging, "MEMORY", Path("/no/such/place"))
+    assert staging.free_bytes() == 0
+    remove_leftovers()
+
+
+def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):
+    monkeypatch.setattr(staging, "memory_room_bytes", lambda: 17)
+    assert staging.free_bytes() == 17
