@@ -27,7 +27,14 @@ from utils.config.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
-CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+REPOSITORY = Path(__file__).resolve().parents[2]
+# The converter unpickles, so it runs under the same guard as this process.
+CONVERTER = """
+from utils.training.safe_loading import guard_loading
+guard_loading("zero")
+from deepspeed.checkpoint import ds_to_universal
+ds_to_universal.main(ds_to_universal.parse_arguments())
+"""
 SCRATCH = "resharded."  # before the checkpoint's name, so that nothing takes it for one
 # The converter's processes: each holds a rank's whole file in memory (merging: a parameter's).
 EXTRACTING, MERGING = 4, 8
@@ -60,8 +67,9 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
     in, which is then counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
-    groups = torch.load(state, map_location="cpu", weights_only=True)["optimizer_state_dict"]
-    for group, saved in zip(optimizer.param_groups, groups["param_groups"], strict=True):
+    loaded = torch.load(state, map_location="cpu", weights_only=True)
+    groups = loaded["optimizer_state_dict"]["param_groups"]
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
     for values in optimizer.state.values():
         if isinstance(values["step"], torch.Tensor):
@@ -85,15 +93,16 @@ def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> No
     for name in SHARED_FILES:
         shutil.copy(checkpoint / name, scratch / name)
     command = [
-        sys.executable, "-m", CONVERTER,
-        "--input_folder", str(steps),
-        "--output_folder", str(scratch / steps.name),
+        sys.executable, "-c", CONVERTER,
+        "--input_folder", str(steps.resolve()),
+        "--output_folder", str(scratch.resolve() / steps.name),
         "--num_extract_workers", str(min(EXTRACTING, ranks)),
         "--num_merge_workers", str(min(MERGING, os.cpu_count() or 1)),
         "--inject_missing_state",
     ]  # fmt: skip
     done = subprocess.run(
         command,
+        cwd=REPOSITORY,
         env={name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
