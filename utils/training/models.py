@@ -8,13 +8,11 @@ import torch
 import yaml
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from utils.cluster.decisions import on_every_rank
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -23,6 +21,7 @@ from utils.kernels.attention import AttentionChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.training.run_data import tokenizer_directory
 from utils.training.stages import find_stage, own_checkpoint, stage_of
+from utils.training.strict_loading import load_strictly
 
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
@@ -135,9 +134,8 @@ def load_model(
     """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
     A run that has a checkpoint of its own takes nothing from --init_from (but what lies under
-    LoRA's adapters): Trainer loads it over the random weights. Raises ConfigurationError with every
-    tensor that the directory lacks, has in excess or in another shape: transformers would put
-    random weights there, or drop it, and only warn. Collective over ranks.
+    LoRA's adapters): Trainer loads it over the random weights. Collective over ranks; raises
+    ConfigurationError for weights that do not fit.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
@@ -148,20 +146,14 @@ def load_model(
         built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
         return built.to(dtype)
-    loading: Any = AutoModelForCausalLM.from_pretrained(
+    return load_strictly(
         weights,
+        exact=model.init_from is not None,
         revision=model.model_revision,
         config=config,
         dtype=dtype,
         attn_implementation=attention.name,
-        ignore_mismatched_sizes=True,  # they are refused below, all of them
-        output_loading_info=True,
-        trust_remote_code=False,
     )
-    loaded, info = loading
-    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
-    on_every_rank(lambda: _refuse_unfit(weights, info, strict=model.init_from is not None))
-    return loaded
 
 
 def _weights_directory(settings: RunSettings, resume_from: str | None) -> str | None:
@@ -233,22 +225,6 @@ def _refuse_unknown_settings(path: Path, settings: dict, config: PreTrainedConfi
             f"--model_config {path}: {config.model_type} has no setting {', '.join(unknown)}. "
             f"It knows: {', '.join(sorted(set(type(config)().to_dict())))}."
         )
-
-
-def _refuse_unfit(path: str, info: Mapping[str, Any], *, strict: bool) -> None:
-    """Refuse weights that lack a tensor or have one in another shape; `strict`: or in excess."""
-    problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
-    problems += [
-        f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
-        for name, found, needed in sorted(info["mismatched_keys"])
-    ]
-    if strict:
-        problems += [
-            f"tensor {name} in {path} has no place in the model."
-            for name in sorted(info["unexpected_keys"])
-        ]
-    if problems:
-        raise ConfigurationError(problems)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,238 @@
+"""Stages: each starts from just the weights that the one before ended with, and says so."""
+
+import hashlib
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from launching import run_two_processes
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import parse_fine_tuning, parse_pretraining
+from utils.data.order import SampleOrder
+from utils.data.tokenizers import load_tokenizer
+from utils.training.run_data import load_run_data
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LONGER = {"max_position_embeddings": 256, "rope_parameters": ROPE}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture
+def first(stages, pretraining):
+    """A finished first stage with a checkpoint at its steps 3 and 6; its attention is not flat."""
+    run = stages / "first"
+    if not run.exists():
+        sharp = tiny.make_model_config(stages / "first.json", initializer_range=0.2)
+        pretrain.main(pretraining(run, model_config=sharp))
+    return run
+
+
+def without(argv: list[str], name: str) -> list[str]:
+    place = argv.index(f"--{name}")
+    return argv[:place] + argv[place + 2 :]
+
+
+@pytest.fixture
+def next_stage(pretraining):
+    """Command line of a pretraining run that starts from an earlier stage."""
+
+    def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
+        argv = pretraining(run, init_from=init_from, **changes)
+        return argv if "model_config" in changes else without(argv, "model_config")
+
+    return argv
+
+
+def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) -> float:
+    """The loss of a run's first step by plain forward passes, each document alone."""
+    settings = parse(argv, "")
+    tokenizer = load_tokenizer(str(model_dir))
+    data = load_run_data(settings, tokenizer, fine_tuning=parse is parse_fine_tuning)
+    order = SampleOrder(data.train.rows_per_source, settings.training.seed, data.weights)
+    batch = data.train.__getitems__(order.global_rows(np.arange(settings.run.global_batch_size)))
+    values = json.loads((model_dir / "config.json").read_text()) | config
+    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")
+    model.load_state_dict(load_file(model_dir / "model.safetensors"))
+    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    ends = batch["cu_seq_lens_q"].unique().tolist()
+    total, count = 0.0, 0
+    for start, stop in itertools.pairwise(ends):
+        wanted = labels[start + 1 : stop]
+        if wanted.ne(-100).any():
+            with torch.no_grad():
+                logits = model(ids[None, start:stop]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
+            count += int(wanted.ne(-100).sum())
+    return total / count
+
+
+def test_a_chain_of_three_stages(first, stages, next_stage, fine_tuning, workspace):
+    """Short pretraining, pretraining on longer sequences with other rope settings, fine-tuning."""
+    longer = tiny.make_model_config(stages / "longer.json", **LONGER)
+    second, third = stages / "second", stages / "third"
+    argv = next_stage(second, first, model_config=longer, sequence_length=128)
+    argv = without(argv, "tokenizer_name_or_path")  # the stage brings it along
+    pretrain.main(argv)
+    expected = independent_loss(first / "final", argv, parse_pretraining, **LONGER)
+    assert tiny.losses(second)[0] == pytest.approx(expected, rel=1e-5)
+    unchanged = independent_loss(first / "final", argv, parse_pretraining)
+    assert expected != pytest.approx(unchanged, rel=1e-4), "the rope settings change nothing"
+
+    argv = without(fine_tuning(third, init_from=second), "model_name_or_path")
+    sft_train.main(argv)
+    expected = independent_loss(second / "final", argv, parse_fine_tuning)
+    assert tiny.losses(third)[0] == pytest.approx(expected, rel=1e-5)
+    config = AutoConfig.from_pretrained(third / "final")
+    assert config.max_position_embeddings == 256
+    assert config.rope_parameters["factor"] == 2.0
+    assert AutoTokenizer.from_pretrained(third / "final").get_vocab()["<eos>"] == 0
+
+    origin = tiny.starts(second)[0]["weights_from"]
+    weights = (first / "final" / "model.safetensors").read_bytes()
+    assert origin == {
+        "path": str(first / "final"),
+        "run_id": run_id(first),
+        "sha256": {"model.safetensors": hashlib.sha256(weights).hexdigest()},
+    }
+
+
+def run_id(run: Path) -> str:
+    return json.loads((run / "provenance.json").read_text())["run_id"]
+
+
+def optimizer_state(checkpoint: Path) -> dict:
+    return torch.load(checkpoint / "optimizer.pt", weights_only=True)
+
+
+def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path, capsys):
+    run, fresh = tmp_path / "run", tmp_path / "fresh"
+    once = {"max_steps": 1, "save_steps": 1, "learning_rate": 3e-3}
+    pretrain.main(next_stage(run, first / "checkpoint-3", init_optimizer="true", **once))
+    assert f"from {first}/checkpoint-3, step 3 of run {run_id(first)}" in capsys.readouterr().out
+    pretrain.main(next_stage(fresh, first / "checkpoint-3", **once))
+    after, anew = (optimizer_state(each / "checkpoint-1") for each in (run, fresh))
+    assert {float(state["step"]) for state in after["state"].values()} == {4.0}
+    assert {float(state["step"]) for state in anew["state"].values()} == {1.0}
+    assert after["param_groups"][0]["initial_lr"] == 3e-3
+    # Adam's moments are the earlier ones and this step's gradient, the same in both runs.
+    before = optimizer_state(first / "checkpoint-3")
+    for index, state in after["state"].items():
+        earlier = before["state"][index]["exp_avg"]
+        torch.testing.assert_close(
+            state["exp_avg"], 0.9 * earlier + anew["state"][index]["exp_avg"]
+        )
+    assert tiny.losses(run) == tiny.losses(fresh)
+    origin = tiny.starts(run)[0]["weights_from"]
+    assert (origin["run_id"], origin["step"]) == (run_id(first), 3)
+
+
+def test_a_stage_is_not_needed_once_the_run_has_a_checkpoint(first, next_stage, tmp_path, capsys):
+    gone = tmp_path / "gone"
+    shutil.copytree(first, gone)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    pretrain.main(next_stage(whole, first))
+    pretrain.main(next_stage(run, gone))
+    shutil.rmtree(run / "checkpoint-6")
+    shutil.rmtree(run / "final")
+    shutil.rmtree(gone)
+    capsys.readouterr()
+    pretrain.main(next_stage(run, gone))
+    shown = capsys.readouterr().out
+    assert f"init_from {gone} is ignored: the run has {run}/checkpoint-3 of its own" in shown
+    assert "changed since" not in shown
+    for name in ("checkpoint-6", "final"):
+        weights = [(each / name / "model.safetensors").read_bytes() for each in (whole, run)]
+        assert weights[0] == weights[1]
+
+
+def misfit(first: Path, directory: Path) -> Path:
+    """The first stage's model with a tensor missing, one in excess and one in another shape."""
+    shutil.copytree(first / "final", directory)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    weights["model.norm.weight"] = torch.zeros(31)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+MISFITS = (
+    "tensor model.layers.1.mlp.up_proj.weight is missing in {0}.",
+    "tensor model.norm.weight in {0} has shape (31,), the model needs (32,).",
+    "tensor model.layers.9.mlp.up_proj.weight in {0} has no place in the model.",
+)
+
+
+def test_weights_that_do_not_fit_are_named_all_at_once(first, next_stage, tmp_path):
+    directory = misfit(first, tmp_path / "misfit")
+    with pytest.raises(ConfigurationError) as caught:
+        pretrain.main(next_stage(tmp_path / "run", directory))
+    assert caught.value.problems == [text.format(directory) for text in MISFITS]
+
+
+def test_tied_weights_are_not_missing(pretraining, next_stage, tmp_path):
+    tied = tiny.make_model_config(tmp_path / "tied.json", tie_word_embeddings=True)
+    run, after = tmp_path / "run", tmp_path / "after"
+    pretrain.main(pretraining(run, model_config=tied, max_steps=1))
+    argv = next_stage(after, run, max_steps=1)
+    pretrain.main(argv)
+    assert "lm_head.weight" not in load_file(run / "final" / "model.safetensors")
+
+
+def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
+    first, fine_tuning, next_stage, tmp_path
+):
+    run = tmp_path / "lora"
+    argv = fine_tuning(run, init_from=first, use_peft="true", max_steps=3)
+    sft_train.main(without(argv, "model_name_or_path"))
+    for directory in (run / "checkpoint-3", run / "adapter"):
+        with pytest.raises(ConfigurationError, match=r"LoRA adapter .* final/ of the run holds"):
+            pretrain.main(next_stage(tmp_path / "after", directory))
+    argv = next_stage(tmp_path / "after", run, max_steps=1)
+    pretrain.main(argv)
+    expected = independent_loss(run / "final", argv, parse_pretraining)
+    assert tiny.losses(tmp_path / "after")[0] == pytest.approx(expected, rel=1e-5)
+    # The weights under the adapters still come from the stage.
+    shutil.rmtree(run / "final")
+    again = fine_tuning(run, init_from=first, use_peft="true", max_steps=4)
+    sft_train.main(without(again, "model_name_or_path"))
+    assert tiny.starts(run)[1]["weights_from"] == tiny.starts(run)[0]["weights_from"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, tmp_path):
+    run = tmp_path / "run"
+    argv = next_stage(run, first, max_steps=1, save_strategy="no")
+    argv = without(argv, "save_steps")
+    done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
+    assert done.returncode == 0, done.stdout[-4000:]
+    expected = independent_loss(first / "final", argv, parse_pretraining)
+    assert tiny.losses(run)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next_stage, tmp_path):
+    directory = misfit(first, tmp_path / "misfit")
+    argv = next_stage(tmp_path / "run", directory, max_steps=1)
+    done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
+    for text in MISFITS:
+        assert done.stdout.count(text.format(directory)) == 1, done.stdout[-4000:]
+    assert "configuration error (3 problems)" in done.stdout
