@@ -1,0 +1,286 @@
+"""Starts in forked children, their calls of the kernel recorded, and one of them killed or failed.
+
+strace stops a process at the entry of its n-th call of a kind and kills it there, or lets the call
+fail. A recording says which calls change something below a directory. Only the main thread is
+looked at: killed_child.py lets it do all of the writing, and `other_threads_change` proves that.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import killed_child
+from launching import free_port
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
+START_LIMIT_S = 120
+
+# All calls that change files, or bring them to stable storage.
+CALLS = (
+    "write,writev,pwrite64,pwritev,pwritev2,fsync,fdatasync,sync,syncfs,sync_file_range,msync,"
+    "rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat,open,openat,creat,link,linkat,"
+    "symlink,symlinkat,truncate,ftruncate,fallocate,copy_file_range,sendfile,splice,chmod,fchmod,"
+    "fchmodat,utimensat,setxattr,fsetxattr"
+)
+RECORDING = ("-e", f"trace={CALLS}")
+# What differs from start to start in the names of files that are there for a moment.
+_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.)\d+(?=\.tmp)|(?<=preflight-)[\w-]+")
+_LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that changes something below a directory.
+
+    `file` is where, relative to it; `occurrence` counts the calls of this name there. `number`
+    counts all calls of this name, for files whose names nobody knows beforehand.
+    """
+
+    name: str
+    file: str
+    occurrence: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.file or '.'} #{self.occurrence}"
+
+    def selected(self, directory: Path) -> tuple[str, ...]:
+        """The flags of strace that select this call's file, if it has a name of its own."""
+        return () if "*" in self.file else ("-P", str(directory / self.file))
+
+    def when(self) -> int:
+        return self.number if "*" in self.file else self.occurrence
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start ended: a negative exit code is a signal."""
+
+    exit_code: int
+    output: str
+    trace: str = ""
+
+
+class Starts:
+    """Starts programs of killed_child.py; what they print goes to `scratch` for a moment."""
+
+    def __init__(self, scratch: Path):
+        self.scratch = scratch
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["killed_child"])
+        self.count = 0
+        # The server does not get its parent's sys.path before it imports (Python 3.11).
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, FOLDERS))
+
+    def run(self, program: str, argv: Sequence[str], **options: Any) -> Ending:
+        """Run a program to its end; `strace` among the options are flags to trace it with."""
+        with self.running(program, argv, **options) as child:
+            pass
+        return child.ending
+
+    @contextlib.contextmanager
+    def running(
+        self, program: str, argv: Sequence[str], strace: Sequence[str] | None = None, **options: Any
+    ) -> Iterator["Child"]:
+        """Run a program until the block ends and the program too."""
+        self.count += 1
+        child = Child(
+            self.context, self.scratch / f"{program}-{self.count}", program, argv, options
+        )
+        with child.traced(strace):
+            child.go()
+            yield child
+            child.wait()
+
+    @contextlib.contextmanager
+    def ranks(
+        self, argv: Sequence[str], strace: Mapping[int, Sequence[str]] | None = None, **options: Any
+    ) -> Iterator[list["Child"]]:
+        """Run pretrain.py in two ranks until the block ends and both; `strace` is by rank.
+
+        A rank whose peer is gone ends by itself: nobody kills it here.
+        """
+        port = free_port()
+        with contextlib.ExitStack() as stack:
+            children = []
+            for rank in range(2):
+                env = environment(rank, 2, port)
+                flags = (strace or {}).get(rank)
+                running = self.running("stoker", argv, strace=flags, env=env, **options)
+                children.append(stack.enter_context(running))
+            yield children
+
+
+class Child:
+    """One start."""
+
+    def __init__(self, context: Any, files: Path, program: str, argv: Sequence[str], options: dict):
+        self.output, self.trace = files.with_suffix(".out"), files.with_suffix(".trace")
+        theirs, self.signal = context.Pipe(duplex=False)
+        arguments = (theirs, str(self.output), program, list(argv), options)
+        self.process = context.Process(target=killed_child.child, args=arguments)
+        self.process.start()
+        theirs.close()
+        self.ending = Ending(0, "")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def go(self) -> None:
+        self.signal.send("go")
+
+    def wait(self) -> None:
+        self.process.join(START_LIMIT_S)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"it does not end: {self.output.read_text()}")
+
+    @contextlib.contextmanager
+    def traced(self, flags: Sequence[str] | None) -> Iterator[None]:
+        """Trace the main thread (with -f among the flags all) before it begins."""
+        written = ""
+        if flags is None:
+            yield
+        else:
+            command = ["strace", "-y", "-s", "0", "-o", str(self.trace), *flags]
+            command += ["-p", str(self.pid)]
+            tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            line = tracer.stderr.readline()
+            assert "attached" in line, line + tracer.stderr.read()
+            yield
+            tracer.communicate(timeout=START_LIMIT_S)
+            written = self.trace.read_text(errors="replace")
+            self.trace.unlink()
+        output = self.output.read_text(errors="replace")
+        self.output.unlink()
+        self.ending = Ending(self.process.exitcode, output, written)
+        self.process.close()
+
+
+def killing(call: Call, directory: Path) -> list[str]:
+    """Kill the process where it enters this call."""
+    return _injecting(call, directory, "signal=KILL")
+
+
+def failing(call: Call, directory: Path, error: str) -> list[str]:
+    """Let this call fail."""
+    return _injecting(call, directory, f"error={error}")
+
+
+def _injecting(call: Call, directory: Path, what: str) -> list[str]:
+    inject = f"inject={call.name}:{what}:when={call.when()}"
+    return ["-e", f"trace={call.name}", *call.selected(directory), "-e", inject]
+
+
+def changes_below(directory: Path, trace: str) -> list[Call]:
+    """The calls of a recording that changed something below a directory, in their order."""
+    numbers: dict[str, int] = {}
+    occurrences: dict[tuple[str, str], int] = {}
+    found = []
+    for name, arguments in _calls(trace):
+        numbers[name] = numbers.get(name, 0) + 1
+        file = _file(arguments, directory)
+        if file is None:
+            continue
+        # Every call counts, as it does for strace; those that change nothing are left out.
+        occurrences[name, file] = occurrences.get((name, file), 0) + 1
+        if _changes(name, arguments):
+            found.append(Call(name, file, occurrences[name, file], numbers[name]))
+    return found
+
+
+def hit(call: Call, directory: Path, trace: str) -> bool:
+    """Whether the process entered this very call last."""
+    made = list(_calls(trace))
+    if not made:
+        return False
+    name, arguments = made[-1]
+    return (name, _file(arguments, directory)) == (call.name, call.file)
+
+
+def other_threads_change(directory: Path, trace: str) -> list[str]:
+    """The lines of a recording of all threads in which another than the main one changes files."""
+    lines = [line for line in trace.splitlines() if _LINE.match(line)]
+    main = lines[0].split()[0]
+    return [
+        line
+        for line in lines
+        if line.split()[0] != main
+        and str(directory) in line
+        and _changes(*_LINE.match(line).groups()[1:])
+    ]
+
+
+def _calls(trace: str) -> Iterator[tuple[str, str]]:
+    for line in trace.splitlines():
+        match = _LINE.match(line)
+        if match:
+            yield match[2], match[3]
+
+
+def _changes(name: str, arguments: str) -> bool:
+    if re.search(r"\) += -1 E", arguments) and "INJECTED" not in arguments:
+        return False
+    opens = name.startswith("open")
+    return not opens or "O_CREAT" in arguments or "O_TRUNC" in arguments
+
+
+def _file(arguments: str, directory: Path) -> str | None:
+    """The file below a directory that a call is about, as -P sees it: by descriptor or by name."""
+    found = re.search(re.escape(str(directory)) + r"(?:/([^\">]*))?[\">]", arguments)
+    return _CHANGING.sub("*", found[1] or "") if found else None
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call with the places in a recording of all threads at which it began and ended."""
+
+    name: str
+    arguments: str
+    began: int
+    ended: int
+
+
+def events(trace: str) -> list[Event]:
+    """The calls of a recording of all threads that succeeded, in the order of their ends."""
+    begun: dict[str, tuple[str, str, int]] = {}
+    found = []
+    for place, line in enumerate(trace.splitlines()):
+        thread, _, rest = line.partition(" ")
+        rest = rest.strip()
+        resumed = re.match(r"<\.\.\. (\w+) resumed>(.*)", rest)
+        if resumed:
+            name, arguments, began = begun.pop(thread, (resumed[1], "", place))
+            arguments += resumed[2]
+        else:
+            match = _LINE.match(line)
+            if match is None:
+                continue
+            name, arguments, began = match[2], match[3], place
+            if "<unfinished ...>" in arguments:
+                begun[thread] = (name, arguments, began)
+                continue
+        if not re.search(r"= -1 E", arguments):
+            found.append(Event(name, arguments, began, place))
+    return found
+
+
+def environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
+    """What a launcher sets for a rank on this machine, for a start on the CPU."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }

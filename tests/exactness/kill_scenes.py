@@ -1,0 +1,129 @@
+"""The starts that are killed, what must be left of them, and what a next start makes of it."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny
+from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing, hit, killing
+
+from utils.checkpoints.directory import numbered_checkpoints
+from utils.checkpoints.discovery import checkpoint_problems
+
+STEPS, SAVE_STEPS, KEPT = 6, 2, 2
+LAST = f"checkpoint-{STEPS}"
+# Of the last checkpoint; its trainer_state.json and manifest.json hold times.
+EXACT = ("model.safetensors", "optimizer.pt", "scheduler.pt")
+# A call that strace could not select by its file's name may be missed by a few.
+ATTEMPTS = 4
+
+
+@dataclass
+class Scene:
+    """A start to be disturbed: from `prepared` (None: from nothing) to the end of `whole`.
+
+    `argv` makes the command line of a run directory. `first_only`: only the calls before the first
+    checkpoint is begun. Of two ranks one is disturbed.
+    """
+
+    starts: Starts
+    program: str
+    argv: Callable[[Path], list[str]]
+    prepared: Path | None
+    whole: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    first_only: bool = False
+    rank: int | None = None  # of two, the one that is disturbed; None: there is one
+
+    def fresh(self, directory: Path) -> Path:
+        """The run directory as the start finds it."""
+        shutil.rmtree(directory, ignore_errors=True)
+        if self.prepared is not None:
+            shutil.copytree(self.prepared, directory)
+        return directory
+
+    def start(self, directory: Path, strace: Iterable[str] | None = None) -> Ending:
+        flags = None if strace is None else list(strace)
+        argv = self.argv(directory)
+        if self.rank is None:
+            return self.starts.run(self.program, argv, strace=flags, **self.options)
+        with self.starts.ranks(argv, {self.rank: flags} if flags else {}, **self.options) as ranks:
+            pass
+        disturbed = ranks[self.rank].ending
+        if not flags:  # the log is rank 0's
+            return Ending(max(rank.ending.exit_code for rank in ranks), ranks[0].ending.output)
+        return disturbed
+
+    def record(self, directory: Path) -> list[Call]:
+        """All calls of the undisturbed start that change something in the run directory."""
+        ending = self.start(self.fresh(directory), RECORDING)
+        assert ending.exit_code == 0, ending.output
+        calls = changes_below(directory, ending.trace)
+        if self.first_only:
+            first = next(
+                place for place, call in enumerate(calls) if call.file.startswith("checkpoint-")
+            )
+            calls = calls[: first + 1]
+        return calls
+
+    def killed_at(self, call: Call, directory: Path) -> Ending:
+        """Kill the start where it enters a call; what it left is in the directory."""
+        for _ in range(ATTEMPTS):
+            ending = self.start(self.fresh(directory), killing(call, directory))
+            if ending.exit_code == -9 and hit(call, directory, ending.trace):
+                return ending
+        raise AssertionError(f"{call} was missed: {ending}")
+
+    def failed_at(self, call: Call, directory: Path, error: str) -> Ending:
+        """Let a call of the start fail."""
+        for _ in range(ATTEMPTS):
+            ending = self.start(self.fresh(directory), failing(call, directory, error))
+            if "(INJECTED)" in ending.trace and "*" not in call.file:
+                return ending
+            injected = [line for line in ending.trace.splitlines() if "(INJECTED)" in line]
+            if injected and hit(call, directory, injected[-1]):
+                return ending
+        raise AssertionError(f"{call} was missed: {ending}")
+
+    def outcome(self, directory: Path) -> str:
+        """Start the same command again: 'same', 'refused', or 'different' than the whole run."""
+        self.next_ending = self.start(directory)
+        if self.next_ending.exit_code != 0:
+            return "refused"
+        return "different" if self.differences(directory) else "same"
+
+    def differences(self, directory: Path) -> list[str]:
+        """In which files the end of a run differs from the undisturbed one's."""
+        files = [f"{LAST}/{name}" for name in EXACT] + ["final/model.safetensors"]
+        found = [name for name in files if digest(directory / name) != digest(self.whole / name)]
+        if self.program == "stoker" and tiny.losses(directory) != tiny.losses(self.whole):
+            found.append("metrics.jsonl")
+        return found
+
+
+def digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def committed(directory: Path) -> list[int]:
+    """The steps whose checkpoints are committed and whole, by reading all of them."""
+    try:
+        provenance = json.loads((directory / "provenance.json").read_text())
+    except FileNotFoundError:
+        return []
+    return sorted(
+        step
+        for step, path in numbered_checkpoints(directory)
+        if not checkpoint_problems(path, step, provenance["run_id"])
+    )
+
+
+def sample(calls: list[Call], count: int) -> list[Call]:
+    """Calls spread over all of them, the first and the last among them."""
+    if len(calls) <= count:
+        return calls
+    return [calls[round(place * (len(calls) - 1) / (count - 1))] for place in range(count)]

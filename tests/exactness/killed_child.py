@@ -1,0 +1,127 @@
+"""One start of a script in a process of a fork server, which has imported everything already.
+
+What a test needs to count calls of the kernel exactly is changed here: storage is probed and files
+are hashed in the main thread, and the lock's heartbeat is slow. It changes no content of any file.
+"""
+
+import atexit
+import concurrent.futures
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+import trl  # noqa: F401 - imported once, for all children
+
+import pretrain
+import utils.checkpoints.files
+import utils.training.models
+import utils.training.plan
+import utils.training.preflight
+import utils.training.reporting
+import utils.training.run_data
+import utils.training.startup
+import utils.training.trainers
+from utils.callbacks.stop import StopWatch
+from utils.cluster import run_lock
+from utils.cluster.script import run_script
+
+torch.set_num_threads(1)
+
+
+class InOneThread(concurrent.futures.Executor):
+    """Does the work where it is submitted."""
+
+    def __init__(self, *_args):
+        pass
+
+    def submit(self, function, /, *args, **kwargs):
+        done = concurrent.futures.Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
+    """Wait for `go`, then run a program to its end and leave with its exit code."""
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ.update(options.get("env", {}))
+    go.recv()
+    code = 1
+    try:
+        code = PROGRAMS[program](argv, options)
+    except BaseException:
+        traceback.print_exc()
+    # As the interpreter ends; a child of multiprocessing leaves this out.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def stoker(argv: list[str], options: dict) -> int:
+    """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins."""
+    run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
+    utils.training.preflight.call_within = lambda _limit_s, action: action()
+    if options.get("one_thread", True):
+        utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
+    begin = StopWatch.on_step_begin
+
+    def disturbed(watch, args, state, control, **kwargs):
+        time.sleep(options.get("step_delay_s", 0))
+        if state.global_step == options.get("die_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin(watch, args, state, control, **kwargs)
+
+    StopWatch.on_step_begin = disturbed
+    return run_script(lambda: pretrain.main(argv))
+
+
+class _NumberedRows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = (torch.arange(64) * 3 + index) % 126 + 2
+        return {"input_ids": ids, "labels": ids}
+
+
+def stock(argv: list[str], options: dict) -> int:
+    """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    model_config, output_dir = argv
+    transformers.set_seed(0)
+    config = transformers.AutoConfig.from_pretrained(model_config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    args = transformers.TrainingArguments(
+        output_dir=output_dir, max_steps=options["max_steps"], save_steps=options["save_steps"],
+        save_total_limit=2, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
+        learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    class Die(transformers.TrainerCallback):
+        def on_step_begin(self, _args, state, _control, **_kwargs):
+            if state.global_step == options.get("die_at"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=_NumberedRows(), callbacks=[Die()]
+    )
+    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+    trainer.save_model(str(Path(output_dir) / "final"))
+    return 0
+
+
+PROGRAMS = {"stoker": stoker, "stock": stock}

@@ -1,0 +1,93 @@
+"""Two jobs on one run directory: the second is refused by name, and neither harms the run."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from kernel_calls import Child, Starts
+
+from utils.cluster.lock_owner import Owner
+from utils.config.errors import ExitCode
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def starts(tmp_path):
+    return Starts(tmp_path)
+
+
+def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path):
+    """Into a directory that is not there yet, and again where both find a killed run."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with two_at_once(starts, pretraining(run)) as trains:
+        wait_for(run / "checkpoint-3" / "manifest.json")
+        os.kill(trains.pid, signal.SIGKILL)
+    with two_at_once(starts, pretraining(run)) as trains:
+        pass
+    assert trains.ending.exit_code == ExitCode.DONE, trains.ending.output
+    assert f"{run}: its last owner is gone (process" in trains.ending.output
+    assert f"resuming from {run}/checkpoint-3" in trains.ending.output
+    assert starts.run("stoker", pretraining(whole)).exit_code == ExitCode.DONE
+    assert tiny.losses(run) == tiny.losses(whole)
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    assert len(tiny.starts(run)) == 2, "refused starts are none"
+
+
+@contextlib.contextmanager
+def two_at_once(starts: Starts, argv: list[str]):
+    """The start that trains, once the other one was refused because of it."""
+    run = argv[argv.index("--output_dir") + 1]
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(starts.running("stoker", argv, step_delay_s=1.5)) for _ in "ab"]
+        refused = first_to_end(both)
+        (trains,) = (child for child in both if child is not refused)
+        said = refused.output.read_text()
+        assert f"{run} is in use by process {trains.pid} on " in said
+        assert "Traceback" not in said
+        assert trains.process.is_alive()
+        yield trains
+    assert refused.ending.exit_code == ExitCode.REFUSED
+
+
+def first_to_end(children: list[Child]) -> Child:
+    give_up_at = time.monotonic() + 120
+    while time.monotonic() < give_up_at:
+        for child in children:
+            if not child.process.is_alive():
+                return child
+        time.sleep(0.05)
+    raise AssertionError("neither ends")
+
+
+def wait_for(path: Path) -> None:
+    give_up_at = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < give_up_at, f"{path} does not come"
+        time.sleep(0.02)
+
+
+def test_a_run_that_lost_its_directory_writes_no_checkpoint(starts, pretraining, tmp_path):
+    """Suspended for so long that another job took over: it ends when it goes on."""
+    run = tmp_path / "run"
+    lock = run / ".lock" / "owner-1"
+    with starts.running("stoker", pretraining(run), step_delay_s=1) as child:
+        wait_for(run / "metrics.jsonl")
+        os.kill(child.pid, signal.SIGSTOP)
+        owner = Owner.from_json(lock.read_bytes()).as_dict()
+        content = {"owner": owner | {"token": "n", "host": "n9", "pid": 4711}, "beat": 0}
+        (run / ".lock" / "owner-2").write_text(json.dumps(content | {"left": False}))
+        lock.unlink()
+        os.kill(child.pid, signal.SIGCONT)
+    assert child.ending.exit_code == ExitCode.REFUSED, child.ending.output
+    assert f"{run} was taken over by process 4711 on n9" in child.ending.output
+    assert not list(run.glob("checkpoint-*/manifest.json"))
+    assert not (run / "final").exists()
+    assert [path.name for path in (run / ".lock").iterdir()] == ["owner-2"]
+    assert json.loads((run / ".lock" / "owner-2").read_text())["left"] is False
