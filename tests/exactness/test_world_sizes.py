@@ -1,0 +1,178 @@
+"""One run on 1, 2 and 4 ranks in any order: the same samples in the same global batches.
+
+Which rows each rank trains on is written down where the model gets them, in the ranks of real
+launches. Losses agree to rounding: sums over ranks are added up in another order.
+"""
+
+import itertools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from launching import ROOT, STRATEGIES, run_processes
+from resumed_runs import CONFIGS, STEPS, Case, add_models, largest_difference
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+GLOBAL_BATCH_SIZE = 8
+SETTINGS = {"global_batch_size": GLOBAL_BATCH_SIZE, "per_device_train_batch_size": 1}
+CUTS = (3, 5)  # where the first and the second number of ranks end
+# Losses of about 4 in float32: a few units in the last place.
+ROUNDING = 1e-5
+SAMPLE = {"zero3": [(2, 1)], "ddp": [(1, 2)]}
+EVERY_ORDER = list(itertools.permutations((1, 2, 4)))
+FIGURES = "world_sizes"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run by the numbers of ranks that it has had, the last one now."""
+
+    ranks: tuple[int, ...]
+    directory: Path
+    dropout: float = 0.0
+    repetition: str = ""
+
+    @property
+    def run(self) -> Path:
+        name = "-".join(map(str, self.ranks))
+        return self.directory / f"dropout_{self.dropout}" / f"run-{name}{self.repetition}"
+
+    @property
+    def cut(self) -> list | None:
+        if len(self.ranks) == 1:
+            return None
+        before = Start(self.ranks[:-1], self.directory, self.dropout)
+        return [str(before.run), CUTS[len(self.ranks) - 2]]
+
+    def outcome(self) -> dict:
+        return json.loads(self.run.with_name(f"{self.run.name}.json").read_text())
+
+    def micro_batches(self) -> dict[int, list[list[list[int]]]]:
+        """Row numbers by step, rank and micro-batch."""
+        by_rank = [
+            json.loads(self.run.with_name(f"{self.run.name}.{rank}.json").read_text())
+            for rank in range(self.ranks[-1])
+        ]
+        return {int(step): [own[step] for own in by_rank] for step in by_rank[0]}
+
+    def global_batches(self) -> dict[int, list[int]]:
+        """Row numbers by step, in the order of samples: by micro-batch, then by rank."""
+        return {
+            step: [
+                row
+                for micro_step in zip(*by_rank, strict=True)
+                for rows in micro_step
+                for row in rows
+            ]
+            for step, by_rank in self.micro_batches().items()
+        }
+
+
+def launch(strategy: str, ranks: int, starts: list[Start], workspace: Path, root: Path) -> str:
+    """Do these starts one after the other in one launch of so many ranks; return its output."""
+    plan = root / "plan.json"
+    starts = sorted(starts, key=lambda start: start.dropout)
+    items = [
+        {
+            "case": asdict(Case(strategy, "pretrain", start.dropout, 1, 0)),
+            "changes": SETTINGS,
+            "run": str(start.run),
+            "cut": start.cut,
+        }
+        for start in starts
+    ]
+    plan.write_text(json.dumps({"workspace": str(workspace), "starts": items}))
+    done = run_processes(
+        CONFIGS[strategy],
+        HERE / "record_samples.py",
+        [str(plan)],
+        processes=ranks,
+        env={"PYTHONPATH": ":".join(map(str, [STRATEGIES, ROOT, ROOT / "tests" / "integration"]))},
+        timeout_s=1800,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def pytest_generate_tests(metafunc):
+    if "orders" in metafunc.fixturenames:
+        names = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+        everything = [(name, EVERY_ORDER) for name in names]
+        exhaustive = metafunc.config.getoption("--exhaustive")
+        chosen = everything if exhaustive else list(SAMPLE.items())
+        metafunc.parametrize(("strategy", "orders"), chosen, ids=[name for name, _ in chosen])
+
+
+def test_any_order_of_world_sizes_is_one_run(
+    strategy, orders, workspace, base_model, tmp_path, figures
+):
+    add_models(workspace, base_model)
+    starts = [
+        Start(ranks, tmp_path)
+        for length in range(1, len(orders[0]) + 1)
+        for ranks in dict.fromkeys(order[:length] for order in orders)
+    ]
+    # Twice from one checkpoint, with random numbers that a rank of the start before never drew.
+    first, second = orders[0][:2]
+    repeated = [Start((first, second), tmp_path, 0.1, name) for name in ("a", "b")]
+    told = []
+    for length in range(1, len(orders[0]) + 1):
+        for ranks in dict.fromkeys(order[length - 1] for order in orders):
+            now = [start for start in starts if len(start.ranks) == length]
+            if length == 1:
+                now.append(Start((first,), tmp_path, 0.1))
+            if length == 2:
+                now += repeated
+            now = [start for start in now if start.ranks[-1] == ranks]
+            told.append(launch(strategy, ranks, now, workspace, tmp_path))
+    assert_the_same_samples(starts)
+    reference = starts[0].outcome()
+    differences = compare(starts, reference)
+    assert repeated[0].outcome() == repeated[1].outcome(), "derived random states vary"
+    said = f"the checkpoint is of {first} ranks, now there are {second}: random states"
+    assert said in "".join(told)
+    figures(FIGURES)[strategy] = {
+        "orders": len(orders),
+        "starts": len(starts),
+        "global_batches_compared": sum(len(start.global_batches()) for start in starts),
+        "global_batches_with_other_samples": 0,
+        **differences,
+    }
+
+
+def assert_the_same_samples(starts: list[Start]) -> None:
+    reference = starts[0].global_batches()
+    assert sorted(reference) == list(range(STEPS))
+    for start in starts:
+        begins_at = start.cut[1] if start.cut else 0
+        batches = start.global_batches()
+        assert sorted(batches) == list(range(begins_at, STEPS)), start.ranks
+        for step, rows in batches.items():
+            assert rows == reference[step], f"{start.ranks}: other samples at step {step}"
+        ranks = start.ranks[-1]
+        for by_rank in start.micro_batches().values():
+            assert {len(own) for own in by_rank} == {GLOBAL_BATCH_SIZE // ranks}, "accumulation"
+            assert len(by_rank) == ranks
+
+
+def compare(starts: list[Start], reference: dict) -> dict[str, float]:
+    """The largest differences of any start from the first one; those of exact figures are none."""
+    largest = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
+    for start in starts[1:]:
+        found = start.outcome()
+        for metric in ("loss", "grad_norm"):
+            different = largest_difference(found, reference, metric)
+            largest[metric] = max(largest[metric], different)
+        for metric in ("learning_rate", "tokens_seen", "epoch"):
+            assert largest_difference(found, reference, metric) == 0, (start.ranks, metric)
+        assert found["evaluations"].keys() == reference["evaluations"].keys()
+        for step, evaluation in found["evaluations"].items():
+            before = reference["evaluations"][step]
+            assert evaluation["eval_heldout_tokens"] == before["eval_heldout_tokens"]
+            different = abs(evaluation["eval_heldout_loss"] - before["eval_heldout_loss"])
+            largest["eval_loss"] = max(largest["eval_loss"], different)
+    assert max(largest.values()) < ROUNDING, largest
+    return {f"largest_{metric}_difference": value for metric, value in largest.items()}
