@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from utils.callbacks.requests import remove_stale_requests
 from utils.checkpoints.background import BackgroundWriter
 from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.layout import check_layout
 from utils.checkpoints.staging import remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
@@ -169,7 +170,7 @@ def _claim(
     known = _known_files(output_dir)
     changes = accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
-    resume_from = _resume_point(output_dir, run_id) if known else None
+    resume_from = _resume_point(output_dir, run_id, launch.strategy) if known else None
     if resume_from is None and (output_dir / FINAL).exists():
         raise ConfigurationError(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
@@ -206,8 +207,10 @@ def _background(
     return BackgroundWriter(claim.run_id, launch.rank)
 
 
-def _resume_point(output_dir: Path, run_id: str) -> str | None:
+def _resume_point(output_dir: Path, run_id: str, strategy: str) -> str | None:
     found = resume_point(output_dir, run_id)
+    if found is not None:
+        check_layout(found, strategy)
     return None if found is None else str(found)
 
 
