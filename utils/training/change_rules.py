@@ -179,7 +179,11 @@ def _content_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
     if all(hashes) and hashes[0] != hashes[1]:
         was, is_now = (_digests([str(sha256)]) for sha256 in hashes)
         yield Change(
-            "tokenizer_name_or_path", was, is_now, "the tokenizer (SHA-256)", dangerous=True
+            "tokenizer_name_or_path",
+            was,
+            is_now,
+            "tokenizer_name_or_path (SHA-256)",
+            dangerous=True,
         )
     yield from _model_changes(before, now)
 
@@ -218,4 +222,6 @@ def _digests(fingerprints: list[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.12g}"
     return "null" if value is None else str(value)

@@ -1,0 +1,304 @@
+"""Changed settings are shown at once; those that make another run are refused unless accepted."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.config.reading.strict_yaml import dump_yaml
+from utils.config.run_settings import parse_fine_tuning, parse_pretraining
+from utils.training.change_rules import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS
+from utils.training.changes import accepted_changes
+
+GIVEN = {
+    "train_data": ["data/a"],
+    "model_config": "model.yaml",
+    "tokenizer_name_or_path": "tokenizer",
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 1,
+    "max_steps": 6,
+    "lr_scheduler_type": "cosine",
+}
+MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 128,
+         "num_hidden_layers": 1, "num_attention_heads": 4, "rope_theta": 10000.0}  # fmt: skip
+FACTS = {
+    "script": "pretrain.py",
+    "data": {"train": ["aaaaaaaaaaaa"], "held": ["hhhhhhhhhhhh"]},
+    "tokenizer_sha256": "tttttttttttt",
+    "model_config": MODEL,
+}
+
+
+class Runs:
+    """The starts of one run, as provenance.json would keep them."""
+
+    def __init__(self, directory: Path, parse):
+        self.directory, self.parse = directory, parse
+        self.starts: list[dict] = []
+
+    def start(self, accept=(), facts=(), cwd: str | None = None, **changes):
+        given = {**GIVEN, "output_dir": self.directory, **changes}
+        argv = []
+        for name, value in given.items():
+            if value is not None:
+                values = value if isinstance(value, list) else [value]
+                argv += [f"--{name}", *map(str, values)]
+        if accept:
+            argv += ["--accept_changes", *accept]
+        settings = self.parse(argv, "")
+        now = {**FACTS, "cwd": cwd or str(self.directory), **dict(facts)}
+        record = accepted_changes(self.directory, settings, now)
+        if not self.starts:
+            (self.directory / "config.yaml").write_text(dump_yaml(settings.resolved))
+        self.starts.append(json.loads(json.dumps({**now, **record})))
+        content = {"run_id": "1", "starts": self.starts}
+        (self.directory / "provenance.json").write_text(json.dumps(content))
+        return record
+
+    def has_checkpoint(self) -> None:
+        (self.directory / "checkpoint-3").mkdir()
+        (self.directory / "checkpoint-3" / "manifest.json").write_text("{}")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = Runs(tmp_path, parse_pretraining)
+    run.start()
+    return run
+
+
+@pytest.fixture
+def fine_tuning(tmp_path):
+    run = Runs(tmp_path, parse_fine_tuning)
+    run.start(model_config=None, model_name_or_path="base")
+    return run
+
+
+def refused(run, **how) -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        run.start(**how)
+    return caught.value.problems
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_same_settings_are_no_change(runs, caplog):
+    assert runs.start() == {}
+    assert said(caplog) == []
+
+
+def test_all_changes_are_one_aligned_table(runs, caplog):
+    runs.start(max_steps=12, logging_steps=3, output_dir=runs.directory)
+    (line,) = said(caplog)
+    assert line == (
+        f"changed since the last start in {runs.directory}:\n"
+        "  max_steps      6  -> 12   (the cosine schedule has another end: the learning rate goes"
+        " on along its new curve)\n"
+        "  logging_steps  10 -> 3"
+    )
+
+
+def test_a_schedule_without_an_end_is_not_said_to_have_one(tmp_path, caplog):
+    run = Runs(tmp_path, parse_pretraining)
+    run.start(lr_scheduler_type="constant")
+    run.start(lr_scheduler_type="constant", max_steps=12)
+    assert said(caplog)[0].endswith("  max_steps  6 -> 12")
+
+
+OTHER_VALUES = {
+    "sequence_length": 32,
+    "packing": "concat",
+    "global_batch_size": 8,
+    "seed": 7,
+    "tokenizer_name_or_path": None,
+    "dtype": "float32",
+    "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": '{"num_cycles": 2}',
+    "warmup_steps": 2,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_what_makes_another_run_is_refused_until_it_is_accepted(name, runs, caplog):
+    changed = {name: OTHER_VALUES[name]}
+    facts = {"tokenizer_sha256": None} if name == "tokenizer_name_or_path" else {}
+    (problem,) = refused(runs, **changed, facts=facts)
+    assert f"holds another run: its {name} is " in problem
+    assert f"--accept_changes {name}." in problem
+    record = runs.start(**changed, accept=[name], facts=facts)
+    assert record["accepted"] == [name]
+    assert list(record["changed"]) == [name]
+    caplog.clear()
+    assert runs.start(**changed, facts=facts) == {}, "what was accepted is in force"
+    assert said(caplog) == []
+    assert refused(runs), "and so the first value is a change again"
+
+
+def test_every_setting_that_the_rules_name_exists():
+    given = {**GIVEN, "output_dir": "run", "train_data": "data/a"}
+    argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert set(parse_pretraining(argv, "").values) >= IDENTITY | IN_THE_CHECKPOINT | OTHER_TENSORS
+
+
+def test_all_refusals_come_at_once(runs):
+    problems = refused(runs, seed=7, sequence_length=32, logging_steps=3)
+    assert {problem.split("its ")[1].split()[0] for problem in problems} == {
+        "sequence_length",
+        "seed",
+    }
+
+
+def test_an_accepted_name_that_did_not_change_is_said_aloud(runs, caplog):
+    runs.start(accept=["seed", "packing"], seed=7)
+    assert said(caplog)[1:] == ["accept_changes names packing, which did not change"]
+
+
+def test_accepting_before_there_is_a_run_is_said_aloud(tmp_path, caplog):
+    Runs(tmp_path, parse_pretraining).start(accept=["seed"])
+    assert said(caplog) == ["accept_changes names seed, which did not change"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("learning_rate", 1e-3), ("weight_decay", 0.1), ("adam_beta2", 0.9)]
+)
+def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, caplog):
+    runs.start(**{name: value})  # at step 0 nothing is brought along
+    assert name in said(caplog)[0]
+    runs.has_checkpoint()
+    (problem,) = refused(runs, accept=[name])
+    assert "cannot go on: its " + name in problem
+    assert f"--init_from {runs.directory}/checkpoint-3, with --init_optimizer true" in problem
+
+
+def test_the_kind_of_optimizer_cannot_change_but_for_its_implementation(runs):
+    runs.has_checkpoint()
+    (problem,) = refused(runs, optim="adafactor", accept=["optim"])
+    assert "hold the state of adamw_torch" in problem
+    runs.start(optim="adamw_torch")
+
+
+def test_lora_cannot_change_its_shapes(fine_tuning):
+    base = {"model_config": None, "model_name_or_path": "base", "use_peft": "true"}
+    fine_tuning.start(**base, lora_alpha=16, accept=["lora_alpha"])
+    fine_tuning.has_checkpoint()
+    (problem,) = refused(fine_tuning, **base, lora_alpha=16, lora_r=4, accept=["lora_r"])
+    assert "Its checkpoints hold other tensors" in problem
+    (problem,) = refused(fine_tuning, **base, lora_alpha=64)
+    assert "--accept_changes lora_alpha." in problem
+
+
+def test_data_that_moved_is_said_and_not_refused(runs, caplog):
+    record = runs.start(train_data=["elsewhere/a"])
+    assert said(caplog)[0].endswith("  train_data  data/a -> elsewhere/a   (the same contents)")
+    assert record == {"changed": {"train_data": ["elsewhere/a"]}, "accepted": []}
+
+
+def test_data_of_other_contents_is_refused_though_its_path_is_the_same(runs):
+    facts = {"data": {**FACTS["data"], "train": ["bbbbbbbbbbbb"]}}
+    (problem,) = refused(runs, facts=facts)
+    assert "its train_data (content fingerprint) is aaaaaaaa, now it is bbbbbbbb" in problem
+    assert runs.start(accept=["train_data"], facts=facts)["accepted"] == ["train_data"]
+    assert runs.start(facts=facts) == {}
+    assert refused(runs), "the first contents are a change again"
+
+
+def test_weights_of_the_data_make_another_run(tmp_path):
+    run = Runs(tmp_path, parse_pretraining)
+    facts = {"data": {"train": ["aaaa", "bbbb"]}}
+    run.start(train_data=["a=1", "b=1"], facts=facts)
+    (problem,) = refused(run, train_data=["a=1", "b=3"], facts=facts)
+    assert "its train_data is a=1 b=1, now it is a=1 b=3" in problem
+
+
+def test_other_evaluation_data_is_said_and_not_refused(runs, caplog):
+    runs.start(facts={"data": {**FACTS["data"], "held": ["iiiiiiiiiiii"]}})
+    assert "eval_data held (content fingerprint)  hhhhhhhh -> iiiiiiii" in said(caplog)[0]
+
+
+def test_another_tokenizer_is_refused_wherever_it_is(runs, caplog):
+    (problem,) = refused(runs, facts={"tokenizer_sha256": "uuuuuuuuuuuu"})
+    assert "its tokenizer_name_or_path (SHA-256) is tttttttt, now it is uuuuuuuu" in problem
+    assert "--accept_changes tokenizer_name_or_path." in problem
+    caplog.clear()
+    runs.start(tokenizer_name_or_path="copy")
+    assert "tokenizer -> copy   (the same tokenizer)" in said(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    "spelled", ["{}/data/a", "data/a/", "./data/a", "data/../data/a", "{}/link/a"]
+)
+def test_a_path_spelled_in_another_way_is_no_change(spelled, runs, caplog):
+    (runs.directory / "data" / "a").mkdir(parents=True)
+    (runs.directory / "link").symlink_to("data")
+    facts = {"data": {"train": []}}  # nothing is known but the path
+    assert runs.start(train_data=[spelled.format(runs.directory)], facts=facts) == {}
+    assert said(caplog) == []
+
+
+def test_relative_paths_are_of_the_directory_they_were_given_in(runs, caplog):
+    facts = {"data": {"train": []}}
+    absolute = f"{runs.directory}/data/a"
+    assert runs.start(train_data=[absolute], facts=facts, cwd="/elsewhere") == {}
+    assert refused(runs, train_data=["/elsewhere/data/a"], facts=facts, cwd="/elsewhere")
+
+
+def test_the_model_configuration_goes_by_its_contents(runs, caplog):
+    assert runs.start(model_config="copy.yaml")["accepted"] == []
+    assert "model_config  model.yaml -> copy.yaml   (the same contents)" in said(caplog)[0]
+    other = {"model_config": {**MODEL, "rope_theta": 500000.0}}
+    (problem,) = refused(runs, model_config="copy.yaml", facts=other)
+    assert "its model_config: rope_theta is 10000, now it is 500000" in problem
+    runs.has_checkpoint()
+    runs.start(model_config="copy.yaml", facts=other, accept=["model_config"])
+    assert runs.start(model_config="copy.yaml", facts=other) == {}
+
+
+def test_tensors_of_another_shape_are_refused_though_accepted(runs):
+    runs.has_checkpoint()
+    wider = {"model_config": {**MODEL, "hidden_size": 48}}
+    (problem,) = refused(runs, facts=wider, accept=["model_config"])
+    assert "cannot go on with this model configuration, accepted or not" in problem
+    assert "was (128, 32) and would be (128, 48)" in problem
+
+
+def test_another_model_matters_where_its_weights_do(fine_tuning, caplog):
+    other = {"model_config": None, "model_name_or_path": "elsewhere"}
+    (problem,) = refused(fine_tuning, **other)
+    assert "its model_name_or_path is base, now it is elsewhere" in problem
+    fine_tuning.has_checkpoint()
+    caplog.clear()
+    fine_tuning.start(**other)
+    assert "the run goes on from weights of its own" in said(caplog)[0]
+
+
+def test_under_adapters_the_model_always_matters(fine_tuning):
+    base = {"model_config": None, "use_peft": "true"}
+    fine_tuning.start(**base, model_name_or_path="base")
+    fine_tuning.has_checkpoint()
+    (problem,) = refused(fine_tuning, **base, model_name_or_path="elsewhere")
+    assert "its model_name_or_path is base" in problem
+
+
+def test_a_setting_that_an_older_version_did_not_have_had_its_default(runs, caplog):
+    path = runs.directory / "config.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("seed:")]
+    path.write_text("\n".join(lines))
+    assert runs.start() == {}
+    assert refused(runs, seed=7)
+
+
+def test_a_run_of_the_other_script_is_refused(runs):
+    (problem,) = refused(runs, facts={"script": "sft_train.py"})
+    assert "holds a run of pretrain.py: name another --output_dir" in problem
+
+
+def test_a_broken_config_is_not_taken_for_no_change(runs):
+    (runs.directory / "config.yaml").write_text("seed: [")
+    (problem,) = refused(runs)
+    assert "config.yaml is not as the first start wrote it" in problem
