@@ -24,16 +24,25 @@ class Pace:
 
 @dataclass(frozen=True)
 class Saves:
-    """When checkpoints are written. `every` is in steps, None where no rhythm is known."""
+    """When checkpoints are written. `every` is in steps, None for none; `minutes` is 0 for any age.
 
-    strategy: str
+    `best` says whether each new best is saved as well.
+    """
+
     every: int | None
+    minutes: float
+    best: bool
     kept: int | None
 
     @property
     def periodic(self) -> bool:
         """Whether checkpoints are written without anybody asking."""
-        return self.strategy != "no"
+        return self.every is not None
+
+    def longest_gap_s(self, step_time_s: float) -> float:
+        """Return the longest time between two checkpoints."""
+        rhythm = math.inf if self.every is None else self.every * step_time_s
+        return min(rhythm, 60 * self.minutes or math.inf)
 
 
 def saves_of(settings: RunSettings, total_steps: int) -> Saves:
@@ -46,9 +55,8 @@ def saves_of(settings: RunSettings, total_steps: int) -> Saves:
         every = math.ceil(total_steps * steps) if steps < 1 else int(steps)
     elif strategy == "epoch":
         every = math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
-    elif strategy == "best":
-        every = None
-    return Saves(strategy, every, training.save_total_limit)
+    minutes = 0.0 if every is None else settings.run.save_minutes or 0.0
+    return Saves(every, minutes, settings.run.save_best, training.save_total_limit)
 
 
 def measured_pace(output_dir: Path) -> Pace | None:
@@ -93,14 +101,14 @@ def request_problems(request: JobRequest, saves: Saves, pace: Pace | None) -> It
             f"{duration(limit)} everything would be lost. Add {SIGNAL_LINE}, or save_strategy: "
             "steps."
         )
-    elif pace is not None and saves.every and saves.every * pace.step_time_s > limit:
+    elif pace is not None and saves.every and saves.longest_gap_s(pace.step_time_s) > limit:
         interval = saves.every * pace.step_time_s
         yield (
             f"a checkpoint every {saves.every:,} steps of {number(pace.step_time_s, '.3g')} s "
             f"(measured) is one every {duration(interval)}, but the time limit is "
             f"{duration(limit)}: the job would never get beyond where it starts. Save at least "
-            f"every {max(1, int(limit / 2 / pace.step_time_s)):,} steps (--save_steps), or add "
-            f"{SIGNAL_LINE}."
+            f"every {max(1, int(limit / 2 / pace.step_time_s)):,} steps (--save_steps), by the "
+            f"clock (--save_minutes), or add {SIGNAL_LINE}."
         )
 
 

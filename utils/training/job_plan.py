@@ -76,9 +76,10 @@ def plan_lines(
     kept = "all are kept" if saves.kept is None else f"the newest {saves.kept} are kept"
     if saves.every:
         count = math.ceil(total_steps / saves.every)
-        yield f"saves: every {saves.every:,} steps, {count:,} in all; {kept}"
-    elif saves.periodic:
-        yield f"saves: with each better evaluation (save_strategy {saves.strategy}); {kept}"
+        also = ", and of each new best" if saves.best else ""
+        if saves.minutes:
+            also += f", and when the last one is {saves.minutes:g} minutes old"
+        yield f"saves: every {saves.every:,} steps, {count:,} in all{also}; {kept}"
     else:
         yield "saves: none (save_strategy no)"
     output_dir = Path(str(settings.training.output_dir))
@@ -128,7 +129,7 @@ def _pace_lines(
     if pace is None:
         if limit is None:
             return
-        if saves.every:
+        if saves.every and saves.longest_gap_s(math.inf) > limit - lead:
             most = (limit - lead) / min(saves.every, total_steps)
             yield (
                 "pace: not measured yet; the first periodic checkpoint comes in time if a step "
@@ -151,8 +152,9 @@ def _pace_lines(
         line += f", {_counted(restarts, 'restart', 'restarts')} at the time limit"
     yield line + " (evaluations, saves and start-up come on top)"
     if saves.every:
-        lost = min(saves.every, total_steps) * pace.step_time_s
-        yield f"lost work: a crash costs at most {saves.every:,} steps, {duration(lost)}"
+        lost = min(saves.longest_gap_s(pace.step_time_s), total_steps * pace.step_time_s)
+        steps = min(saves.every, math.ceil(lost / pace.step_time_s))
+        yield f"lost work: a crash costs at most {steps:,} steps, {duration(lost)}"
 
 
 def _counted(count: int, one: str, several: str) -> str:

@@ -78,19 +78,36 @@ def test_what_will_happen_is_one_fact_a_line(report, tmp_path):
     assert said(records, "WARNING") == ""
     assert said(records).splitlines() == [
         "processes: 8 processes, strategy fsdp2",
-        "saves: every 100 steps, 10 in all; the newest 3 are kept",
+        "saves: every 100 steps, 10 in all, and when the last one is 30 minutes old; the newest 3 "
+        "are kept",
         f"run directory: {tmp_path}/run (new)",
         "job: pretrain, 2 nodes of 4 GPUs, 4 processes; strategy fsdp2 from "
         "accelerate_configs/fsdp2.yaml",
         "time limit: 1h00m; stop signal after 55m00s: the run saves, exits with 75, and the job "
         "queues again and goes on",
-        "pace: not measured yet; the first periodic checkpoint comes in time if a step takes at "
-        "most 33 s",
         "pace: a step and a save together must fit into the 300 s between stop signal and time "
         "limit",
         "log: %x-%j.log",
         f"to stop it with a checkpoint: touch {tmp_path}/run/STOP",
     ]
+
+
+def test_without_the_clock_a_step_may_take_too_long_for_a_checkpoint(report):
+    for minutes in ("0", "55.1"):
+        text = said(report(save_minutes=minutes))
+        assert (
+            "pace: not measured yet; the first periodic checkpoint comes in time if a step takes "
+            "at most 33 s" in text
+        )
+    assert "not measured yet" not in said(report(save_minutes="54.9"))
+
+
+def test_every_kind_of_save_is_said(report):
+    settings = {"eval_data": "a=x", "eval_strategy": "steps", "eval_steps": 10}
+    settings |= {"metric_for_best_model": "eval_a_loss", "save_best": "true"}
+    assert "10 in all, and of each new best, and when" in said(report(**settings))
+    assert "10 in all; the newest 3" in said(report(save_minutes="0"))
+    assert "saves: none" in said(report(save_strategy="no", save_steps=None))
 
 
 def test_without_a_request_nothing_is_said_about_a_job(report):
@@ -106,6 +123,8 @@ def test_a_measured_pace_gives_duration_restarts_and_lost_work(report, tmp_path)
     # 5000 steps of 2 s are 10,000 s: more than three periods of 3300 s, so three restarts.
     assert "5,000 steps left take about 2h46m, 3 restarts at the time limit" in text
     assert "lost work: a crash costs at most 100 steps, 3m20s" in text
+    text = said(report(total_steps=5200, save_minutes=2))
+    assert "lost work: a crash costs at most 60 steps, 2m00s" in text
     assert "0 restarts" in said(report(total_steps=1000))
 
 
@@ -158,8 +177,9 @@ def test_a_save_interval_beyond_the_limit_is_refused_unless_the_signal_saves(rep
     journal(tmp_path / "run", step_time_s=40.0)
     assert "lost work" in said(report())  # the stop signal saves
     with pytest.raises(ConfigurationError, match="one every 1h06m, but the time limit is 1h00m"):
-        report(replace(REQUESTED, signal=None))
-    report(replace(REQUESTED, signal=None), save_steps=50)
+        report(replace(REQUESTED, signal=None), save_minutes="0")
+    report(replace(REQUESTED, signal=None), save_steps=50, save_minutes="0")
+    report(replace(REQUESTED, signal=None))  # by the clock
     # Nothing was measured: nothing to refuse.
     (tmp_path / "run" / "metrics.jsonl").unlink()
     report(replace(REQUESTED, signal=None))
