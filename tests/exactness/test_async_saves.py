@@ -1,0 +1,87 @@
+"""Checkpoints written in the background, by two ranks and every strategy, and what they spare."""
+
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny
+from launching import run_two_processes
+
+import pretrain
+from utils.callbacks.journal_file import read_journal
+from utils.checkpoints.files import MANIFEST
+from utils.config.errors import ExitCode
+
+pytestmark = pytest.mark.slow
+
+TROUBLED = Path(__file__).with_name("troubled_copies.py")
+SETTINGS = {"per_device_train_batch_size": 1, "save_steps": 2}
+
+
+def committed(run: Path) -> set[str]:
+    return {path.parent.name for path in run.glob(f"checkpoint-*/{MANIFEST}")}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "multi_gpu", "zero2", "zero3"])
+def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
+    strategy, exhaustive, pretraining, tmp_path
+):
+    if strategy != "fsdp2" and not exhaustive:
+        pytest.skip("one strategy is the sample")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = run_two_processes(strategy, "pretrain.py", pretraining(whole, **SETTINGS))
+    assert done.returncode == 0, done.stdout[-4000:]
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def start(trouble: str) -> subprocess.CompletedProcess[str]:
+        environment = {"STOKER_TEST_COPY": trouble, "STOKER_TEST_MEMORY": str(memory)}
+        argv = pretraining(run, **SETTINGS, async_save="true")
+        return run_two_processes(strategy, TROUBLED, argv, environment)
+
+    done = start("kill:1:4")
+    assert done.returncode != 0
+    assert committed(run) == {"checkpoint-2"}
+    assert list(memory.iterdir()), "the killed rank could not remove what it had staged"
+
+    done = start("full:1:6")
+    assert f"resuming from {run}/checkpoint-2" in done.stdout, done.stdout[-4000:]
+    assert f"{run}/checkpoint-4 was not committed" in done.stdout
+    assert done.stdout.count("was left in memory by a run that was killed: removed") >= 1
+    assert "storage error" in done.stdout
+    assert f"exitcode  : {ExitCode.STORAGE:d}" in done.stdout
+    assert committed(run) == {"checkpoint-2", "checkpoint-4"}
+
+    done = start("none:0:0")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"resuming from {run}/checkpoint-4" in done.stdout
+    assert committed(run) == committed(whole) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert not list(memory.iterdir()), "the memory is given back"
+    assert tiny.losses(run) == tiny.losses(whole)
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_what_a_save_in_the_background_spares(exhaustive, figures, pretraining, tmp_path):
+    """A checkpoint of 200 MB; the time in which training stands still is the medians' of five."""
+    if not exhaustive:
+        pytest.skip("a measurement")
+    size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5}
+    model = tiny.make_model_config(tmp_path / "model.json", **size, num_key_value_heads=4)
+    found = figures("async_save")
+    for name, background in (("sync", "false"), ("async", "true")):
+        run = tmp_path / name
+        argv = pretraining(
+            run, model_config=model, max_steps=12, save_steps=2, save_total_limit=2,
+            async_save=background,
+        )  # fmt: skip
+        assert pretrain.main(argv) == ExitCode.DONE
+        saves = [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "save"]
+        assert len(saves) == 6
+        found["checkpoint_mb"] = round(saves[0]["size_bytes"] / 1e6)
+        for key in ("stall_s", "write_s"):
+            # The last one is not followed by a step; the first makes what later ones reuse.
+            values = [save[key] for save in saves[1:]]
+            found[f"{name}_{key}"] = round(statistics.median(values), 3)
+    assert found["async_stall_s"] < found["sync_stall_s"]

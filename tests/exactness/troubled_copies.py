@@ -1,0 +1,43 @@
+"""`pretrain.py` with trouble in the background: STOKER_TEST_COPY=KIND:RANK:STEP.
+
+When that rank has copied a part of the checkpoint of that step, it is killed (kill), or the storage
+is full (full); none: nothing happens. STOKER_TEST_MEMORY is the directory in which is staged: any
+other run that starts on this host would remove what a killed one left in the usual place.
+"""
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pretrain
+from utils.checkpoints import staging
+from utils.cluster.script import run_script
+
+
+def trouble_copies(kind: str, step: str) -> None:
+    from utils.checkpoints import copying
+
+    real = copying._copy
+
+    def copy(source, target):
+        record = real(source, target)
+        if f"checkpoint-{step}" in target.parts:
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        return record
+
+    copying._copy = copy
+
+
+def main() -> int | None:
+    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
+    kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
+    if os.environ["RANK"] == rank and kind != "none":
+        trouble_copies(kind, step)
+    return pretrain.main()
+
+
+sys.exit(run_script(main))
