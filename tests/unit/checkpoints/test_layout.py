@@ -33,6 +33,6 @@ def test_the_strategy_that_wrote_it_goes_on(before, now, written):
 
 @pytest.mark.parametrize(("before", "now"), OTHER)
 def test_another_one_is_refused_with_the_way(before, now, written):
-    words = f"written under {before} and cannot be loaded under {now}: .* any number of ranks will"
+    words = f"written under {before} and cannot be loaded under {now}: .*any number of ranks will"
     with pytest.raises(ConfigurationError, match=words):
         check_layout(written(before), now)
