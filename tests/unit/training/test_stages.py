@@ -1,0 +1,224 @@
+"""What --init_from stands for, what is refused for it, and an optimizer taken over."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import payloads
+import pytest
+import torch
+
+from utils.checkpoints.files import flush_and_record, list_files
+from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.config.errors import ConfigurationError
+from utils.training.inherited_optimizer import InheritedOptimizer
+from utils.training.stages import find_stage, stage_of, stage_tokenizer, weights_origin
+
+
+def model_directory(directory: Path, *names: str) -> Path:
+    """A directory with these files; what is in them does not matter here."""
+    directory.mkdir(parents=True)
+    for name in names:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(name)
+    return directory
+
+
+def run_directory(directory: Path) -> Path:
+    model_directory(directory, "config.yaml")
+    (directory / "provenance.json").write_text(json.dumps({"run_id": "run-7", "starts": []}))
+    return directory
+
+
+def checkpoint(directory: Path, *names: str, run_id: str = "run-7") -> Path:
+    """A committed checkpoint with these files."""
+    model_directory(directory, *names)
+    step = int(directory.name.rpartition("-")[2])
+    files = flush_and_record(directory, list_files(directory))
+    write_manifest(directory, Manifest(run_id, step, 0, 0, 1, "single", 4, {}, {}, "now", files))
+    return directory
+
+
+def settings(init_from: Path | None, output_dir: Path = Path("new"), **model: object):
+    model = {"use_peft": False, "init_optimizer": False} | model
+    return SimpleNamespace(
+        model=SimpleNamespace(init_from=None if init_from is None else str(init_from), **model),
+        training=SimpleNamespace(output_dir=str(output_dir)),
+    )
+
+
+WHOLE = ("config.json", "model.safetensors")
+
+
+def test_a_finished_run_stands_for_its_final_model(tmp_path):
+    run = run_directory(tmp_path / "run")
+    checkpoint(run / "checkpoint-9", *WHOLE)
+    assert find_stage(str(run)) == run / "checkpoint-9"
+    model_directory(run / "final", *WHOLE)
+    assert find_stage(f"{run}/") == run / "final"
+
+
+def test_an_unfinished_run_stands_for_its_newest_committed_checkpoint(tmp_path):
+    run = run_directory(tmp_path / "run")
+    checkpoint(run / "checkpoint-9", *WHOLE)
+    checkpoint(run / "checkpoint-10", *WHOLE)
+    model_directory(run / "checkpoint-11", *WHOLE)
+    assert find_stage(str(run)) == run / "checkpoint-10"
+    assert find_stage(str(run / "checkpoint-9")) == run / "checkpoint-9"
+
+
+def test_a_model_directory_stands_for_itself(tmp_path):
+    model = model_directory(tmp_path / "model", *WHOLE)
+    assert find_stage(str(model)) == model
+
+
+UNFIT = {
+    "run": ((), "the run has neither final/ nor a committed checkpoint"),
+    "incomplete.checkpoint-3": (WHOLE, "was set aside, it is no whole checkpoint"),
+    "damaged.checkpoint-3": (WHOLE, "was set aside, it is no whole checkpoint"),
+    "checkpoint-3": (
+        ("adapter_config.json", "adapter_model.safetensors"),
+        "holds a LoRA adapter without the weights .* final/ of the run holds both, merged",
+    ),
+    "checkpoint-4": (("pytorch_model_fsdp_0/x",), "holds the shards of FSDP or DeepSpeed"),
+    "checkpoint-5": (("config.json", "global_step5/x"), "holds the shards of FSDP or DeepSpeed"),
+    "pickled": (("config.json", "pytorch_model.bin"), "holds its weights as a pickle"),
+    "data": (("state.json",), r"holds no weights \(\*.safetensors\) and is no run of Stoker"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_no_stage_is_refused_with_the_way_out(name, tmp_path):
+    files, message = UNFIT[name]
+    directory = tmp_path / name
+    if name == "run":
+        run_directory(directory)
+    else:
+        model_directory(directory, *files)
+    with pytest.raises(ConfigurationError, match=message):
+        find_stage(str(directory))
+
+
+def test_a_stage_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="none: there is no such directory"):
+        find_stage(str(tmp_path / "none"))
+
+
+def test_a_runs_own_checkpoint_takes_the_place_of_the_stage(tmp_path):
+    stage = model_directory(tmp_path / "stage", *WHOLE, "tokenizer.json")
+    run = run_directory(tmp_path / "run")
+    assert stage_of(settings(stage, run)) == stage
+    assert stage_tokenizer(settings(stage, run)) == str(stage)
+    own = checkpoint(run / "checkpoint-3", *WHOLE)
+    assert stage_of(settings(tmp_path / "gone", run)) == own
+    assert stage_tokenizer(settings(tmp_path / "gone", run)) is None
+    assert stage_of(settings(stage, run, use_peft=True)) == stage
+    assert stage_of(settings(None, run)) is None
+    checkpoint(run / "checkpoint-4", "pytorch_model_fsdp_0/x")  # without a configuration
+    assert stage_of(settings(stage, run)) == stage
+
+
+def test_the_origin_of_a_final_model_is_its_run_and_digests(tmp_path):
+    run = run_directory(tmp_path / "run")
+    model_directory(run / "final", *WHOLE)
+    digest = hashlib.sha256(b"model.safetensors").hexdigest()
+    assert weights_origin(settings(run), "zero3", None) == {
+        "path": str(run / "final"),
+        "run_id": "run-7",
+        "sha256": {"model.safetensors": digest},
+    }
+
+
+def test_the_origin_of_a_checkpoint_is_its_run_and_step(tmp_path):
+    directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE)
+    origin = weights_origin(settings(directory), "single", None)
+    assert origin is not None
+    assert (origin["run_id"], origin["step"]) == ("run-7", 9)
+    assert list(origin["sha256"]) == ["model.safetensors"]
+
+
+def test_a_damaged_checkpoint_is_no_stage(tmp_path):
+    directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE)
+    (directory / "model.safetensors").write_text("Model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"model.safetensors has other contents"):
+        weights_origin(settings(directory), "single", None)
+    (directory / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="it is not as it was committed"):
+        weights_origin(settings(directory), "single", None)
+
+
+def test_what_a_resumed_run_ignores_is_said_aloud(tmp_path, caplog):
+    caplog.set_level("INFO")
+    gone = settings(tmp_path / "gone", init_optimizer=True)
+    assert weights_origin(gone, "single", "run/checkpoint-3") is None
+    assert f"init_from {tmp_path}/gone (and init_optimizer) is ignored" in caplog.text
+    assert weights_origin(settings(None), "single", None) is None
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero3"])
+def test_a_split_optimizer_is_not_taken_over(strategy, tmp_path):
+    directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE, "optimizer.pt")
+    with pytest.raises(ConfigurationError, match=f"under {strategy} each rank keeps a part"):
+        weights_origin(settings(directory, init_optimizer=True), strategy, None)
+
+
+def test_a_finished_model_has_no_optimizer(tmp_path):
+    run = run_directory(tmp_path / "run")
+    model_directory(run / "final", *WHOLE)
+    with pytest.raises(ConfigurationError, match=r"final has no optimizer.pt: let --init_from"):
+        weights_origin(settings(run, init_optimizer=True), "single", None)
+
+
+def test_a_stages_optimizer_is_looked_at_before_it_is_loaded(tmp_path):
+    directory = model_directory(tmp_path / "checkpoint-9", *WHOLE)
+    payloads.write(directory, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
+    with pytest.raises(ConfigurationError, match=r"optimizer.pt names posix.system"):
+        weights_origin(settings(directory, init_optimizer=True), "ddp", None)
+    assert not (tmp_path / "touched").exists()
+
+
+def optimizer(kind=torch.optim.AdamW, width: int = 3, steps: int = 0, **options: float):
+    model = torch.nn.Linear(width, 2)
+    made = kind(model.parameters(), **options)
+    for _ in range(steps):
+        model(torch.ones(1, width)).sum().backward()
+        made.step()
+    return made
+
+
+def begin(directory: Path, fresh: torch.optim.Optimizer) -> None:
+    nothing = SimpleNamespace()
+    InheritedOptimizer(directory).on_train_begin(nothing, nothing, nothing, optimizer=fresh)
+
+
+def test_moments_are_taken_over_and_the_schedule_is_not(tmp_path):
+    earlier = optimizer(lr=1e-4, weight_decay=0.5, steps=5)
+    torch.save(earlier.state_dict(), tmp_path / "optimizer.pt")
+    fresh = optimizer(lr=1e-2, weight_decay=0.1)
+    begin(tmp_path, fresh)
+    kept, state = earlier.state_dict()["state"], fresh.state_dict()["state"]
+    assert {float(values["step"]) for values in state.values()} == {5.0}
+    for index, values in kept.items():
+        assert torch.equal(values["exp_avg_sq"], state[index]["exp_avg_sq"])
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (1e-2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fresh", "message"),
+    [
+        ({"width": 4}, r"exp_avg of tensor 0 has shape \(2, 3\), the tensor has \(2, 4\)"),
+        ({"kind": torch.optim.SGD, "lr": 0.1}, "it is of another kind of optimizer"),
+    ],
+)
+def test_an_optimizer_of_something_else_is_refused(fresh, message, tmp_path):
+    torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(ConfigurationError, match=message):
+        begin(tmp_path, optimizer(**fresh))
+
+
+def test_an_optimizer_of_more_tensors_is_refused(tmp_path):
+    torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
+    fresh = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))])
+    with pytest.raises(ConfigurationError, match=r"groups of \[2\] tensors, this run .* \[1\]"):
+        begin(tmp_path, fresh)
