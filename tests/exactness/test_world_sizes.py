@@ -101,6 +101,7 @@ def pytest_generate_tests(metafunc):
     if "orders" in metafunc.fixturenames:
         names = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
         everything = [(name, EVERY_ORDER) for name in names]
+        everything.append(("zero1 then zero2", [(2, 4), (2, 2)]))
         exhaustive = metafunc.config.getoption("--exhaustive")
         chosen = everything if exhaustive else list(SAMPLE.items())
         metafunc.parametrize(("strategy", "orders"), chosen, ids=[name for name, _ in chosen])
@@ -127,7 +128,8 @@ def test_any_order_of_world_sizes_is_one_run(
             if length == 2:
                 now += repeated
             now = [start for start in now if start.ranks[-1] == ranks]
-            told.append(launch(strategy, ranks, now, workspace, tmp_path))
+            name = strategy.split(" then ")[:length][-1]
+            told.append(launch(name, ranks, now, workspace, tmp_path))
     assert_the_same_samples(starts)
     reference = starts[0].outcome()
     differences = compare(starts, reference)

@@ -5,9 +5,10 @@ from pathlib import Path
 from utils.checkpoints.manifest import read_manifest
 from utils.config.errors import ConfigurationError
 
-# One process and DDP write whole weights and a whole optimizer state; every other strategy writes
-# shards of its own that no other one reads.
-WHOLE = {"single", "ddp"}
+# Strategies that write the same: one process and DDP whole weights and a whole optimizer state,
+# ZeRO-1 and ZeRO-2 whole weights and the same parts of the optimizer's state. The others write
+# shards of their own.
+ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
@@ -17,7 +18,7 @@ def check_layout(checkpoint: Path, strategy: str) -> None:
     files that are missing, after the model was built on all ranks. Raises ConfigurationError.
     """
     written = read_manifest(checkpoint).strategy
-    if written == strategy or {written, strategy} <= WHOLE:
+    if written == strategy or {written, strategy} in ALIKE:
         return
     raise ConfigurationError(
         f"{checkpoint} was written under {written} and cannot be loaded under {strategy}: go on "

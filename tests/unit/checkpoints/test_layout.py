@@ -9,7 +9,8 @@ from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.config.errors import ConfigurationError
 
 STRATEGIES = ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-SAME = [*zip(STRATEGIES, STRATEGIES, strict=True), ("single", "ddp"), ("ddp", "single")]
+ALIKE = [("single", "ddp"), ("ddp", "single"), ("zero1", "zero2"), ("zero2", "zero1")]
+SAME = [*zip(STRATEGIES, STRATEGIES, strict=True), *ALIKE]
 OTHER = sorted(set(itertools.permutations(STRATEGIES, 2)) - set(SAME))
 
 
@@ -26,8 +27,7 @@ def written(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "now"), SAME)
-def test_the_strategy_that_wrote_it_goes_on(before, now, written):
-    """Whole weights are for one process and for DDP."""
+def test_the_strategy_that_wrote_it_goes_on_and_those_that_write_alike(before, now, written):
     check_layout(written(before), now)
 
 
