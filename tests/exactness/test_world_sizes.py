@@ -17,7 +17,14 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GLOBAL_BATCH_SIZE = 8
-SETTINGS = {"global_batch_size": GLOBAL_BATCH_SIZE, "per_device_train_batch_size": 1}
+SETTINGS = {
+    "global_batch_size": GLOBAL_BATCH_SIZE,
+    "per_device_train_batch_size": 1,
+    # The highest loss is the first: the last number of ranks loads what the first one saved.
+    "eval_steps": 1,
+    "greater_is_better": "true",
+    "load_best_model_at_end": "true",
+}
 CUTS = (3, 5)  # where the first and the second number of ranks end
 # Losses of about 4 in float32: a few units in the last place.
 ROUNDING = 1e-5
@@ -168,6 +175,9 @@ def compare(starts: list[Start], reference: dict) -> dict[str, float]:
         for metric in ("loss", "grad_norm"):
             different = largest_difference(found, reference, metric)
             largest[metric] = max(largest[metric], different)
+        assert found["best"][1] == "checkpoint-1"
+        if start.ranks[0] == starts[0].ranks[0]:
+            assert found["final"] == reference["final"], f"{start.ranks}: another best model"
         for metric in ("learning_rate", "tokens_seen", "epoch"):
             assert largest_difference(found, reference, metric) == 0, (start.ranks, metric)
         assert found["evaluations"].keys() == reference["evaluations"].keys()

@@ -67,9 +67,24 @@ class ElasticTrainerMixin(Trainer):
                 )
             config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
             prepared = super()._prepare_for_training(max_steps, train_dataloader, str(other))
-            if self.accelerator.state.deepspeed_plugin.zero_stage == 3:
-                repair_stage_3(self.model_wrapped.optimizer.optimizer, other)
+            engine: Any = self.model_wrapped
+            if engine.zero_optimization_stage() == 3:
+                repair_stage_3(engine.optimizer.optimizer, other)
             config["checkpoint"]["load_universal"] = False
-            # The best model, which may be loaded at the end, is in a checkpoint of the usual kind.
-            self.model_wrapped._config.load_universal_checkpoint = False
+            engine._config.load_universal_checkpoint = False
             return prepared
+
+    @override
+    def _load_best_model(self) -> None:
+        """Load it, under ZeRO resharded if other ranks saved it."""
+        best = self.state.best_model_checkpoint
+        if not self.is_deepspeed_enabled or best is None:
+            super()._load_best_model()
+            return
+        with universal_checkpoint(Path(best), self.args.world_size) as other:
+            if other is not None:
+                self.state.best_model_checkpoint = str(other)
+                engine: Any = self.model_wrapped
+                engine._config.load_universal_checkpoint = True
+            super()._load_best_model()
+        self.state.best_model_checkpoint = best
