@@ -1,0 +1,151 @@
+"""A run of two ranks, killed at random times again and again: each start goes on, none needs help.
+
+Most lives are forked from a process that has imported everything, so that kills land in the run
+and not in the imports; some are started by accelerate's launcher, which is killed with its ranks.
+"""
+
+import collections
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+from kernel_calls import Starts
+from kill_scenes import committed, digest
+from launching import CONFIGS, CPU_ENVIRONMENT, ROOT, free_port, quiet_environment
+
+pytestmark = pytest.mark.slow
+
+STEPS = 36
+ALMOST_DONE = 18  # or a life could end before it is killed
+MOST_STEPS = 8  # of a life
+START_UP_S = 2.0
+# A save at each step: many kills fall into one.
+SETTINGS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2}
+STEP_DELAY_S = 0.1
+EXACT = [
+    "final/model.safetensors",
+    *(f"checkpoint-{STEPS}/{name}" for name in ("model.safetensors", "optimizer.pt")),
+    *(f"checkpoint-{STEPS}/rng_state_{rank}.pth" for rank in range(2)),
+]
+# kills of one rank or both, and how many of them under a launcher that dies too
+SAMPLED, EXHAUSTIVE = (3, 1), (50, 10)
+
+
+def wait_for_steps(run: Path, steps: int, ended: Callable[[], bool]) -> None:
+    """Wait until a run has logged that many more steps, or ended."""
+    journal = run / "metrics.jsonl"
+
+    def logged() -> int:
+        return journal.read_bytes().count(b'"train"') if journal.exists() else 0
+
+    before, give_up_at = logged(), time.monotonic() + 120
+    while logged() < before + steps and not ended():
+        assert time.monotonic() < give_up_at, "the run does not start"
+        time.sleep(0.01)
+
+
+def kill_ranks(
+    starts: Starts, argv: list[str], run: Path, chance: random.Random, victims: list[int]
+) -> str:
+    """Start two ranks, kill these at a random time, in their start-up too; the log of the life."""
+    steps = chance.randrange(-2, MOST_STEPS)
+    with starts.ranks(argv, step_delay_s=STEP_DELAY_S) as ranks:
+        if steps > 0:
+            wait_for_steps(run, steps, lambda: not all(rank.process.is_alive() for rank in ranks))
+        time.sleep(chance.uniform(0, 3 * STEP_DELAY_S if steps > 0 else START_UP_S))
+        for rank in victims:
+            ranks[rank].process.kill()
+    killed = [rank.ending.exit_code == -signal.SIGKILL for rank in ranks]
+    assert [rank for rank in range(2) if killed[rank]] == victims, ranks[0].ending.output
+    return ranks[0].ending.output
+
+
+def kill_launcher(argv: list[str], run: Path, steps: int) -> str:
+    """Let accelerate launch the run; kill everything when some steps are done."""
+    command = [
+        sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+        "--config_file", str(CONFIGS / "multi_gpu.yaml"), "--num_processes", "2",
+        "--main_process_port", str(free_port()), "pretrain.py", *argv,
+    ]  # fmt: skip
+    slow = {"STOKER_TEST_STEP_DELAY_S": str(STEP_DELAY_S)}
+    environment = quiet_environment(CPU_ENVIRONMENT["multi_gpu"] | slow)
+    log = run.with_suffix(".log")
+    with log.open("w") as file:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        wait_for_steps(run, steps, lambda: launcher.poll() is not None)
+        for process in processes_of(run):  # its ranks have sessions of their own
+            os.kill(process, signal.SIGKILL)
+        launcher.wait()
+    return log.read_text()
+
+
+def processes_of(run: Path) -> list[int]:
+    """The launcher and the ranks of a run: its directory is in their command lines."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if str(run).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
+def test_the_end_is_the_same_after_random_kills(
+    pretraining, workspace, tmp_path, exhaustive, figures
+):
+    starts = Starts(tmp_path)
+    model = tiny.make_model_config(workspace / "dropout.json", attention_dropout=0.1)
+    settings = SETTINGS | {"model_config": model}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    with starts.ranks(pretraining(whole, **settings)) as ranks:
+        pass
+    assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
+    kills, under_launcher = EXHAUSTIVE if exhaustive else SAMPLED
+    chance = random.Random(0)
+    counts: collections.Counter[str] = collections.Counter()
+    runs = 0
+    while counts["kills"] < kills:
+        run = tmp_path / f"run-{runs}"
+        argv = pretraining(run, **settings)
+        before = committed(run) if run.exists() else []
+        if counts["kills"] % (kills // under_launcher) == 1:
+            said = kill_launcher(argv, run, chance.randrange(1, MOST_STEPS))
+            counts["with_the_launcher"] += 1
+        else:
+            victims = chance.choice([[0], [1], [0, 1]])
+            said = kill_ranks(starts, argv, run, chance, victims)
+            counts["of_" + "_and_".join(f"rank_{rank}" for rank in victims)] += 1
+        counts["kills"] += 1
+        assert not re.search("(configuration|storage|cluster) error|no progress", said), said
+        found = re.search(r"resuming from \S+/checkpoint-(\d+)", said)
+        if found:  # the life came so far that it looked for one
+            assert [int(found[1])] == before[-1:], said
+            counts["resumed"] += 1
+        left = committed(run) if run.exists() else []
+        assert len(left) >= len(before), f"{before} {left} {said}"
+        assert left[-1:] >= before[-1:], f"{before} {left} {said}"
+        if left[-1:] >= [ALMOST_DONE]:
+            finish(starts, argv, run, whole)
+            runs += 1
+    if not left[-1:] >= [ALMOST_DONE]:
+        finish(starts, argv, run, whole)
+        runs += 1
+    figures("random_kills").update(counts, runs_ended_as_the_undisturbed_one=runs)
+
+
+def finish(starts: Starts, argv: list[str], run: Path, whole: Path) -> None:
+    """Let the run end; it is the undisturbed one, bit for bit."""
+    with starts.ranks(argv) as ranks:
+        pass
+    assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
+    assert tiny.losses(run) == tiny.losses(whole)
+    for name in EXACT:
+        assert digest(run / name) == digest(whole / name) is not None, name
