@@ -12,6 +12,7 @@ from trl import SFTTrainer
 
 import pretrain
 import sft_train
+from utils.training.finite import FiniteTrainerMixin
 from utils.training.interruptible import InterruptibleTrainerMixin
 from utils.training.trainers import FineTuneTrainer, PackedTrainerMixin, PretrainTrainer
 
@@ -29,6 +30,7 @@ SIGNATURES = {
         "metric_key_prefix",
     ],
     "log": ["self", "logs", "start_time"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
     "_save": ["self", "output_dir", "state_dict"],
     "_issue_warnings_after_load": ["self", "load_result"],
     "_run_epoch": [
@@ -64,7 +66,7 @@ SIGNATURES = {
     "_load_best_model": ["self"],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
 }
-OVERRIDING = (PackedTrainerMixin, InterruptibleTrainerMixin)
+OVERRIDING = (PackedTrainerMixin, FiniteTrainerMixin, InterruptibleTrainerMixin)
 
 
 def test_every_overridden_hook_is_listed_here():
@@ -152,6 +154,21 @@ def test_trl_adds_no_metric_and_no_file_of_its_own(fine_tuning, tmp_path):
                 "self._run_epoch(",
                 "if self.control.should_training_stop:",
                 "return self._finalize_training(",
+            ],
+        ),
+        (
+            "_run_epoch",
+            [
+                "self.callback_handler.on_step_begin(",
+                "tr_loss_step = self.training_step(",
+                "self._get_grad_norm(",
+                "self.callback_handler.on_pre_optimizer_step(",
+                "self.optimizer.step()",
+                "self.callback_handler.on_optimizer_step(",
+                "if not self.accelerator.optimizer_step_was_skipped:",
+                "self.state.global_step += 1",
+                "self.callback_handler.on_step_end(",
+                "self._maybe_log_save_evaluate(",
             ],
         ),
         (

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-import shutil
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import pretrain
 from utils.callbacks.journal_file import read_journal
-from utils.config.errors import ConfigurationError, ExitCode, NotFiniteError
+from utils.config.errors import ExitCode, NotFiniteError
 from utils.data.order import SampleOrder
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,11 @@ def start(pretraining, poisoned, monkeypatch):
         monkeypatch.setattr(
             Trainer, "compute_loss", compute_loss_poisoned(real, kind) if kind else real
         )
-        return pretrain.main(pretraining(run, **RUN | {"train_data": poisoned} | changes))
+        argv = pretraining(run, **RUN | {"train_data": poisoned} | changes)
+        if changes.get("save_strategy") == "no":
+            place = argv.index("--save_steps")
+            del argv[place : place + 2]
+        return pretrain.main(argv)
 
     return start
 
@@ -71,6 +75,19 @@ def report(run: Path, step: int = STEP) -> dict:
 
 def documents(run: Path) -> set[int]:
     return {entry["document"] for entry in report(run)["documents"]}
+
+
+def train_lines(run: Path) -> list[dict]:
+    return [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "train"]
+
+
+def assert_same_moments(one: Path, other: Path) -> None:
+    """The optimizer's state of each parameter is equal bit for bit, its count of steps too."""
+    states = [torch.load(path / "optimizer.pt")["state"] for path in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(value, states[1][number][name]) for name, value in state.items())
 
 
 def sha256(path: Path) -> str:
@@ -114,3 +131,193 @@ def test_the_same_command_meets_the_batch_again_and_can_then_skip_it(start, tmp_
     for name in ("final", "checkpoint-6"):
         weights = f"{name}/model.safetensors"
         assert (run / weights).read_bytes() == (through / weights).read_bytes()
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_bit_for_bit(start, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start(run, "nan", on_nonfinite="skip", save_steps=1, save_total_limit=6) == 0
+    assert (
+        "step 4 skipped (1 of at most 3), weights and optimizer left as they were: the loss of "
+        "rank 0 in micro-batch 2 is NaN" in capsys.readouterr().out
+    )
+    before, after = run / "checkpoint-3", run / "checkpoint-4"
+    assert sha256(before / "model.safetensors") == sha256(after / "model.safetensors")
+    assert_same_moments(before, after)  # the file holds the learning rate as well
+    assert sha256(after / "model.safetensors") != sha256(run / "checkpoint-5/model.safetensors")
+    rates = [torch.load(path / "scheduler.pt")["_last_lr"] for path in (before, after)]
+    assert rates[0] != rates[1], "the schedule goes on with the steps"
+    lines = train_lines(run)
+    assert [math.isfinite(line["loss"]) for line in lines] == [True] * 3 + [False] + [True] * 2
+    assert [line["nonfinite_steps"] for line in lines] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_equals_a_run_whose_optimizer_does_nothing_at_that_step(
+    kind, start, tmp_path, monkeypatch
+):
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    assert start(run, kind, on_nonfinite="skip") == ExitCode.DONE
+    step, calls = torch.optim.AdamW.step, 0
+
+    def all_steps_but_one(self, closure=None):
+        nonlocal calls
+        calls += 1
+        return None if calls == STEP else step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", all_steps_but_one)
+    assert start(reference, None) == ExitCode.DONE
+    assert calls == 6
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (reference / weights).read_bytes()
+    assert_same_moments(run / "checkpoint-6", reference / "checkpoint-6")
+    assert documents(run) >= {SPOILT}
+
+
+def test_the_limit_of_skipped_steps_holds_over_the_starts_of_a_run(start, tmp_path, workspace):
+    rows = tiny.documents(DOCUMENTS, seed=5, longest=40)
+    for document in (SPOILT, int(order(6)[0])):
+        rows[document][1] = POISON
+    data = tiny.save(tmp_path / "twice", {"input_ids": rows})
+    settings = {"train_data": data, "on_nonfinite": "skip", "nonfinite_limit": 1}
+    run = tmp_path / "run"
+    for _start in range(2):  # the second one goes on after the skipped step
+        with pytest.raises(NotFiniteError, match="1 step was skipped before, and nonfinite_lim"):
+            start(run, "nan", **settings)
+        assert kept(run) == ["checkpoint-2", "checkpoint-4"]
+    assert tiny.starts(run)[1]["resumed_from"].endswith("checkpoint-4")
+    assert report(run, 6)["step"] == 6
+    assert start(run, "nan", **settings | {"nonfinite_limit": 2}) == ExitCode.DONE
+    last = train_lines(run)[-1]
+    assert (last["step"], last["nonfinite_steps"]) == (6, 2)
+
+
+@pytest.mark.parametrize("step", [STEP, 6])
+def test_weights_that_an_update_spoils_are_not_saved_or_exported(
+    step, start, tmp_path, monkeypatch
+):
+    """At a step that is saved; and at the last one, which is exported, without a save."""
+    real = torch.optim.AdamW.step
+
+    def overflow(self, closure=None):
+        real(self, closure)
+        weight = self.param_groups[0]["params"][0]
+        if self.state[weight]["step"] == step:
+            with torch.no_grad():
+                weight.view(-1)[3] = math.inf
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
+    run = tmp_path / "run"
+    changes = {} if step == STEP else {"save_strategy": "no"}
+    with pytest.raises(
+        NotFiniteError, match=rf"step {step}: 1 of the weights are not finite after it \(model\."
+    ):
+        start(run, None, **changes)
+    assert kept(run) == (["checkpoint-2"] if step == STEP else [])
+    assert not (run / "final").exists()
+    assert {entry["document"] for entry in report(run, step)["documents"]} == set(order(step))
+
+
+def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
+    """Two ranks would learn of the spoilt step only a step later."""
+    from utils.callbacks.nonfinite import NonFiniteGuard
+
+    settings = {
+        "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 4,
+        "save_steps": 5,
+    }  # fmt: skip
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = NonFiniteGuard.settle
+        patch.setattr(
+            NonFiniteGuard, "settle", lambda self, *args: (asked.append(1), real(self, *args))
+        )
+        with pytest.raises(NotFiniteError):
+            start(tmp_path / "run", "nan", **settings)
+    assert len(asked) == 1
+    assert "eval heldout" not in capsys.readouterr().out
+
+
+def test_two_ranks_of_which_one_has_an_infinite_loss_end_together(pretraining, poisoned, tmp_path):
+    """The gradient stays finite: nothing but the agreement tells rank 0."""
+    run = tmp_path / "run"
+    shown = spoil_two_ranks("multi_gpu", "inf_loss", run, pretraining, poisoned)
+    assert "step 4: the loss of rank 1 in micro-batch 2 is infinite" in shown
+    assert documents(run) == {SPOILT}
+
+
+def test_a_step_is_skipped_on_both_ranks(pretraining, poisoned, tmp_path):
+    run = tmp_path / "run"
+    shown = spoil_two_ranks(
+        "multi_gpu", "inf_loss", run, pretraining, poisoned, ends=0,
+        on_nonfinite="skip", save_steps=1, save_total_limit=6,
+    )  # fmt: skip
+    assert shown.count("step 4 skipped (1 of at most 3)") == 1
+    weights = [load_file(run / f"checkpoint-{step}/model.safetensors") for step in (3, 4, 5)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "cause"),
+    [
+        ("fsdp2", "inf_gradient", "the gradient norm is (NaN|infinite), though"),
+        ("zero2", "inf_gradient", "the gradient norm is (NaN|infinite|not finite), though"),
+    ],
+)
+def test_sharded_gradients_are_judged_too(config, kind, cause, pretraining, poisoned, tmp_path):
+    run = tmp_path / "run"
+    shown = spoil_two_ranks(config, kind, run, pretraining, poisoned)
+    assert len(re.findall(f"step 4: {cause} the losses", shown)) == 1, shown[-3000:]
+    assert documents(run) == set(BATCH.tolist())
+
+
+def spoil_two_ranks(
+    config: str, kind: str, run: Path, pretraining, poisoned: Path, ends: int = 78, **changes
+) -> str:
+    settings = RUN | {"train_data": poisoned, "per_device_train_batch_size": 1} | changes
+    done = run_two_processes(
+        config, POISONED_RUN, pretraining(run, **settings), env={"STOKER_TEST_POISON": kind}
+    )
+    assert (done.returncode == 0) == (ends == 0), done.stdout[-4000:]
+    if ends:
+        assert f"exitcode  : {ends}" in done.stdout, done.stdout[-4000:]
+        assert done.stdout.count("not finite (1 problem):") == 1
+        assert "Traceback" not in done.stdout.split("not finite (1 problem)")[0]
+        assert kept(run) == ["checkpoint-2"]
+        assert not (run / "final").exists()
+    return done.stdout
+
+
+def test_what_the_plain_trainer_does_with_such_a_batch(workspace, tmp_path, capsys):
+    """For the record: it logs 0 or NaN, and saves and exports weights that are NaN."""
+    rows = torch.tensor(
+        [row[:30] for row in tiny.documents(200, seed=5, longest=60) if len(row) > 30]
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(workspace / "model.json"))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "plain"), max_steps=6, save_steps=2, logging_steps=1,
+        per_device_train_batch_size=4, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+
+    class Poisoned(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * math.nan if self.state.global_step == STEP - 1 else loss
+
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Poisoned(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    spoilt = [
+        path.name
+        for path in sorted((tmp_path / "plain").glob("checkpoint-*"))
+        if not all(
+            value.isfinite().all() for value in load_file(path / "model.safetensors").values()
+        )
+    ]
+    with capsys.disabled():
+        print(
+            f"\nplain Trainer, a NaN loss at step 4: logs {logged}, NaN weights saved in {spoilt}"
+        )
+    assert spoilt == ["checkpoint-4", "checkpoint-6"]

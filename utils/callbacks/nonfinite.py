@@ -143,8 +143,8 @@ class NonFiniteGuard(MetricCallback):
         kept: Any = state.stateful_callbacks
         kept[CARRIED] = self.skipped_steps
         self.findings = []
-        for line in report.skipped(self.skipped_steps, self.limit):
-            logger.warning("%s", line)
+        if self.rank == 0:
+            logger.warning("%s", report.skipped(self.skipped_steps, self.limit))
         # Accelerate's optimizer does nothing where gradients are not to be synchronised; to take
         # them away would not do: optimizers count steps and parameters without gradients too.
         self.skipping = True
@@ -191,7 +191,8 @@ class NonFiniteGuard(MetricCallback):
 
     def _agree_at_once(self) -> bool:
         assert self.agreement is not None, "on_train_begin comes first"
-        agreed = self.agreement.result() if self.agreement.group is not None else 0
+        # The turn that a step began is read first; without one `result` says what this rank said.
+        agreed = self.agreement.result() if self.agreement.pending is not None else 0
         self.agreement.put_forward(int(bool(self.findings)))
         return bool(max(agreed, self.agreement.result()))
 

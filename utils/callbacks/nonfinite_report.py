@@ -47,31 +47,28 @@ class NonFiniteReport:
     cause: str
     documents: str
 
-    def stopped(self) -> list[str]:
-        """Say that the run ended, and what can be done."""
-        return [
-            f"step {self.step}: {self.cause}.",
-            self.documents,
+    def stopped(self, before: str = "") -> str:
+        """Say that the run ended, and what can be done; `before` says what had been skipped."""
+        return (
+            f"step {self.step}: {self.cause}{before}.\n{self.documents}\n"
             "Nothing of it was saved or exported. The same command goes on from the newest "
             "checkpoint, or begins again without one, and meets the same batch: look at these "
             "documents and leave out what is wrong with them (then also: --accept_changes "
-            "train_data), or let it pass such batches over (--on_nonfinite skip), or lower "
-            "--learning_rate or --max_grad_norm, if the losses rose before.",
-        ]
+            "train_data), or let such batches be passed over (--on_nonfinite skip), or lower "
+            "--learning_rate or --max_grad_norm, if the losses rose before."
+        )
 
-    def limit_reached(self, limit: int) -> list[str]:
+    def limit_reached(self, limit: int) -> str:
         """Say that the run ended after as many skipped steps as it may have."""
-        first, *rest = self.stopped()
         skipped = f"{limit} step{'s were' if limit > 1 else ' was'} skipped before"
-        return [f"{first[:-1]}; {skipped}, and nonfinite_limit {limit} allows no more.", *rest]
+        return self.stopped(f"; {skipped}, and nonfinite_limit {limit} allows no more")
 
-    def skipped(self, count: int, limit: int) -> list[str]:
+    def skipped(self, count: int, limit: int) -> str:
         """Say that the step was skipped."""
-        return [
+        return (
             f"step {self.step} skipped ({count} of at most {limit}), weights and optimizer left as "
-            f"they were: {self.cause}",
-            self.documents,
-        ]
+            f"they were: {self.cause}; {self.documents}"
+        )
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> NonFiniteReport:

@@ -94,8 +94,9 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 def _show_problems(error: ConfigurationError, stream: TextIO) -> None:
     count = len(error.problems)
-    # What is wrong with a machine says which one; settings are wrong on all of them.
-    place = "" if error.exit_code == ExitCode.REFUSED else f" on {host_name()}"
+    # What is wrong with a machine says which one; settings and data are wrong on all of them.
+    anywhere = error.exit_code in (ExitCode.REFUSED, ExitCode.NOT_FINITE)
+    place = "" if anywhere else f" on {host_name()}"
     title = f"{error.kind}{place} ({count} problem{'s' if count != 1 else ''}):"
     if stream.isatty() and "NO_COLOR" not in os.environ:
         title = f"\033[1;31m{title}\033[0m"

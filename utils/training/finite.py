@@ -23,20 +23,11 @@ class FiniteTrainerMixin(Trainer):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.guard = guard_among(self.callback_handler.callbacks)
+        mixed_precision = self.accelerator.mixed_precision
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
-        self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
-        if self.guard.skips and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ConfigurationError(
-                "on_nonfinite skip does not go with DeepSpeed, whose optimizer steps at the end of "
-                "the backward pass, before the ranks can agree: use multi_gpu.yaml or fsdp2.yaml, "
-                "or leave on_nonfinite at stop."
-            )
-        if self.guard.skips and not self.guard.judges_gradients:
-            raise ConfigurationError(
-                "on_nonfinite skip does not go with fp16 (here: mixed_precision of the accelerate "
-                "config), whose loss scaler skips steps on its own account: use bf16, or leave "
-                "on_nonfinite at stop."
-            )
+        self.guard.judges_gradients = mixed_precision != "fp16"
+        if self.guard.skips:
+            check_skipping(self.accelerator.distributed_type, mixed_precision)
 
     @override
     def _get_grad_norm(
@@ -72,3 +63,19 @@ class FiniteTrainerMixin(Trainer):
             # Trainer takes the sum of losses off itself: of NaN and infinities NaN would stay.
             self._tr_loss.zero_()
         super().log(logs, start_time)
+
+
+def check_skipping(distributed_type: DistributedType, mixed_precision: str) -> None:
+    """Raise ConfigurationError where the optimizer cannot be kept from a spoilt gradient."""
+    if distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigurationError(
+            "on_nonfinite skip does not go with DeepSpeed, whose optimizer steps at the end of the "
+            "backward pass, before the ranks can agree: use multi_gpu.yaml or fsdp2.yaml, or leave "
+            "on_nonfinite at stop."
+        )
+    if mixed_precision == "fp16":
+        raise ConfigurationError(
+            "on_nonfinite skip does not go with mixed_precision fp16 of the accelerate config, "
+            "whose loss scaler skips steps on its own account: use bf16, or leave on_nonfinite at "
+            "stop."
+        )

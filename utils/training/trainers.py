@@ -104,7 +104,8 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         result = Trainer.compute_loss(
             self, model, inputs, return_outputs, num_items_in_batch.clamp(min=1)
         )
-        self.guard.take_loss(result[0] if return_outputs else result, num_items_in_batch)
+        loss = result[0] if isinstance(result, tuple) else result
+        self.guard.take_loss(loss, num_items_in_batch)
         return result
 
     @override
