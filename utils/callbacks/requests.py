@@ -54,7 +54,7 @@ class Requests:
         now = self.clock()
         if self.found >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
             return self.found
-        self.looked_at = now
+        self.looked_at, self.found = now, NOTHING
         files = self._files() if self.rank == 0 else set()
         self.reason = self.signalled()
         if self.reason is None and STOP in files:
@@ -72,15 +72,15 @@ class Requests:
         return self.found
 
     def saved(self) -> None:
-        """Note that a checkpoint was just written, or is about to be."""
+        """Note that a checkpoint was just written: none is due before the next look."""
         self.saved_at = self.clock()
+        if self.found == SAVING:
+            self.found = NOTHING
 
     def consume(self, name: str) -> None:
         """Remove the file that is acted upon, so that it counts once; all ranks call it."""
         if self.found < STOPPING:
             self.found = NOTHING
-        if name == SAVE:
-            self.saved()
         if self.rank == 0:
             (self.output_dir / name).unlink(missing_ok=True)
 

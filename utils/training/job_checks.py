@@ -26,12 +26,13 @@ class Pace:
 class Saves:
     """When checkpoints are written. `every` is in steps, None for none; `minutes` is 0 for any age.
 
-    `best` says whether each new best is saved as well.
+    `best` says whether each new best is saved as well, `background` whether training goes on.
     """
 
     every: int | None
     minutes: float
     best: bool
+    background: bool
     kept: int | None
 
     @property
@@ -55,8 +56,9 @@ def saves_of(settings: RunSettings, total_steps: int) -> Saves:
         every = math.ceil(total_steps * steps) if steps < 1 else int(steps)
     elif strategy == "epoch":
         every = math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
-    minutes = 0.0 if every is None else settings.run.save_minutes or 0.0
-    return Saves(every, minutes, settings.run.save_best, training.save_total_limit)
+    run = settings.run
+    minutes = 0.0 if every is None else run.save_minutes or 0.0
+    return Saves(every, minutes, run.save_best, run.async_save, training.save_total_limit)
 
 
 def measured_pace(output_dir: Path) -> Pace | None:

@@ -79,6 +79,7 @@ def plan_lines(
         also = ", and of each new best" if saves.best else ""
         if saves.minutes:
             also += f", and when the last one is {saves.minutes:g} minutes old"
+        also += ", in the background" if saves.background else ""
         yield f"saves: every {saves.every:,} steps, {count:,} in all{also}; {kept}"
     else:
         yield "saves: none (save_strategy no)"
@@ -136,9 +137,11 @@ def _pace_lines(
                 f"takes at most {_seconds(most)}"
             )
         if lead:
+            # One that is on its way in the background has to end first.
+            needed = "a step and two saves" if saves.background else "a step and a save"
             yield (
-                f"pace: a step and a save together must fit into the {lead} s between stop signal "
-                "and time limit"
+                f"pace: {needed} together must fit into the {lead} s between stop signal and time "
+                "limit"
             )
         return
     left = max(total_steps - pace.step, 0)

@@ -356,6 +356,19 @@ def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_p
         assert ranks.saves == [False, False]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_checkpoint_asked_for_within_a_long_evaluation_is_one(count, tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch, ranks=count, save_minutes=1)
+    ranks.step(evaluate=True)
+    for _ in range(30):
+        ranks.event("on_prediction_step", 10.0)
+    assert ranks.saves == [True] * count
+    ranks.event("on_save", 0.1)
+    for _ in range(5):
+        ranks.step(0.1)
+        assert ranks.saves == [False] * count
+
+
 @pytest.mark.parametrize(
     ("minutes", "strategy"), [(0, SaveStrategy.STEPS), (1, SaveStrategy.NO)], ids=["0", "no saves"]
 )

@@ -107,6 +107,9 @@ def test_every_kind_of_save_is_said(report):
     settings |= {"metric_for_best_model": "eval_a_loss", "save_best": "true"}
     assert "10 in all, and of each new best, and when" in said(report(**settings))
     assert "10 in all; the newest 3" in said(report(save_minutes="0"))
+    text = said(report(save_minutes="0", async_save="true"))
+    assert "10 in all, in the background; the newest 3" in text
+    assert "pace: a step and two saves together must fit into the 300 s" in text
     assert "saves: none" in said(report(save_strategy="no", save_steps=None))
 
 
