@@ -5,7 +5,7 @@
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
-# make figures    write the README's figures anew from benchmarks/results/demo_cpu.json
+# make figures    write the figures in README.md and docs/exactness.md anew from benchmarks/results/
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
@@ -30,6 +30,7 @@ demo: $(VENV)/.runtime
 
 figures:
 	$(BIN)/python examples/readme_figures.py
+	$(BIN)/python benchmarks/exactness_figures.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -204,6 +204,17 @@ def test_the_readmes_figures_are_those_of_the_result_file():
     assert "| pretrain |" in readme
 
 
+def test_the_figures_of_exactness_are_those_of_the_result_files():
+    import sys
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import exactness_figures
+
+    document = (ROOT / "docs" / "exactness.md").read_text()
+    assert exactness_figures.with_figures(document) == document
+    assert "| one rank |" in document
+
+
 @pytest.mark.parametrize("script", ["pretrain", "sft_train"])
 def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script):
     import subprocess

@@ -1,0 +1,93 @@
+"""Write the figures of benchmarks/results/exactness/ into docs/exactness.md.
+
+python benchmarks/exactness_figures.py
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "exactness"
+DOCUMENT = ROOT / "docs" / "exactness.md"
+BEGIN, END = "<!-- exactness figures: make figures -->", "<!-- end of exactness figures -->"
+
+PROOFS = {
+    "resume_equality": "Runs cut after every step and resumed, against the uninterrupted ones",
+    "kill_points": "SIGKILL at each call that changes the run directory; survived: the next start "
+    "needs nobody, and the run ends with the uninterrupted one's weights",
+    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each of those calls",
+    "random_kills": "Two ranks, killed at random moments",
+    "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
+    "deleted, linked, swapped, taken from another step",
+    "world_sizes": "One run on 1, 2 and 4 ranks in any order",
+    "verification_cost": "What the digests of a checkpoint of 1 GB cost",
+    "async_save": "How long training stands still for a save",
+}
+CIRCUMSTANCES = ("made_by", "date", "hardware", "python", "torch", "transformers")
+
+
+def with_figures(document: str, results: Path = RESULTS) -> str:
+    """Return the document with the tables between the two marks made anew."""
+    sections = [_section(name, title, results) for name, title in PROOFS.items()]
+    text = "\n".join([BEGIN, *sections, END])
+    return re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: text, document, flags=re.DOTALL
+    )
+
+
+def _section(name: str, title: str, results: Path) -> str:
+    path = results / f"{name}.json"
+    if not path.exists():
+        return f"### {title}\n\nNot run yet.\n"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    made = {key: content.pop(key) for key in CIRCUMSTANCES}
+    made_by = f"{made['date']}, {made['hardware']}, torch {made['torch']}, transformers "
+    return f"### {title}\n\n{_table(content)}\n\n{made_by}{made['transformers']}.\n"
+
+
+def _table(content: Mapping[str, Any]) -> str:
+    """Write {row: {column: figure}} or {row: figure} as a table."""
+    nested = {key: value for key, value in content.items() if isinstance(value, dict)}
+    flat = {key: value for key, value in content.items() if not isinstance(value, dict | list)}
+    lines = []
+    if nested:
+        columns = list(dict.fromkeys(key for row in nested.values() for key in _scalars(row)))
+        lines += [_row(["", *map(_words, columns)]), _row(["---"] * (len(columns) + 1))]
+        for key, row in nested.items():
+            lines.append(_row([_words(key), *(_figure(row.get(column, "")) for column in columns)]))
+    if flat:
+        lines += ["", "| | |", "|---|---|"] if nested else ["| | |", "|---|---|"]
+        lines += [_row([_words(key), _figure(value)]) for key, value in flat.items()]
+    return "\n".join(lines)
+
+
+def _scalars(row: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if not isinstance(value, dict | list)]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return "0" if value == 0 else f"{value:.3g}"
+    return str(value)
+
+
+def main() -> None:
+    """Rewrite docs/exactness.md in place."""
+    DOCUMENT.write_text(with_figures(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
