@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from utils.checkpoints.files import list_files
+from utils.config.errors import ConfigurationError
 
 # What no library unpickles. All else has to be an archive of torch.save, or of the kinds below.
 NEVER_UNPICKLED = frozenset(
@@ -92,6 +93,22 @@ def check(directory: Path) -> list[str]:
         except ForbiddenPickleError as error:
             problems.append(f"{name} {error}")
     return problems
+
+
+def refuse_code(checkpoint: Path) -> None:
+    """Raise ConfigurationError for a checkpoint of which something must not be loaded.
+
+    It is not set aside for an older one: a person has to know how that came there.
+    """
+    problems = check(checkpoint)
+    if problems:
+        raise ConfigurationError(
+            [f"{checkpoint / problem}" for problem in problems]
+            + [
+                f"nothing of {checkpoint} was loaded. Find out who wrote it; move it away to go on "
+                "from the checkpoint before."
+            ]
+        )
 
 
 def check_file(path: Path) -> None:

@@ -19,6 +19,7 @@ from utils.callbacks.requests import remove_stale_requests
 from utils.checkpoints.background import BackgroundWriter
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.layout import check_layout
+from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.staging import remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
@@ -211,6 +212,7 @@ def _resume_point(output_dir: Path, run_id: str, strategy: str) -> str | None:
     found = resume_point(output_dir, run_id)
     if found is not None:
         check_layout(found, strategy)
+        refuse_code(found)
     return None if found is None else str(found)
 
 
