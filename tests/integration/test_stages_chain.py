@@ -86,7 +86,9 @@ def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) 
 
 def test_a_chain_of_three_stages(first, stages, next_stage, fine_tuning, workspace):
     """Short pretraining, pretraining on longer sequences with other rope settings, fine-tuning."""
-    longer = tiny.make_model_config(stages / "longer.json", **LONGER)
+    longer = stages / "longer.json"  # what a user would edit: the earlier stage's own
+    config = json.loads((first / "final" / "config.json").read_text())
+    longer.write_text(json.dumps(config | LONGER, indent=2))
     second, third = stages / "second", stages / "third"
     argv = next_stage(second, first, model_config=longer, sequence_length=128)
     argv = without(argv, "tokenizer_name_or_path")  # the stage brings it along

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -15,6 +15,7 @@ from transformers import (
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
+from utils.config.reading.strict_yaml import YamlError, load_mapping
 from utils.config.run_settings import RunSettings
 from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
@@ -23,6 +24,8 @@ from utils.training.run_data import tokenizer_directory
 from utils.training.stages import find_stage, own_checkpoint, stage_of
 from utils.training.strict_loading import load_strictly
 
+# What transformers raises for values that an architecture cannot have.
+UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
 
@@ -51,6 +54,13 @@ def load_model_config(
             if stage
             else _config_of_model("model_name_or_path", _model_path(model), model.model_revision)
         )
+    if not isinstance(config.get_text_config(), PreTrainedConfig):
+        raise ConfigurationError(
+            f"the configuration of {config.model_type} has a text_config that this architecture "
+            "does not know: take it out, or use the model_type that it belongs to."
+        )
+    # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
+    config._attn_implementation_internal = None
     problems = model_problems(config, tokenizer, settings.data.sequence_length)
     if problems:
         raise ConfigurationError(problems)
@@ -174,7 +184,7 @@ def _model_path(model: ModelArguments) -> str:
 def _config_of_model(setting: str, path: str, revision: str | None = None) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, *UNUSABLE) as error:
         raise ConfigurationError(
             f"no model could be found at --{setting} {path}: {_first_line(error)}"
         ) from error
@@ -182,14 +192,20 @@ def _config_of_model(setting: str, path: str, revision: str | None = None) -> Pr
 
 def _values_of_file(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        text = path.read_text(encoding="utf-8")
+        found, faults = load_mapping(text)  # JSON is YAML 1.2, where 1e-06 is a number
     except OSError as error:
         raise ConfigurationError(
             f"--model_config {path} cannot be read: {error.strerror}."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--model_config {path} is not JSON or YAML: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"--model_config {path}{error}: it is not JSON or YAML."
+        ) from error
+    if faults:
+        raise ConfigurationError([f"--model_config {path}{fault}." for fault in faults])
+    values = {name: value for name, (value, _) in found.items()}
+    if "model_type" not in values:
         raise ConfigurationError(
             f"--model_config {path} needs a model_type (for example `model_type: llama`) and that "
             "architecture's settings, as in a transformers config.json."
@@ -209,7 +225,7 @@ def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     model_type = settings.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type, **settings)
-    except (ValueError, TypeError, KeyError) as error:
+    except UNUSABLE as error:
         raise ConfigurationError(f"--model_config {path}: {_first_line(error)}") from error
     _refuse_unknown_settings(path, settings, config)
     return config

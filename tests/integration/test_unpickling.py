@@ -1,0 +1,180 @@
+"""Nothing that came with a checkpoint or a model runs, and real checkpoints are read as ever."""
+
+import contextlib
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import payloads
+import pytest
+import tiny
+import torch
+from launching import run_two_processes
+
+import pretrain
+import sft_train
+from utils.checkpoints import pickles
+from utils.checkpoints.files import flush_and_record, list_files
+from utils.checkpoints.manifest import read_manifest, write_manifest
+from utils.config.errors import ConfigurationError
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def committed_again(checkpoint: Path) -> None:
+    """Write a manifest that vouches for whatever is there now, as an attacker would."""
+    import dataclasses
+
+    files = flush_and_record(checkpoint, list_files(checkpoint))
+    write_manifest(checkpoint, dataclasses.replace(read_manifest(checkpoint), files=files))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", payloads.PAYLOADS)
+def test_a_resume_runs_nothing_of_a_strangers_file(name, pretraining, stopped, tmp_path):
+    touched = tmp_path / "touched"
+    path = payloads.write(stopped / "checkpoint-3", name, payloads.Touch(touched))
+    try:
+        committed_again(stopped / "checkpoint-3")
+        with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")):
+            pretrain.main(pretraining(stopped, max_steps=6))
+    finally:
+        restore(path)
+    assert not touched.exists()
+    assert (stopped / "checkpoint-3").is_dir(), "a refused checkpoint stays where it is"
+
+
+KEPT: dict[Path, bytes] = {}
+
+
+@pytest.fixture(scope="module")
+def kept_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("stopped") / "run"
+
+
+@pytest.fixture
+def stopped(kept_run, pretraining):
+    """A run with one checkpoint at step 3, whose files are put back after each test."""
+    if not kept_run.exists():
+        pretrain.main(pretraining(kept_run, max_steps=3))
+        files = [path for path in (kept_run / "checkpoint-3").rglob("*") if path.is_file()]
+        KEPT.update({path: path.read_bytes() for path in files})
+    return kept_run
+
+
+def restore(path: Path) -> None:
+    for shard in path.parent.glob("*.distcp"):
+        shard.unlink()
+    path.unlink()
+    for kept, content in KEPT.items():
+        kept.write_bytes(content)
+
+
+def test_the_guard_of_torch_stays_on_for_what_asks_for_none(stopped, pretraining, tmp_path):
+    """As DeepSpeed and torch.distributed.checkpoint ask (weights_only=False)."""
+    pretrain.main(pretraining(stopped, max_steps=3))
+    path = payloads.write(tmp_path, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(path, weights_only=False)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2"])
+def test_the_checkpoints_of_every_strategy_are_read_and_resumed(strategy, pretraining, tmp_path):
+    """DeepSpeed asks for no guard, and with it on loads its own checkpoints all the same."""
+    run = tmp_path / "run"
+    for steps in (1, 2):
+        argv = pretraining(run, max_steps=steps, save_steps=1)
+        done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert pickles.check(run / f"checkpoint-{steps}") == []
+    assert f"resuming from {run}/checkpoint-1" in done.stdout
+    assert len(tiny.losses(run)) == 2
+
+
+def test_no_pickle_of_the_settings_is_written_anywhere(stopped):
+    assert not list(stopped.rglob("training_args.bin"))
+
+
+# What a config.json may try, and transformers obeyed at one time or another (CVE-2026-4372,
+# CVE-2026-5241); the module it names lies beside it.
+TRICKS = {
+    "auto_map": {
+        "auto_map": {
+            "AutoConfig": "modeling_evil.EvilConfig",
+            "AutoModelForCausalLM": "modeling_evil.EvilModel",
+            "AutoTokenizer": ["modeling_evil.EvilTokenizer", None],
+        }
+    },
+    "attention": {"_attn_implementation_internal": "modeling_evil"},
+    "attention_of_the_hub": {"_attn_implementation": "./evil/kernel:modeling_evil"},
+    "nested": {
+        "trust_remote_code": True,
+        "text_config": {"trust_remote_code": True, "auto_map": {"AutoConfig": "modeling_evil.E"}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def imports():
+    """The files of Python code that were compiled or opened for it since; hooks stay for good."""
+    seen: list[str] = []
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in ("exec", "import", "compile", "open"):
+            seen.append(str(arguments[:2]))
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def evil_model(base_model: Path, directory: Path, trick: dict, touched: Path) -> Path:
+    import shutil
+
+    shutil.copytree(base_model, directory)
+    config = json.loads((directory / "config.json").read_text()) | trick
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    tokenizer |= {name: trick[name] for name in ("auto_map",) if name in trick}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    code = f"open({str(touched)!r}, 'w').close()\nclass EvilConfig: pass\n"
+    (directory / "modeling_evil.py").write_text(code)
+    return directory
+
+
+@pytest.mark.parametrize("way", ["model_name_or_path", "init_from", "model_config"])
+@pytest.mark.parametrize("trick", TRICKS)
+def test_code_beside_a_model_is_not_run(
+    trick, way, fine_tuning, pretraining, base_model, imports, tmp_path, monkeypatch
+):
+    touched = tmp_path / "touched"
+    model = evil_model(base_model, tmp_path / "model", TRICKS[trick], touched)
+    monkeypatch.chdir(model)  # so that a plain import would find it
+    if way == "model_config":
+        argv = pretraining(tmp_path / "run", max_steps=1, model_config=model / "config.json")
+        main = pretrain.main
+    else:
+        argv = fine_tuning(tmp_path / "run", max_steps=1, model_name_or_path=model)
+        argv[argv.index("--model_name_or_path")] = f"--{way}"
+        main = sft_train.main
+    imports.clear()
+    # As --model_config its settings are held against those that the architecture knows.
+    reason = "text_config" if trick == "nested" else None
+    if way == "model_config" and trick != "attention_of_the_hub":
+        reason = "llama has no setting"
+    with pytest.raises(ConfigurationError, match=reason) if reason else contextlib.nullcontext():
+        main(argv)
+    assert not touched.exists()
+    assert not [event for event in imports if "modeling_evil" in event]
+
+
+def test_an_architecture_that_is_only_code_is_refused(fine_tuning, base_model, imports, tmp_path):
+    trick = {"model_type": "evil", **TRICKS["auto_map"]}
+    model = evil_model(base_model, tmp_path / "model", trick, tmp_path / "touched")
+    argv = fine_tuning(tmp_path / "run", model_name_or_path=model)
+    with pytest.raises(ConfigurationError, match=r"no model could be found|can be loaded"):
+        sft_train.main(argv)
+    assert not (tmp_path / "touched").exists()
