@@ -22,6 +22,29 @@ def rows(workspace: Path) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": whole, "labels": whole}).with_format("torch")
 
 
+def make_trainer(
+    workspace: Path, directory: Path, dropout: float = 0.0, **settings: Any
+) -> Trainer:
+    """A trainer of the workspace's model and rows that logs and saves at every step."""
+    torch.manual_seed(42)
+    config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
+    args = TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=2,
+        learning_rate=tiny.RUN["learning_rate"],
+        weight_decay=0.1,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        save_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **settings,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    return Trainer(model=model, args=args, train_dataset=rows(workspace))
+
+
 def differences(
     workspace: Path,
     root: Path,
@@ -32,28 +55,14 @@ def differences(
     workers: int,
 ) -> list[dict[str, float]]:
     """The largest |difference| of each metric over the steps after each cut."""
-    dataset = rows(workspace)
     settings = {
         "max_steps": steps,
         "gradient_accumulation_steps": accumulation,
         "dataloader_num_workers": workers,
-        "per_device_train_batch_size": 2,
-        "learning_rate": tiny.RUN["learning_rate"],
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 1,
-        "save_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
 
     def train(directory: Path, checkpoint: Path | None = None) -> dict[int, dict[str, Any]]:
-        torch.manual_seed(42)
-        config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
-        model = AutoModelForCausalLM.from_config(config)
-        args = TrainingArguments(output_dir=str(directory), **settings)
-        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        trainer = make_trainer(workspace, directory, dropout, **settings)
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         return {line["step"]: line for line in trainer.state.log_history if "loss" in line}
 

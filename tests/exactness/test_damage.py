@@ -1,11 +1,15 @@
 """Proof 3: whatever happens to a file of a checkpoint is found, and nothing of it is loaded."""
 
 import shutil
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import stock_trainer
 from damages import DAMAGES, cases
 from launching import run_two_processes
+from resumed_runs import add_models
 
 import pretrain
 import sft_train
@@ -14,6 +18,7 @@ from utils.checkpoints.files import MANIFEST
 from utils.training.provenance import known_run_id
 
 pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "all-linear"}
 SAVES = {"max_steps": 4, "save_steps": 2}
@@ -21,9 +26,7 @@ KINDS = ["one rank", "LoRA", "2-rank DDP", "2-rank FSDP2", "2-rank ZeRO-2"]
 CONFIGS = {"2-rank DDP": "multi_gpu", "2-rank FSDP2": "fsdp2", "2-rank ZeRO-2": "zero2"}
 
 
-@pytest.fixture(
-    params=[KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])]
-)
+@pytest.fixture(params=[KINDS[0], *(pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS[1:])])
 def trained(request, pretraining, fine_tuning, tmp_path) -> Path:
     """A run with two checkpoints, of each kind of layout."""
     kind, run = request.param, tmp_path / "trained"
@@ -66,3 +69,32 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
     proof = figures("damage").setdefault(request.node.callspec.params["trained"], {})
     proof |= {"files": len(files), "damages": len(found) + len(missed), "found": len(found)}
     assert not missed
+
+
+@pytest.mark.parametrize("kinds", [["deleted"], pytest.param(list(DAMAGES), marks=EXHAUSTIVE)])
+def test_plain_trainer_takes_the_highest_number_as_it_is(
+    kinds, workspace, base_model, tmp_path, figures
+):
+    """What the same damages do to transformers' Trainer, resumed with its own search."""
+    add_models(workspace, base_model)
+    whole = tmp_path / "whole"
+    trainer = stock_trainer.make_trainer(workspace, whole, max_steps=4)
+    trainer.train()
+    ends = Counter({"went on in silence": 0, "next start failed": 0})
+    with warnings.catch_warnings(action="ignore"):
+        for name, kind in cases(whole / "checkpoint-3"):
+            if kind not in kinds:
+                continue
+            run = tmp_path / "copy" / "run"
+            for step in (2, 3):
+                shutil.copytree(whole / f"checkpoint-{step}", run / f"checkpoint-{step}")
+            DAMAGES[kind](run / "checkpoint-3" / name)
+            trainer = stock_trainer.make_trainer(workspace, run, max_steps=4)
+            try:
+                trainer.train(resume_from_checkpoint=True)
+                ends["went on in silence"] += 1
+            except Exception:  # which one is its own affair: the user sees a traceback
+                ends["next start failed"] += 1
+            shutil.rmtree(run.parent)
+    figures("damage")["plain Trainer"] = {"damages": ends.total(), "found": 0, **ends}
+    assert ends["went on in silence"], "Trainer got better: say so where these figures are quoted"
