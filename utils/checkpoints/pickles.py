@@ -67,7 +67,7 @@ _DEEPSPEED = {
     "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
     "deepspeed.utils.tensor_fragment": {"fragment_address"},
 }
-# What the checkpoints of every strategy name (tests/integration/test_unpickling.py reads them), and
+# What the checkpoints of every strategy name (tests that resume them fail when one is missing), and
 # nothing that does more than hold its arguments.
 ALLOWED = frozenset(
     (module, name)
