@@ -85,7 +85,7 @@ def remove_leftovers() -> None:
 
 
 def _remove_unless_locked(directory: Path) -> None:
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory)

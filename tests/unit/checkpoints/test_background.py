@@ -174,3 +174,28 @@ def test_a_store_without_background_has_nothing_to_wait_for(tmp_path):
     assert not plain.failed
     plain.finish()
     plain.close()
+
+
+@pytest.mark.parametrize(
+    ("rooms", "short_of_room"),
+    [
+        ([("n1", None, 1000), ("n2", None, 1000)], None),  # what a rank writes is not known yet
+        ([("n1", None, 1000), ("n2", None, 999)], "n2"),
+        ([("n1", 400, 900), ("n1", 400, 900), ("n2", 90, 100)], None),
+        ([("n1", 400, 900), ("n1", 500, 900), ("n2", 90, 100)], "n1"),
+        ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # it may grow a little
+        ([("n1", 400, 2000), ("n1", None, 2000)], None),
+    ],
+)
+def test_each_node_needs_room_for_what_its_own_ranks_write(
+    rooms, short_of_room, memory, monkeypatch, caplog
+):
+    answers = iter([rooms, ["rank 0's place", *rooms[1:]]])
+    monkeypatch.setattr("utils.checkpoints.background.on_every_rank", lambda _: next(answers))
+    place = BackgroundWriter("run-1", 0).place(7, rooms[0][1], 1000)
+    if short_of_room is None:
+        assert place == "rank 0's place"
+        assert not caplog.text
+    else:
+        assert place is None
+        assert f"is written before training goes on: {short_of_room} has 0.000 GiB" in caplog.text
