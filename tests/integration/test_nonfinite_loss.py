@@ -237,54 +237,54 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
     assert "eval heldout" not in capsys.readouterr().out
 
 
-def test_two_ranks_of_which_one_has_an_infinite_loss_end_together(pretraining, poisoned, tmp_path):
-    """The gradient stays finite: nothing but the agreement tells rank 0."""
-    run = tmp_path / "run"
-    shown = spoil_two_ranks("multi_gpu", "inf_loss", run, pretraining, poisoned)
-    assert "step 4: the loss of rank 1 in micro-batch 2 is infinite" in shown
+def test_two_ranks_skip_what_one_of_them_finds_and_end_together(pretraining, tmp_path):
+    """The loss of rank 1 is infinite, the gradient finite: only the agreement tells rank 0."""
+    run, again = tmp_path / "run", int(order(6)[2])
+    rows = tiny.documents(DOCUMENTS, seed=5, longest=40)
+    for document in (SPOILT, again):
+        rows[document][1] = POISON
+    data = tiny.save(tmp_path / "twice", {"input_ids": rows})
+    settings = {
+        "train_data": data, "on_nonfinite": "skip", "nonfinite_limit": 1, "save_steps": 1,
+        "save_total_limit": 6, "per_device_train_batch_size": 1,
+    }  # fmt: skip
+    shown = spoil_two_ranks("multi_gpu", "inf_loss", pretraining(run, **RUN | settings))
+    assert shown.count("step 4 skipped (1 of at most 1), weights and optimizer left as they") == 1
+    assert "the loss of rank 1 in micro-batch 2 is infinite" in shown
+    assert "step 6: the loss of rank 0 in micro-batch 2 is infinite; 1 step was skipped" in shown
     assert documents(run) == {SPOILT}
-
-
-def test_a_step_is_skipped_on_both_ranks(pretraining, poisoned, tmp_path):
-    run = tmp_path / "run"
-    shown = spoil_two_ranks(
-        "multi_gpu", "inf_loss", run, pretraining, poisoned, ends=0,
-        on_nonfinite="skip", save_steps=1, save_total_limit=6,
-    )  # fmt: skip
-    assert shown.count("step 4 skipped (1 of at most 3)") == 1
+    assert {entry["document"] for entry in report(run, 6)["documents"]} == {again}
+    assert kept(run) == [f"checkpoint-{step}" for step in range(1, 6)]
     weights = [load_file(run / f"checkpoint-{step}/model.safetensors") for step in (3, 4, 5)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
+    assert_same_moments(run / "checkpoint-3", run / "checkpoint-4")
 
 
 @pytest.mark.parametrize(
     ("config", "kind", "cause"),
     [
-        ("fsdp2", "inf_gradient", "the gradient norm is (NaN|infinite), though"),
-        ("zero2", "inf_gradient", "the gradient norm is (NaN|infinite|not finite), though"),
+        ("fsdp2", "inf_loss", "step 4: the loss of rank 1 in micro-batch 2 is infinite"),
+        ("zero2", "inf_gradient", "step 4: the gradient norm is [a-zA-Z ]*, though the losses"),
     ],
 )
-def test_sharded_gradients_are_judged_too(config, kind, cause, pretraining, poisoned, tmp_path):
+def test_sharded_models_are_watched_too(config, kind, cause, pretraining, poisoned, tmp_path):
+    """Nothing is saved at the step and the next one: the ranks learn of it at begins of steps."""
     run = tmp_path / "run"
-    shown = spoil_two_ranks(config, kind, run, pretraining, poisoned)
-    assert len(re.findall(f"step 4: {cause} the losses", shown)) == 1, shown[-3000:]
-    assert documents(run) == set(BATCH.tolist())
+    settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
+    shown = spoil_two_ranks(config, kind, pretraining(run, **RUN | settings))
+    assert len(re.findall(cause, shown)) == 1, shown[-3000:]
+    assert documents(run) == ({SPOILT} if kind == "inf_loss" else set(BATCH.tolist()))
+    assert kept(run) == ["checkpoint-3"]
+    assert not (run / "final").exists()
+    assert train_lines(run)[-1]["step"] == STEP + 1
 
 
-def spoil_two_ranks(
-    config: str, kind: str, run: Path, pretraining, poisoned: Path, ends: int = 78, **changes
-) -> str:
-    settings = RUN | {"train_data": poisoned, "per_device_train_batch_size": 1} | changes
-    done = run_two_processes(
-        config, POISONED_RUN, pretraining(run, **settings), env={"STOKER_TEST_POISON": kind}
-    )
-    assert (done.returncode == 0) == (ends == 0), done.stdout[-4000:]
-    if ends:
-        assert f"exitcode  : {ends}" in done.stdout, done.stdout[-4000:]
-        assert done.stdout.count("not finite (1 problem):") == 1
-        assert "Traceback" not in done.stdout.split("not finite (1 problem)")[0]
-        assert kept(run) == ["checkpoint-2"]
-        assert not (run / "final").exists()
+def spoil_two_ranks(config: str, kind: str, argv: list[str]) -> str:
+    """Run until both ranks end with 78; return what they say."""
+    done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
+    assert done.stdout.count("exitcode  : 78") == 2, done.stdout[-4000:]
+    assert done.stdout.count("not finite (1 problem):") == 1
     return done.stdout
 
 

@@ -310,7 +310,5 @@ def test_settings_that_contradict_each_other_are_refused():
         return list(check_nonfinite(SettingValues(declared, given, {})))
 
     assert problems() == problems(on_nonfinite="skip", nonfinite_limit=9) == []
-    assert "nonfinite_limit 9 has no effect without on_nonfinite: skip" in problems(
-        nonfinite_limit=9
-    )
+    assert "has no effect without on_nonfinite: skip" in problems(nonfinite_limit=9)[0]
     assert "does not go with fp16" in problems(on_nonfinite="skip", fp16=True)[0]
