@@ -91,3 +91,15 @@ def test_a_run_that_lost_its_directory_writes_no_checkpoint(starts, pretraining,
     assert not (run / "final").exists()
     assert [path.name for path in (run / ".lock").iterdir()] == ["owner-2"]
     assert json.loads((run / ".lock" / "owner-2").read_text())["left"] is False
+
+
+def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path, capsys):
+    """In the process that goes on, a notebook for one, as in one that ends."""
+    import pretrain
+
+    run = tmp_path / "run"
+    assert pretrain.main(pretraining(run)) == ExitCode.DONE
+    again = starts.run("stoker", pretraining(run))
+    assert again.exit_code == ExitCode.DONE, again.output
+    assert f"{run} is finished: nothing is left to do" in again.output
+    assert "its last owner is gone" not in again.output

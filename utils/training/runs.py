@@ -157,9 +157,13 @@ def _leave_stopped_run(trainer: PackedTrainerMixin) -> int:
 
 
 def _leave_together(trainer: Trainer) -> None:
-    """Wait: a rank that is gone takes the store with it that others still talk to."""
+    """Wait: a rank that is gone takes the store with it that others still talk to.
+
+    All is written then, and the directory is anybody's.
+    """
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    leave_run_lock(str(trainer.args.output_dir))
 
 
 def _claim(
