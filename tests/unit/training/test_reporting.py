@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from utils.callbacks.progress import TerminalProgress
+from utils.config.run_settings import parse_pretraining
 from utils.training.reporting import run_callbacks
 from utils.training.runs import Run
 
@@ -17,6 +18,8 @@ def test_bars_are_for_people_at_a_terminal(is_terminal, job, bars, tmp_path, mon
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
-    settings = SimpleNamespace(run=SimpleNamespace(hang_timeout_s=0))
-    callbacks = run_callbacks(settings, Run(tmp_path, None, False, 0, ("n1",)))
+    given = "--output_dir run --train_data data --model_config model.yaml --sequence_length 64"
+    settings = parse_pretraining([*given.split(), "--global_batch_size", "8"], "")
+    checkpoints = SimpleNamespace()
+    callbacks = run_callbacks(settings, Run(tmp_path, None, False, 0, ("n1",), checkpoints))
     assert any(isinstance(callback, TerminalProgress) for callback in callbacks) == bars
