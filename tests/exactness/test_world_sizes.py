@@ -34,7 +34,7 @@ SETTINGS = {
 CUTS = (3, 5)  # where the first and the second number of ranks end
 # Losses of about 4 in float32: a few units in the last place.
 ROUNDING = 1e-5
-SAMPLE = {"zero3": [(2, 1)], "ddp": [(1, 2)]}
+SAMPLE = [("zero3", "pretrain", [(2, 1)]), ("ddp", "pretrain", [(1, 2)])]
 EVERY_ORDER = list(itertools.permutations((1, 2, 4)))
 FIGURES = "world_sizes"
 
@@ -84,13 +84,15 @@ class Start:
         }
 
 
-def launch(strategy: str, ranks: int, starts: list[Start], workspace: Path, root: Path) -> str:
+def launch(
+    strategy: str, kind: str, ranks: int, starts: list[Start], workspace: Path, root: Path
+) -> str:
     """Do these starts one after the other in one launch of so many ranks; return its output."""
     plan = root / "plan.json"
     starts = sorted(starts, key=lambda start: start.dropout)
     items = [
         {
-            "case": asdict(Case(strategy, "pretrain", start.dropout, 1, 0)),
+            "case": asdict(Case(strategy, kind, start.dropout, 1, 0)),
             "changes": SETTINGS,
             "run": str(start.run),
             "cut": start.cut,
@@ -113,15 +115,16 @@ def launch(strategy: str, ranks: int, starts: list[Start], workspace: Path, root
 def pytest_generate_tests(metafunc):
     if "orders" in metafunc.fixturenames:
         names = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-        everything = [(name, EVERY_ORDER) for name in names]
-        everything.append(("zero1 then zero2", [(2, 4), (2, 2)]))
-        exhaustive = metafunc.config.getoption("--exhaustive")
-        chosen = everything if exhaustive else list(SAMPLE.items())
-        metafunc.parametrize(("strategy", "orders"), chosen, ids=[name for name, _ in chosen])
+        everything = [(name, "pretrain", EVERY_ORDER) for name in names]
+        everything += [(name, "lora", [(2, 1)]) for name in ("fsdp2", "zero2", "zero3")]
+        everything.append(("zero1 then zero2", "pretrain", [(2, 4), (2, 2)]))
+        chosen = everything if metafunc.config.getoption("--exhaustive") else SAMPLE
+        ids = [f"{strategy} {kind}" for strategy, kind, _ in chosen]
+        metafunc.parametrize(("strategy", "kind", "orders"), chosen, ids=ids)
 
 
 def test_any_order_of_world_sizes_is_one_run(
-    strategy, orders, workspace, base_model, tmp_path, exhaustive, figures
+    strategy, kind, orders, workspace, base_model, tmp_path, exhaustive, figures
 ):
     add_models(workspace, base_model)
     starts = [
@@ -144,7 +147,7 @@ def test_any_order_of_world_sizes_is_one_run(
                 now += repeated
             now = [start for start in now if start.ranks[-1] == ranks]
             name = strategy.split(" then ")[:length][-1]
-            told.append(launch(name, ranks, now, workspace, tmp_path))
+            told.append(launch(name, kind, ranks, now, workspace, tmp_path))
     assert_the_same_samples(starts)
     reference = starts[0].outcome()
     differences = compare(starts, reference)
@@ -152,7 +155,7 @@ def test_any_order_of_world_sizes_is_one_run(
         assert one.outcome() == other.outcome(), "derived random states vary"
     said = f"the checkpoint is of {first} ranks, now there are {second}: random states"
     assert said in "".join(told)
-    figures(FIGURES)[strategy] = {
+    figures(FIGURES)[f"{strategy} {kind}"] = {
         "orders": len(orders),
         "starts": len(starts),
         "global_batches_compared": sum(len(start.global_batches()) for start in starts),
