@@ -246,6 +246,8 @@ def test_relative_paths_are_of_the_directory_they_were_given_in(runs, caplog):
     absolute = f"{runs.directory}/data/a"
     assert runs.start(train_data=[absolute], facts=facts, cwd="/elsewhere") == {}
     assert refused(runs, train_data=["/elsewhere/data/a"], facts=facts, cwd="/elsewhere")
+    runs.start(train_data=["data/b"], facts=facts, cwd="/elsewhere", accept=["train_data"])
+    assert runs.start(train_data=["/elsewhere/data/b"], facts=facts) == {}
 
 
 def test_the_model_configuration_goes_by_its_contents(runs, caplog):
