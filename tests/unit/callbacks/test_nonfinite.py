@@ -40,12 +40,12 @@ class Rows:
 
 
 class Sampler:
-    """Two micro-batches of two rows on each of two ranks, rows numbered as they come."""
+    """Three micro-batches of two rows on each of two ranks, rows numbered as they come."""
 
-    accumulation_steps, micro_batch_size = 2, 2
+    accumulation_steps, micro_batch_size = 3, 2
 
     def rows_of_step(self, step: int) -> np.ndarray:
-        return np.arange(step * 8, step * 8 + 8)
+        return np.arange(step * 12, step * 12 + 12)
 
 
 LOADER = SimpleNamespace(batch_sampler=Sampler(), dataset=Rows())
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_finite_ends_the_run_at_the_next_one(tmp_path, losses
     assert len(caught.value.problems) == 1
     facts = json.loads((tmp_path / "nonfinite-step-2.json").read_text())
     spoilt = [place for place, loss in enumerate(losses) if not math.isfinite(loss)]
-    expected = [8 + place * 4 + row for place in spoilt for row in (0, 1)] or list(range(8, 16))
+    expected = [12 + place * 4 + row for place in spoilt for row in (0, 1)] or list(range(12, 24))
     assert [entry["document"] for entry in facts["documents"]] == expected
     assert facts["documents_of"] == ("the micro-batches" if spoilt else "the global batch")
     assert not list(tmp_path.glob(".*"))
@@ -254,8 +254,8 @@ def test_the_earliest_step_of_any_rank_is_the_one_to_name(tmp_path):
     assert "loss of rank 1 in micro-batch 2 is infinite, the loss of rank 0 in m" in report.cause
     facts = json.loads((tmp_path / "nonfinite-step-7.json").read_text())
     assert facts["losses"][0] == {"rank": 1, "micro_batch": 1, "loss": "Infinity"}
-    # Row 4 * micro-batch + 2 * rank and the next one, of the 8 from 48 on.
-    assert [entry["document"] for entry in facts["documents"]] == [54, 55, 48, 49]
+    # Row 4 * micro-batch + 2 * rank and the next one, of the 12 from 72 on.
+    assert [entry["document"] for entry in facts["documents"]] == [78, 79, 72, 73]
 
 
 def test_many_losses_and_documents_are_counted_not_listed(tmp_path):

@@ -96,7 +96,7 @@ def test_the_shares_of_tokens_over_many_steps_are_those_asked_for(sources, capsy
     shares = tokens / tokens.sum()
     with capsys.disabled():
         print(
-            f"\nshares of tokens after 2,000 steps of 8: {shares.round(5)}, asked for {asked.round(5)}"
+            f"\nshares of tokens of 16,000 samples: {shares.round(5)}, asked for {asked.round(5)}"
         )
     assert shares == pytest.approx(asked, abs=0.001)
     assert abs(asked[0] - 0.75) > 0.01, "tokens are not sequences here, or the test shows nothing"
