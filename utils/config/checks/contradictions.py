@@ -15,8 +15,8 @@ from utils.config.checks.evaluation import (
     check_rhythms,
     check_saves,
 )
-from utils.config.checks.origin import check_lora, check_model_origin
 from utils.config.checks.nonfinite import check_nonfinite
+from utils.config.checks.origin import check_lora, check_model_origin
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
 from utils.config.data_sources import TrainSource, train_sources, weight_problems
