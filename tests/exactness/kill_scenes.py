@@ -1,5 +1,6 @@
 """The starts that are killed, what must be left of them, and what a next start makes of it."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -18,8 +19,7 @@ STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 LAST = f"checkpoint-{STEPS}"
 # Of the last checkpoint; its trainer_state.json and manifest.json hold times.
 EXACT = ("model.safetensors", "optimizer.pt", "scheduler.pt")
-# A call that strace could not select by its file's name may be missed by a few.
-ATTEMPTS = 4
+ATTEMPTS = 8
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)
     first_only: bool = False
     rank: int | None = None  # of two, the one that is disturbed; None: there is one
+    recorded: dict[str, int] = field(default_factory=dict)  # the calls' numbers
 
     def fresh(self, directory: Path) -> Path:
         """The run directory as the start finds it."""
@@ -63,6 +64,7 @@ class Scene:
         ending = self.start(self.fresh(directory), RECORDING)
         assert ending.exit_code == 0, ending.output
         calls = changes_below(directory, ending.trace)
+        self.recorded = {str(call): call.number for call in calls}
         if self.first_only:
             first = next(
                 place for place, call in enumerate(calls) if call.file.startswith("checkpoint-")
@@ -72,21 +74,45 @@ class Scene:
 
     def killed_at(self, call: Call, directory: Path) -> Ending:
         """Kill the start where it enters a call; what it left is in the directory."""
-        for _ in range(ATTEMPTS):
-            ending = self.start(self.fresh(directory), killing(call, directory))
-            if ending.exit_code == -9 and hit(call, directory, ending.trace):
-                return ending
-        raise AssertionError(f"{call} was missed: {ending}")
+
+        def struck(ending: Ending) -> bool:
+            return ending.exit_code == -9 and hit(call, directory, ending.trace)
+
+        return self._aimed(call, directory, killing, struck)
 
     def failed_at(self, call: Call, directory: Path, error: str) -> Ending:
         """Let a call of the start fail."""
-        for _ in range(ATTEMPTS):
-            ending = self.start(self.fresh(directory), failing(call, directory, error))
-            if "(INJECTED)" in ending.trace and "*" not in call.file:
-                return ending
+
+        def struck(ending: Ending) -> bool:
             injected = [line for line in ending.trace.splitlines() if "(INJECTED)" in line]
-            if injected and hit(call, directory, injected[-1]):
+            return bool(injected) and hit(call, directory, injected[-1])
+
+        return self._aimed(call, directory, lambda *at: failing(*at, error), struck)
+
+    def _aimed(
+        self,
+        call: Call,
+        directory: Path,
+        flags: Callable[[Call, Path], list[str]],
+        struck: Callable[[Ending], bool],
+    ) -> Ending:
+        """Start anew until the very call is struck.
+
+        One whose file has no name beforehand is counted among all of its kind, and a start may
+        open a file more or less before it.
+        """
+        aim = call
+        for _ in range(ATTEMPTS):
+            ending = self.start(self.fresh(directory), flags(aim, directory))
+            if struck(ending):
                 return ending
+            # How far what came before it was from where it was recorded.
+            shifts = [
+                one.number - self.recorded[str(one)]
+                for one in changes_below(directory, ending.trace)
+                if str(one) in self.recorded
+            ]
+            aim = dataclasses.replace(call, number=call.number + (shifts[-1] if shifts else 1))
         raise AssertionError(f"{call} was missed: {ending}")
 
     def outcome(self, directory: Path) -> str:

@@ -14,13 +14,15 @@ _ERRNOS = {
     errno.ENOSPC: "no space (or no inode) is left on the device",
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
+    errno.EIO: "the storage failed (input/output error)",
 }
-# safetensors, pyarrow and torch raise types of their own, whose text alone says what happened;
-# torch says only that its writer failed (caffe2/serialize/inline_container.cc).
+# safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
+# says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
 _TEXTS = {
     "No space left on device": _ERRNOS[errno.ENOSPC],
     "Disk quota exceeded": _ERRNOS[errno.EDQUOT],
     "Read-only file system": _ERRNOS[errno.EROFS],
+    "Input/output error": _ERRNOS[errno.EIO],
     "PytorchStreamWriter failed writing": "a file could not be written to its end",
     "iostream error": "a file could not be written to its end",
 }
@@ -38,11 +40,16 @@ def storage_error(error: BaseException) -> StorageError | None:
         target = _target(link, error)
         where = place(traceback.extract_tb(error.__traceback__))
         return StorageError(
-            f"{host_name()}: {fault}{_described(target)} (at {where}). Make room (df -h, df -i, "
-            "your site's quota command), or lower save_total_limit, and start the same command "
-            "again: it goes on from the newest checkpoint."
+            f"{host_name()}: {fault}{_described(target)} (at {where}). {_remedy(fault)} and start "
+            "the same command again: it goes on from the newest checkpoint."
         )
     return None
+
+
+def _remedy(fault: str) -> str:
+    if fault == _ERRNOS[errno.EIO]:
+        return "See whether the storage is sound (the administrators' logs know),"
+    return "Make room (df -h, df -i, your site's quota command), or lower save_total_limit,"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -56,7 +63,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _fault(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return _ERRNOS[error.errno]
-    if isinstance(error, OSError | RuntimeError) or "safetensors" in type(error).__module__.lower():
+    untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
+    if untyped or "safetensors" in type(error).__module__.lower():
         return next((fault for text, fault in _TEXTS.items() if text in str(error)), None)
     return None
 

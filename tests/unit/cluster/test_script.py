@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -145,6 +146,28 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     run_script(raising(OSError(errno.ENOSPC, "No space left", "/no/correcthorsebattery")))
     assert "correcthorsebattery" not in capsys.readouterr().err
     assert "sent *** (" in the_note(notes)[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        # What tokenizers raises, which has no type of its own.
+        (Exception("No space left on device (os error 28)"), "no space .* Make room .df -h"),
+        (OSError(errno.EIO, "Input/output error", "/x"), "storage failed .* See whether the stora"),
+        (Exception("Input/output error (os error 5)"), "storage failed .* See whether the storage"),
+    ],
+)
+def test_storage_that_fails_in_any_words_is_a_storage_error(error, said, capsys, notes):
+    assert run_script(raising(error)) == ExitCode.STORAGE
+    shown = capsys.readouterr().err
+    assert re.search(said, shown)
+    assert "start the same command again" in shown
+    assert "Traceback" not in shown
+
+
+def test_other_errors_without_a_type_are_no_storage_errors(capsys):
+    assert run_script(raising(Exception("No spade left"))) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_system_exit_and_interrupts_pass_through(notes):
