@@ -123,11 +123,12 @@ class Child:
 
     def __init__(self, context: Any, files: Path, program: str, argv: Sequence[str], options: dict):
         self.output, self.trace = files.with_suffix(".out"), files.with_suffix(".trace")
-        theirs, self.signal = context.Pipe(duplex=False)
+        theirs, self.signal = context.Pipe()
         arguments = (theirs, str(self.output), program, list(argv), options)
         self.process = context.Process(target=killed_child.child, args=arguments)
         self.process.start()
         theirs.close()
+        self.signal.recv()  # or calls would be counted that have nothing to do with the program
         self.ending = Ending(0, "")
 
     @property

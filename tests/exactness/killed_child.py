@@ -6,6 +6,8 @@ are hashed in the main thread, and the lock's heartbeat is slow. It changes no c
 
 import atexit
 import concurrent.futures
+import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -32,6 +34,9 @@ from utils.cluster import run_lock
 from utils.cluster.script import run_script
 
 torch.set_num_threads(1)
+for name in ("deepspeed", "wandb"):  # accelerate and transformers look for them on the way
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 
 class InOneThread(concurrent.futures.Executor):
@@ -57,6 +62,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update(options.get("env", {}))
+    go.send("ready")
     go.recv()
     code = 1
     try:
