@@ -23,12 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     from trl import get_peft_config
 
     from utils.cluster.launch import check_strategy
-    from utils.training.models import load_model, load_model_config, load_run_tokenizer
-    from utils.training.plan import plan_run
-    from utils.training.reporting import run_callbacks
-    from utils.training.run_data import load_run_data
-    from utils.training.runs import finish_run, start_run
-    from utils.training.startup import start_process
+    from utils.planning.models import load_model, load_model_config, load_run_tokenizer
+    from utils.planning.plan import plan_run
+    from utils.planning.run_data import load_run_data
+    from utils.runs.finish import finish_run
+    from utils.runs.reporting import run_callbacks
+    from utils.runs.start import start_run
+    from utils.runs.startup import start_process
     from utils.training.trainers import FineTuneTrainer
 
     launch = start_process(settings)

@@ -22,12 +22,12 @@ import trl  # noqa: F401 - imported once, for all children
 
 import pretrain
 import utils.checkpoints.files
-import utils.training.models
-import utils.training.plan
-import utils.training.preflight
-import utils.training.reporting
-import utils.training.run_data
-import utils.training.startup
+import utils.planning.models
+import utils.planning.plan
+import utils.planning.run_data
+import utils.runs.preflight
+import utils.runs.reporting
+import utils.runs.startup
 import utils.training.trainers
 from utils.callbacks.stop import StopWatch
 from utils.cluster import run_lock
@@ -78,7 +78,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
 def stoker(argv: list[str], options: dict) -> int:
     """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins."""
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
-    utils.training.preflight.call_within = lambda _limit_s, action: action()
+    utils.runs.preflight.call_within = lambda _limit_s, action: action()
     if options.get("one_thread", True):
         utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
     begin = StopWatch.on_step_begin

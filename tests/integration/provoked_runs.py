@@ -69,7 +69,7 @@ def let_the_time_run_out(provoke: Provoke) -> None:
 @pytest.fixture
 def start(pretraining, workspace, monkeypatch):
     """Start a run in this process, with or without a provocation; returns the exit code."""
-    import utils.training.reporting as reporting
+    import utils.runs.reporting as reporting
 
     real = reporting.run_callbacks
 

@@ -261,7 +261,7 @@ def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, tmp_path
 def test_an_attention_that_cannot_run_here_is_refused_before_weights_load(
     name, words, refused, pretraining, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("utils.training.models.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("utils.planning.models.load_model", lambda *_: pytest.fail("loaded"))
     argv = pretraining(tmp_path / "run", attn_implementation=name)
     assert words in refused(pretrain.main, argv)
 

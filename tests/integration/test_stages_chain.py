@@ -20,7 +20,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import parse_fine_tuning, parse_pretraining
 from utils.data.order import SampleOrder
 from utils.data.tokenizers import load_tokenizer
-from utils.training.run_data import load_run_data
+from utils.planning.run_data import load_run_data
 
 pytestmark = pytest.mark.slow
 

@@ -249,7 +249,7 @@ def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("utils.training.runs._write_config", full)
+    monkeypatch.setattr("utils.runs.start._write_config", full)
     with pytest.raises(StorageError, match=f"no space .* is left on .* writing {tmp_path}/run"):
         start(tmp_path / "run")
 
@@ -268,7 +268,7 @@ def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys
 
 
 def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, monkeypatch):
-    import utils.training.reporting as reporting
+    import utils.runs.reporting as reporting
 
     settings = {
         "eval_data": f"heldout={workspace / 'chats_heldout'}",

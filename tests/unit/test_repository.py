@@ -16,13 +16,16 @@ TRAINING_RECIPES = sorted([*ROOT.glob("recipes/pretrain/*.yaml"), *ROOT.glob("re
 
 # Each room may import the rooms to its right, and itself.
 ROOMS = [
-    "jobs", "training", "callbacks", "checkpoints", "data", "kernels", "config", "cluster",
+    "jobs", "runs", "training", "planning", "callbacks", "checkpoints", "data", "kernels", "config",
+    "cluster",
 ]  # fmt: skip
 ALLOWED = {
     # What the Slurm scripts call: it starts and watches the scripts, so nothing may import it, and
     # it works where the libraries that train are not loaded.
     "jobs": {"callbacks", "data", "kernels", "config", "cluster"},
-    "training": {"callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
+    "runs": {"training", "planning", "callbacks", "checkpoints", "data", "config", "cluster"},
+    "training": {"planning", "callbacks", "checkpoints", "data", "config", "cluster"},
+    "planning": {"callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
     "callbacks": {"checkpoints", "data", "kernels", "config", "cluster"},
     "checkpoints": {"config", "cluster"},
     "data": {"config", "cluster"},

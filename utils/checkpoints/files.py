@@ -91,7 +91,7 @@ def file_problems(directory: Path, records: Mapping[str, FileRecord]) -> list[st
     if problems:
         return problems
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda name: _sha256(directory / name), whole))
+        digests = list(pool.map(lambda name: sha256_of(directory / name), whole))
     return [
         f"{name} has other contents"
         for name, digest in zip(whole, digests, strict=True)
@@ -109,9 +109,10 @@ def flush(path: Path) -> None:
 
 
 def _record(path: Path) -> FileRecord:
-    return FileRecord(path.stat().st_size, _sha256(path))
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return a file's digest, as sha256sum writes it; raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,6 +21,7 @@ from utils.checkpoints.copying import copy_and_record
 from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list_files, owner
 from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.rotation import make_room, rotate
 from utils.cluster.decisions import on_every_rank, on_rank_0
 from utils.cluster.host import host_name
@@ -175,6 +176,7 @@ class Checkpoints:
                     f"{host_name()}: {directory} is damaged ({'; '.join(problems)}): see whether "
                     "the storage is sound."
                 )
+            refuse_code(directory)
 
         on_rank_0(check)
 

@@ -20,7 +20,7 @@ from utils.jobs.sweep_file import Point, Sweep, flag_text
 
 ENDINGS = ".points"
 RESULTS = "results"
-_FINAL = "final"  # whole or absent, see utils/training/export.py
+_FINAL = "final"  # whole or absent, see utils/runs/export.py
 _GOES_ON = (ExitCode.STOPPED, ExitCode.LOST_RANK)
 
 

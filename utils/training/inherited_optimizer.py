@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
-from utils.training.stages import OPTIMIZER
+from utils.planning.stages import OPTIMIZER
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from made import FILES, commit, names, store, write_files
 
 from utils.checkpoints.manifest import read_manifest
@@ -35,12 +36,20 @@ def test_storage_that_fails_commits_nothing(tmp_path, monkeypatch):
 
 
 def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
-    commit(tmp_path, 4)
-    directory = tmp_path / "checkpoint-4"
+    directory = write_files(tmp_path, 4)
+    (directory / "pytorch_model_fsdp_0" / "__0_0.distcp").unlink()
+    torch.save({"moments": torch.zeros(3)}, directory / "optimizer.pt")
+    store(tmp_path).commit(4, tokens=0, best=None)
     store(tmp_path).check(directory)
     (directory / "optimizer.pt").write_bytes(b"")
     with pytest.raises(StorageError, match=r"checkpoint-4 is damaged \(optimizer.pt has 0 bytes"):
         store(tmp_path).check(directory)
+
+
+def test_a_best_checkpoint_with_a_strangers_pickle_is_not_loaded(tmp_path):
+    commit(tmp_path, 4)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.pt is no archive of torch\.save"):
+        store(tmp_path).check(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.checkpoints.run_record import CONFIG, PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import YamlError, load_mapping
 from utils.config.run_settings import RunSettings
-from utils.training.change_rules import Change, Snapshot, compare, differing
-from utils.training.models import first_other_shape, model_contents
-from utils.training.provenance import CONFIG, PROVENANCE, earlier_starts
-from utils.training.run_data import RunData
-from utils.training.stages import own_checkpoint
+from utils.planning.models import first_other_shape, model_contents
+from utils.planning.run_data import RunData
+from utils.planning.stages import own_checkpoint
+from utils.runs.change_rules import Change, Snapshot, compare, differing
 
 logger = logging.getLogger(__name__)
 

@@ -5,19 +5,17 @@ checkpoint), of a checkpoint, or of a model. Weights are read from safetensors a
 run anything, and hold whole tensors.
 """
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
 
 from utils.checkpoints import pickles
 from utils.checkpoints.directory import DAMAGED, DELETING, INCOMPLETE, numbered_checkpoints
-from utils.checkpoints.files import MANIFEST, file_problems
+from utils.checkpoints.files import MANIFEST, file_problems, sha256_of
 from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from utils.checkpoints.run_record import CONFIG, FINAL, PROVENANCE, known_run_id
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.training.export import FINAL
-from utils.training.provenance import CONFIG, PROVENANCE, known_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +171,9 @@ def _described(directory: Path) -> dict[str, Any]:
         digests = {name: record.sha256 for name, record in weights.items()}
         return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
     run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
-    digests = {file.name: _sha256(file) for file in sorted(directory.glob("*.safetensors"))}
+    digests = {file.name: sha256_of(file) for file in sorted(directory.glob("*.safetensors"))}
     return {"path": path, "run_id": run_id, "sha256": digests}
 
 
 def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

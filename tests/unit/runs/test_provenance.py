@@ -8,7 +8,7 @@ import pytest
 
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.training.provenance import git_state, slurm_job, write_provenance
+from utils.runs.provenance import git_state, slurm_job, write_provenance
 
 FACTS = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 

@@ -17,7 +17,7 @@ from utils.cluster.job_request import JobRequest, request_from
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.training.job_checks import (
+from utils.planning.job_checks import (
     Pace,
     Saves,
     measured_pace,

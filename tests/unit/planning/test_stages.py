@@ -12,8 +12,8 @@ import torch
 from utils.checkpoints.files import flush_and_record, list_files
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.config.errors import ConfigurationError
+from utils.planning.stages import find_stage, stage_of, stage_tokenizer, weights_origin
 from utils.training.inherited_optimizer import InheritedOptimizer
-from utils.training.stages import find_stage, stage_of, stage_tokenizer, weights_origin
 
 
 def model_directory(directory: Path, *names: str) -> Path:

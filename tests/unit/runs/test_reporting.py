@@ -4,8 +4,8 @@ import pytest
 
 from utils.callbacks.progress import TerminalProgress
 from utils.config.run_settings import parse_pretraining
-from utils.training.reporting import run_callbacks
-from utils.training.runs import Run
+from utils.runs.reporting import run_callbacks
+from utils.runs.start import Run
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-FINAL = "final"
+from utils.checkpoints.run_record import FINAL
+
 ADAPTER = "adapter"
 
 

@@ -15,7 +15,7 @@ from utils.data.loader import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import tokenizer_sha256, vocabulary_size
-from utils.training.stages import stage_tokenizer
+from utils.planning.stages import stage_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from utils.config.run_settings import RunSettings
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.isolation import check_isolation
-from utils.training.job_plan import report_job
-from utils.training.memory_estimate import checkpoint_bytes, estimate_memory
-from utils.training.models import weights_dtype
-from utils.training.run_data import RunData
+from utils.planning.job_plan import report_job
+from utils.planning.memory_estimate import checkpoint_bytes, estimate_memory
+from utils.planning.models import weights_dtype
+from utils.planning.run_data import RunData
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from utils.callbacks.stop import StopWatch
 from utils.callbacks.throughput import Throughput
 from utils.callbacks.watchdog import HangWatch
 from utils.config.run_settings import RunSettings
+from utils.planning.stages import find_stage
+from utils.runs.start import Run
 from utils.training.inherited_optimizer import InheritedOptimizer
-from utils.training.runs import Run
-from utils.training.stages import find_stage
 
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:

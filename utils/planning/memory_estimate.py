@@ -11,7 +11,7 @@ from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
 from utils.config.run_settings import RunSettings
 from utils.kernels.probe_model import causal_lm_class
-from utils.training.models import weights_dtype
+from utils.planning.models import weights_dtype
 
 GIB = 2**30
 # Stored per layer, token and hidden unit at 16 bits, attention scores recomputed (Korthikanti et

@@ -12,8 +12,8 @@ import pytest
 from utils.cluster import decisions
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
-from utils.training import preflight
-from utils.training.preflight import check_storage
+from utils.runs import preflight
+from utils.runs.preflight import check_storage
 
 
 def facts(rank: int = 0, hosts: tuple[str, ...] = ("n1",)) -> LaunchFacts:

@@ -20,9 +20,9 @@ from utils.config.run_settings import RunSettings
 from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.probe_model import causal_lm_class
-from utils.training.run_data import tokenizer_directory
-from utils.training.stages import find_stage, own_checkpoint, stage_of
-from utils.training.strict_loading import load_strictly
+from utils.planning.run_data import tokenizer_directory
+from utils.planning.stages import find_stage, own_checkpoint, stage_of
+from utils.planning.strict_loading import load_strictly
 
 # What transformers raises for values that an architecture cannot have.
 UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)

@@ -9,8 +9,8 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import parse_fine_tuning, parse_pretraining
-from utils.training.change_rules import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS
-from utils.training.changes import accepted_changes
+from utils.runs.change_rules import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS
+from utils.runs.changes import accepted_changes
 
 GIVEN = {
     "train_data": ["data/a"],

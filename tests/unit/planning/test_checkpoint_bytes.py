@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
-from utils.training.memory_estimate import checkpoint_bytes
+from utils.planning.memory_estimate import checkpoint_bytes
 
 CONFIG = LlamaConfig(
     hidden_size=64,

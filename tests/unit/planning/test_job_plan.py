@@ -11,8 +11,8 @@ from utils.cluster.job_request import REQUEST, JobRequest, StopSignal
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import parse_pretraining
-from utils.training.job_checks import measured_pace
-from utils.training.job_plan import report_job
+from utils.planning.job_checks import measured_pace
+from utils.planning.job_plan import report_job
 
 REQUESTED = JobRequest(
     job_script="slurm/multinode_job.sh",
@@ -55,7 +55,7 @@ def report(tmp_path, monkeypatch, caplog):
         if request is not None:
             monkeypatch.setenv(REQUEST, request.to_json())
         caplog.clear()
-        with caplog.at_level(logging.INFO, "utils.training.job_plan"):
+        with caplog.at_level(logging.INFO, "utils.planning.job_plan"):
             report_job(parsed, launch, total_steps)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 

@@ -1,4 +1,4 @@
-"""The run directory: claimed before training, resumed by starting again, finished with a model."""
+"""Claims a run directory: for a new run, or to go on from the newest checkpoint of its own."""
 
 import dataclasses
 import hashlib
@@ -12,41 +12,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from utils.callbacks.requests import remove_stale_requests
 from utils.checkpoints.background import BackgroundWriter
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.layout import check_layout
 from utils.checkpoints.pickles import refuse_code
+from utils.checkpoints.run_record import (
+    CONFIG,
+    FINAL,
+    PROVENANCE,
+    earlier_starts,
+    known_run_id,
+)
 from utils.checkpoints.staging import remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
 from utils.cluster.run_lock import FOLDER, leave_run_lock, take_run_lock
-from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
-from utils.config.errors import ConfigurationError, ExitCode
+from utils.cluster.wandb_setup import prepare_wandb
+from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
-from utils.training.changes import accepted_changes, identity_facts
-from utils.training.export import FINAL, export_final
-from utils.training.plan import RunPlan
-from utils.training.preflight import MARK, check_storage
-from utils.training.provenance import (
-    CONFIG,
-    PROVENANCE,
-    earlier_starts,
-    known_run_id,
-    package_versions,
-    slurm_job,
-    write_provenance,
-)
-from utils.training.restarts import check_progress
-from utils.training.run_data import RunData
-from utils.training.stages import weights_origin
-from utils.training.trainers import PackedTrainerMixin
+from utils.planning.plan import RunPlan
+from utils.planning.run_data import RunData
+from utils.planning.stages import weights_origin
+from utils.runs.changes import accepted_changes, identity_facts
+from utils.runs.preflight import MARK, check_storage
+from utils.runs.provenance import package_versions, slurm_job, write_provenance
+from utils.runs.restarts import check_progress
 
 logger = logging.getLogger(__name__)
 
@@ -115,55 +109,6 @@ def start_run(
     if not run.finished:
         prepare_wandb(list(settings.training.report_to or ()), run.output_dir, launch.rank)
     return run
-
-
-def finish_run(trainer: PackedTrainerMixin) -> int:
-    """Evaluate if the last step was not, write ``final/``, and say where everything is.
-
-    Returns the exit code. A run that was stopped is left as it is, for the next start.
-    """
-    if trainer.watch.stopped:
-        return _leave_stopped_run(trainer)
-    step = trainer.state.global_step
-    evaluated = any(
-        entry["step"] == step and any(key.startswith("eval_") for key in entry)
-        for entry in trainer.state.log_history
-    )
-    if trainer.eval_dataset and not evaluated:
-        trainer.evaluate()
-    final = export_final(trainer)
-    if trainer.state.best_model_checkpoint:
-        logger.info(
-            "best checkpoint: %s (%s = %.4f)",
-            trainer.state.best_model_checkpoint,
-            trainer.args.metric_for_best_model,
-            trainer.state.best_metric,
-        )
-    _leave_together(trainer)
-    kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
-    logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
-    return ExitCode.DONE
-
-
-def _leave_stopped_run(trainer: PackedTrainerMixin) -> int:
-    _leave_together(trainer)
-    mark_wandb_stopped(ExitCode.STOPPED)
-    step = trainer.state.global_step
-    checkpoint = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-    kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
-    total = trainer.state.max_steps
-    logger.info("stopped at step %d of %d %s; the same command goes on", step, total, kept)
-    return ExitCode.STOPPED
-
-
-def _leave_together(trainer: Trainer) -> None:
-    """Wait: a rank that is gone takes the store with it that others still talk to.
-
-    All is written then, and the directory is anybody's.
-    """
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-    leave_run_lock(str(trainer.args.output_dir))
 
 
 def _claim(

@@ -1,0 +1,64 @@
+"""Ends a run: a finished one leaves its model, a stopped one is left for the next start."""
+
+import logging
+from pathlib import Path
+
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from utils.cluster.run_lock import leave_run_lock
+from utils.cluster.wandb_setup import mark_wandb_stopped
+from utils.config.errors import ExitCode
+from utils.runs.export import export_final
+from utils.training.trainers import PackedTrainerMixin
+
+logger = logging.getLogger(__name__)
+
+
+def finish_run(trainer: PackedTrainerMixin) -> int:
+    """Evaluate if the last step was not, write ``final/``, and say where everything is.
+
+    Returns the exit code. A run that was stopped is left as it is, for the next start.
+    """
+    if trainer.watch.stopped:
+        return _leave_stopped_run(trainer)
+    step = trainer.state.global_step
+    evaluated = any(
+        entry["step"] == step and any(key.startswith("eval_") for key in entry)
+        for entry in trainer.state.log_history
+    )
+    if trainer.eval_dataset and not evaluated:
+        trainer.evaluate()
+    final = export_final(trainer)
+    if trainer.state.best_model_checkpoint:
+        logger.info(
+            "best checkpoint: %s (%s = %.4f)",
+            trainer.state.best_model_checkpoint,
+            trainer.args.metric_for_best_model,
+            trainer.state.best_metric,
+        )
+    _leave_together(trainer)
+    kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
+    logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
+    return ExitCode.DONE
+
+
+def _leave_stopped_run(trainer: PackedTrainerMixin) -> int:
+    _leave_together(trainer)
+    mark_wandb_stopped(ExitCode.STOPPED)
+    step = trainer.state.global_step
+    checkpoint = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
+    total = trainer.state.max_steps
+    logger.info("stopped at step %d of %d %s; the same command goes on", step, total, kept)
+    return ExitCode.STOPPED
+
+
+def _leave_together(trainer: Trainer) -> None:
+    """Wait: a rank that is gone takes the store with it that others still talk to.
+
+    All is written then, and the directory is anybody's.
+    """
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    leave_run_lock(str(trainer.args.output_dir))
