@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 # Before the name: Trainer and many scripts take all that begins with checkpoint- for one.
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
+RESHARDED = "resharded."  # a copy for another number of ranks, there while it is loaded
 
 
 def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

@@ -8,6 +8,7 @@ from utils.checkpoints.directory import (
     DAMAGED,
     DELETING,
     INCOMPLETE,
+    RESHARDED,
     delete,
     leftovers,
     numbered_checkpoints,
@@ -31,7 +32,7 @@ def resume_point(output_dir: Path, run_id: str) -> Path | None:
     Raises StorageError, with nothing moved, when all committed ones are damaged: to start at step 0
     again is a person's to decide. Raises ConfigurationError for a checkpoint of another run.
     """
-    for directory in leftovers(output_dir, DELETING):
+    for directory in leftovers(output_dir, DELETING, RESHARDED):
         delete(directory)
     uncommitted, damaged = [], {}
     found = None

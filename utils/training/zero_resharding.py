@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from utils.checkpoints.directory import RESHARDED
 from utils.checkpoints.manifest import read_manifest
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.host import host_name
@@ -35,7 +36,6 @@ guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
-SCRATCH = "resharded."  # before the checkpoint's name, so that nothing takes it for one
 # The converter's processes: each holds a rank's whole file in memory (merging: a parameter's).
 EXTRACTING, MERGING = 4, 8
 # Of one rank, beside the parts of the weights and of the optimizer's state.
@@ -53,7 +53,7 @@ def universal_checkpoint(checkpoint: Path, world_size: int) -> Iterator[Path | N
     if ranks == world_size:
         yield None
         return
-    scratch = checkpoint.with_name(SCRATCH + checkpoint.name)
+    scratch = checkpoint.with_name(RESHARDED + checkpoint.name)
     on_rank_0(lambda: _convert(checkpoint, scratch, ranks, world_size))
     yield scratch
     on_rank_0(lambda: shutil.rmtree(scratch))

@@ -86,9 +86,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         resume_point(tmp_path, "run-2")
 
 
-def test_a_deletion_that_was_cut_off_is_finished(tmp_path):
+@pytest.mark.parametrize("prefix", ["deleting.", "resharded."])
+def test_what_a_killed_start_was_deleting_or_resharding_goes(prefix, tmp_path):
     commit(tmp_path, 4)
-    write_files(tmp_path, 2).rename(tmp_path / "deleting.checkpoint-2")
+    write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
     assert names(tmp_path) == ["checkpoint-4"]
 
