@@ -45,7 +45,7 @@ def two_at_once(starts: Starts, argv: list[str]):
     """The start that trains, once the other one was refused because of it."""
     run = argv[argv.index("--output_dir") + 1]
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(starts.running("stoker", argv, step_delay_s=1.5)) for _ in "ab"]
+        both = [stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7)) for _ in "ab"]
         refused = first_to_end(both)
         (trains,) = (child for child in both if child is not refused)
         said = refused.output.read_text()
