@@ -23,12 +23,15 @@ def committed(run: Path) -> set[str]:
     return {path.parent.name for path in run.glob(f"checkpoint-*/{MANIFEST}")}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "multi_gpu", "zero2", "zero3"])
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.exhaustive) for name in ("multi_gpu", "zero2", "zero3")
+]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", *OTHERS])
 def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
-    strategy, exhaustive, pretraining, tmp_path
+    strategy, pretraining, tmp_path
 ):
-    if strategy != "fsdp2" and not exhaustive:
-        pytest.skip("one strategy is the sample")
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = run_two_processes(strategy, "pretrain.py", pretraining(whole, **SETTINGS))
     assert done.returncode == 0, done.stdout[-4000:]
@@ -63,13 +66,12 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_what_a_save_in_the_background_spares(exhaustive, figures, pretraining, tmp_path):
+@pytest.mark.exhaustive
+def test_what_a_save_in_the_background_spares(figures, pretraining, tmp_path):
     """A checkpoint of 200 MB, one every two steps: medians of five, and what the steps took in all.
 
     Copying and hashing want the cores that train here; beside GPUs the cores are idle.
     """
-    if not exhaustive:
-        pytest.skip("a measurement")
     size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5}
     model = tiny.make_model_config(tmp_path / "model.json", **size, num_key_value_heads=4)
     found = figures("async_save")
