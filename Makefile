@@ -39,7 +39,7 @@ lint: $(VENV)/.test
 	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
 
 test: lint
-	$(BIN)/pytest -n 2 --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
 	$(MAKE) test-slurm
 
 # Interruptions by themselves, for time limits are among them; the others on two clusters at once.

@@ -130,6 +130,10 @@ def _setting_change(
         dangerous = not note
     elif name in DURATION:
         note = _new_end(now.settings)
+    elif name == "global_batch_size" and checkpoint is not None:
+        # The order of samples is a pure function of step and batch (utils/data/order.py).
+        missed = "some are left out" if new > old else "some come again"
+        note = f"after step k the data goes on at sample {new} k, not {old} k: {missed}"
     elif checkpoint is not None:
         impossible = _why_impossible(name, old, new, checkpoint)
     return Change(name, _shown(old), _shown(new), "", note, dangerous, impossible)

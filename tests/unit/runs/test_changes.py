@@ -104,6 +104,17 @@ def test_all_changes_are_one_aligned_table(runs, caplog):
     )
 
 
+@pytest.mark.parametrize(("size", "words"), [(8, "some are left out"), (2, "some come again")])
+def test_another_global_batch_moves_the_data(size, words, runs, caplog):
+    runs.start(global_batch_size=size, accept=["global_batch_size"])
+    assert "after step k" not in caplog.text, "nothing was trained yet"
+    runs.start(accept=["global_batch_size"])
+    runs.has_checkpoint()
+    caplog.clear()
+    runs.start(global_batch_size=size, accept=["global_batch_size"])
+    assert f"goes on at sample {size} k, not 4 k: {words}" in said(caplog)[0]
+
+
 def test_a_schedule_without_an_end_is_not_said_to_have_one(tmp_path, caplog):
     run = Runs(tmp_path, parse_pretraining)
     run.start(lr_scheduler_type="constant")
