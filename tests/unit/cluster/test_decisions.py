@@ -66,7 +66,7 @@ def test_a_process_alone_decides_for_itself():
     assert gathered(3) == [3]
     assert on_rank_0(lambda: 4) == 4
     assert on_every_rank(lambda: 5) == [5]
-    with pytest.raises(StorageError, match="Input/output error"):
+    with pytest.raises(StorageError, match="the storage failed"):
         on_rank_0(open_broken)
 
 

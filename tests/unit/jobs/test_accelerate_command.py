@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,17 @@ def test_several_nodes_meet_at_the_first():
     assert args.deepspeed_multinode_launcher == "standard"
 
 
-def test_torchrun_leaves_stop_signals_to_the_launcher():
-    args = parsed("multi_gpu", FOUR, "x.py")
-    assert args.signals_to_handle == "SIGINT,SIGHUP"
+@pytest.mark.parametrize(
+    ("hangup", "handled"), [(signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")]
+)
+def test_torchrun_leaves_stop_signals_to_the_launcher(hangup, handled):
+    """Under nohup, which the tests may be too, the end of the terminal ends nothing."""
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        args = parsed("multi_gpu", FOUR, "x.py")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert args.signals_to_handle == handled
     assert args.shutdown_timeout == 5
 
 
