@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from utils.checkpoints.files import list_files, owner
+from utils.checkpoints.sizes import MARGIN, gib
 from utils.checkpoints.staging import MEMORY, Staging, free_bytes
 from utils.cluster.cpu_group import cpu_group
 from utils.cluster.decisions import on_every_rank
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # A rank may wait for the largest file of another; one that died breaks the connection at once.
 GROUP_TIMEOUT_S = 24 * 3600
-MARGIN = 1.02  # a checkpoint grows a little: logs, random states
 
 
 class BackgroundWriter:
@@ -61,7 +61,7 @@ class BackgroundWriter:
                 logger.warning(
                     "the checkpoint of step %d is written before training goes on: %s has %s "
                     "free in %s, the part that is written there takes %s",
-                    step, host, _gib(free), MEMORY, _gib(needed),
+                    step, host, gib(free), MEMORY, gib(needed),
                 )  # fmt: skip
                 return None
         return on_every_rank(self.staging.open)[self.rank]
@@ -116,7 +116,3 @@ def own_share(names_by_rank: Sequence[Sequence[str]], rank: int) -> list[str]:
             if name not in writers or owner(name) == writer:
                 writers[name] = writer
     return [name for name, writer in writers.items() if writer == rank]
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:,.3f} GiB"

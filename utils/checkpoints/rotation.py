@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.checkpoints.directory import INCOMPLETE, committed_checkpoints, delete, leftovers
+from utils.checkpoints.sizes import MARGIN, gib
 from utils.cluster.host import host_name
 from utils.config.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
 LEAST_KEPT = 2  # one may turn out to be damaged
-MARGIN = 1.02  # a checkpoint grows a little: logs, random states
-GIB = 2**30
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None, best: Path | None) -> None:
@@ -47,10 +46,10 @@ def make_room(
     spare = [*spare, *_spare(output_dir, run_id, keep and keep - 1, best)]
     freed = sum(_size_bytes(directory) for directory in spare)
     if free + freed < needed_bytes:
-        also = f", {_gib(freed)} with what rotation frees" if spare else ""
+        also = f", {gib(freed)} with what rotation frees" if spare else ""
         raise StorageError(
-            f"{host_name()}: {output_dir} has {_gib(free)} free{also}, a checkpoint takes "
-            f"{_gib(needed_bytes)}: make room there (df -h, your site's quota command), then start "
+            f"{host_name()}: {output_dir} has {gib(free)} free{also}, a checkpoint takes "
+            f"{gib(needed_bytes)}: make room there (df -h, your site's quota command), then start "
             "the same command again; the checkpoints before are untouched."
         )
     for directory in spare:
@@ -74,7 +73,3 @@ def _free_bytes(directory: Path) -> int:
 
 def _size_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:,.{1 if size_bytes >= 10 * GIB else 3}f} GiB"

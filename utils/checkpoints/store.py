@@ -22,7 +22,7 @@ from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list_files, owner
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.rotation import make_room, rotate
+from utils.checkpoints.rotation import LEAST_KEPT, make_room, rotate
 from utils.cluster.decisions import on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.run_lock import taken_over
@@ -79,6 +79,7 @@ class Checkpoints:
         estimated_bytes: int,
         background: BackgroundWriter | None = None,
     ):
+        assert keep is None or keep >= LEAST_KEPT, "checked with the settings"
         self.output_dir, self.facts, self.rank = output_dir, facts, rank
         self.keep, self.estimated_bytes = keep, estimated_bytes
         self.background = background

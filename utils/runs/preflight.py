@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from utils.checkpoints.sizes import gib
 from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
@@ -17,7 +18,6 @@ from utils.config.errors import ConfigurationError, StorageError, UnfitClusterEr
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 MARK = ".stoker-preflight-"  # begins the names of the files that are there for a moment
 STORAGE_LIMIT_S = 30.0  # a file system that answers later would stall every save
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
@@ -121,8 +121,8 @@ def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
     remedy = "make room there (see also your quota), or name an --output_dir with more of it."
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{host_name()}: {output_dir} has {_gib(free_bytes)} free, but {wanted} "
-            f"{_gib(needed_bytes)}: {remedy}"
+            f"{host_name()}: {output_dir} has {gib(free_bytes)} free, but {wanted} "
+            f"{gib(needed_bytes)}: {remedy}"
         )
     # Some file systems make inodes as they go and count 0 of them.
     if status.f_files and status.f_favail < needed_files:
@@ -130,7 +130,7 @@ def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
             f"{host_name()}: {output_dir} has {status.f_favail:,} inodes (files) free, but "
             f"{wanted} {needed_files:,}: {remedy}"
         )
-    return f"{_gib(free_bytes)} free ({wanted} {_gib(needed_bytes)})"
+    return f"{gib(free_bytes)} free ({wanted} {gib(needed_bytes)})"
 
 
 def _check_sight(output_dir: Path, own_mark: str, mark: str, checkpoint_bytes: int) -> None:
@@ -223,7 +223,3 @@ def _in_time(action: Callable[[], Answer]) -> Answer:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:,.{1 if size_bytes >= 10 * GIB else 3}f} GiB"

@@ -45,7 +45,8 @@ from utils.runs.restarts import check_progress
 logger = logging.getLogger(__name__)
 
 # What a start that was killed before it wrote its settings leaves behind.
-_OURS = re.compile(rf"\.lock|\.({re.escape(CONFIG)}|{re.escape(PROVENANCE)})\..*|{MARK}.*")
+_DRAFTS = "|".join(map(re.escape, (CONFIG, PROVENANCE)))
+_OURS = re.compile(rf"{re.escape(FOLDER)}|\.({_DRAFTS})\..*|{MARK}.*")
 
 
 @dataclass(frozen=True)
