@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         train_rows=data.train,
         eval_rows=data.evaluation,
         sampler=plan.sampler,
+        loss_head=plan.loss_head,
         checkpoints=run.checkpoints,
         save_best=settings.run.save_best,
         callbacks=run_callbacks(settings, run),

@@ -19,6 +19,7 @@ from utils.training.trainers import FineTuneTrainer, PackedTrainerMixin, Pretrai
 SIGNATURES = {
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
+    "_prepare_inputs": ["self", "inputs"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
     "evaluation_loop": [

@@ -174,7 +174,7 @@ def test_what_is_written_in_the_background_is_the_same(start, uninterrupted, tmp
     run, whole = tmp_path / "run", uninterrupted()
     capsys.readouterr()
     assert start(run, **BACKGROUND) == ExitCode.DONE
-    assert capsys.readouterr().out.count(" GiB, written in ") == 2
+    assert capsys.readouterr().out.count(" KiB, written in ") == 2
     for step in (4, STEPS):
         assert digests(run, step) == digests(whole, step)
         state, expected = trainer_state(run, step), trainer_state(whole, step)
@@ -284,7 +284,7 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     assert start(run, **BACKGROUND) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert "the checkpoint of step 4 is written before training goes on: " in shown
-    assert "has 0.000 GiB free in /dev/shm, the part that is written there takes 0.00" in shown
+    assert "has 128.0 KiB free in /dev/shm, the part that is written there takes " in shown
     assert_the_same_end(run, whole)
 
 

@@ -24,7 +24,7 @@ ALLOWED = {
     # it works where the libraries that train are not loaded.
     "jobs": {"callbacks", "data", "kernels", "config", "cluster"},
     "runs": {"training", "planning", "callbacks", "checkpoints", "data", "config", "cluster"},
-    "training": {"planning", "callbacks", "checkpoints", "data", "config", "cluster"},
+    "training": {"planning", "callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
     "planning": {"callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
     "callbacks": {"checkpoints", "data", "kernels", "config", "cluster"},
     "checkpoints": {"config", "cluster"},

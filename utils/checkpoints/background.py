@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from utils.checkpoints.files import list_files, owner
-from utils.checkpoints.sizes import MARGIN, gib
+from utils.checkpoints.sizes import MARGIN, readable
 from utils.checkpoints.staging import MEMORY, Staging, free_bytes
 from utils.cluster.cpu_group import cpu_group
 from utils.cluster.decisions import on_every_rank
@@ -61,7 +61,7 @@ class BackgroundWriter:
                 logger.warning(
                     "the checkpoint of step %d is written before training goes on: %s has %s "
                     "free in %s, the part that is written there takes %s",
-                    step, host, gib(free), MEMORY, gib(needed),
+                    step, host, readable(free), MEMORY, readable(needed),
                 )  # fmt: skip
                 return None
         return on_every_rank(self.staging.open)[self.rank]

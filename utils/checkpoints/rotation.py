@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.checkpoints.directory import INCOMPLETE, committed_checkpoints, delete, leftovers
-from utils.checkpoints.sizes import MARGIN, gib
+from utils.checkpoints.sizes import MARGIN, readable
 from utils.cluster.host import host_name
 from utils.config.errors import StorageError
 
@@ -46,11 +46,11 @@ def make_room(
     spare = [*spare, *_spare(output_dir, run_id, keep and keep - 1, best)]
     freed = sum(_size_bytes(directory) for directory in spare)
     if free + freed < needed_bytes:
-        also = f", {gib(freed)} with what rotation frees" if spare else ""
+        also = f", {readable(freed)} with what rotation frees" if spare else ""
         raise StorageError(
-            f"{host_name()}: {output_dir} has {gib(free)} free{also}, a checkpoint takes "
-            f"{gib(needed_bytes)}: make room there (df -h, your site's quota command), then start "
-            "the same command again; the checkpoints before are untouched."
+            f"{host_name()}: {output_dir} has {readable(free)} free{also}, a checkpoint takes "
+            f"{readable(needed_bytes)}: make room there (df -h, your site's quota command), then "
+            "start the same command again; the checkpoints before are untouched."
         )
     for directory in spare:
         logger.warning("%s is deleted before the save: its room is needed", directory)

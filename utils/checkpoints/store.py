@@ -23,6 +23,7 @@ from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.rotation import LEAST_KEPT, make_room, rotate
+from utils.checkpoints.sizes import readable
 from utils.cluster.decisions import on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.run_lock import taken_over
@@ -206,8 +207,8 @@ class Checkpoints:
         took = f"{save.stall_s:.1f} s"
         if save.write_s:
             took = f"written in {save.write_s:.1f} s, training stood still for {took}"
-        size_gib = save.size_bytes / 2**30
-        logger.info("%s committed (%.3f GiB, %s)", self.directory(save.step), size_gib, took)
+        size = readable(save.size_bytes)
+        logger.info("%s committed (%s, %s)", self.directory(save.step), size, took)
 
     def _make_room(self, best: Path | None) -> None:
         self._see_that_it_is_ours()

@@ -132,6 +132,14 @@ class ModelArguments(ModelConfig):
             "choices": ATTENTION_IMPLEMENTATIONS,
         },
     )
+    loss_head: str = field(
+        default="auto",
+        metadata={
+            "help": "fused computes the loss some tokens at a time, so that their logits are never "
+            "all in memory; auto takes it where it is proved to compute the same as logits",
+            "choices": ["auto", "fused", "logits"],
+        },
+    )
 
 
 @dataclass

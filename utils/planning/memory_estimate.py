@@ -10,6 +10,8 @@ from trl import get_peft_config
 from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
 from utils.config.run_settings import RunSettings
+from utils.kernels.linear_cross_entropy import working_bytes
+from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.models import weights_dtype
 
@@ -35,7 +37,7 @@ class MemoryEstimate:
     gradients_gib: float
     optimizer_gib: float
     activations_gib: float
-    logits_gib: float
+    loss_gib: float
 
     def __str__(self) -> str:
         total = (
@@ -43,25 +45,29 @@ class MemoryEstimate:
             + self.gradients_gib
             + self.optimizer_gib
             + self.activations_gib
-            + self.logits_gib
+            + self.loss_gib
         )
         trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
         return (
             f"{self.parameters:,} parameters{trainable}; about {total:.2f} GiB a device = weights "
             f"{self.weights_gib:.2f} + gradients {self.gradients_gib:.2f} + AdamW "
-            f"{self.optimizer_gib:.2f} + activations {self.activations_gib:.2f} + logits "
-            f"{self.logits_gib:.2f}"
+            f"{self.optimizer_gib:.2f} + activations {self.activations_gib:.2f} + loss "
+            f"{self.loss_gib:.2f}"
         )
 
 
 def estimate_memory(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    loss_head: LossHeadChoice,
 ) -> MemoryEstimate:
     """Estimate the memory of one device; a rule of thumb, the memory callback measures.
 
     The launch's strategy says what is sharded over the ranks. Activations follow the formula for a
-    dense transformer; logits are counted in float32 with their gradient and once
-    more in the precision of the matrix product.
+    dense transformer. All logits count in float32 with their gradient and once more in the
+    precision of the matrix product; with the fused head a part of them and the last layer's
+    gradient do.
     """
     parameters, trainable = count_parameters(settings.model, config)
     weight_bytes = weights_dtype(settings.model, config).itemsize
@@ -73,6 +79,12 @@ def estimate_memory(
     }
     text = config.get_text_config()
     compute_bytes = 4 if training.mixed_precision == "no" and weight_bytes == 4 else 2
+    if loss_head.name == "fused":
+        loss_bytes = working_bytes(
+            micro_batch_tokens, text.vocab_size, text.hidden_size, launch.device, compute_bytes
+        )
+    else:
+        loss_bytes = micro_batch_tokens * text.vocab_size * (8 + compute_bytes)
     recompute = training.gradient_checkpointing  # both of its names, old and new, in transformers 5
     stored = CHECKPOINT_BYTES_16_BIT if recompute else ACTIVATION_BYTES_16_BIT
     layer_bytes = micro_batch_tokens * text.hidden_size * stored * compute_bytes / 2
@@ -83,7 +95,7 @@ def estimate_memory(
         gradients_gib=trainable * weight_bytes / shards["gradients"] / GIB,
         optimizer_gib=2 * trainable * weight_bytes / shards["optimizer"] / GIB,
         activations_gib=layer_bytes * text.num_hidden_layers / GIB,
-        logits_gib=micro_batch_tokens * text.vocab_size * (8 + compute_bytes) / GIB,
+        loss_gib=loss_bytes / GIB,
     )
 
 

@@ -1,5 +1,6 @@
 """What a run will do, worked out and said before any weight is loaded or any file is written."""
 
+import copy
 import logging
 import math
 import os
@@ -9,12 +10,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
+from utils.config.arguments import FineTuneConfig
 from utils.config.batch import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.isolation import check_isolation
+from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.planning.job_plan import report_job
 from utils.planning.memory_estimate import checkpoint_bytes, estimate_memory
 from utils.planning.models import weights_dtype
@@ -27,18 +30,19 @@ MIXED_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The rows of every step, and the attention that computes them (None: no device to ask)."""
+    """The rows of every step, and what computes them (attention None: no device to ask)."""
 
     sampler: GlobalBatchSampler
     total_steps: int
     attention: AttentionChoice | None
+    loss_head: LossHeadChoice
     checkpoint_bytes: int
 
 
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Work out accumulation, steps, attention and memory; log the arithmetic.
+    """Work out accumulation, steps, kernels and memory; log the arithmetic.
 
     Hands Trainer the two numbers that follow from the settings (gradient_accumulation_steps and
     max_steps). Raises ConfigurationError when the global batch does not divide, the data is
@@ -80,10 +84,13 @@ def plan_run(
     )
     logger.info("precision: %s", _precision(settings, config))
     attention = _attention(settings, config, launch)
-    logger.info("memory: %s (a rule of thumb)", estimate_memory(settings, config, launch))
+    loss_head = _loss_head(settings, config)
+    memory = estimate_memory(settings, config, launch, loss_head)
+    logger.info("memory: %s (a rule of thumb)", memory)
     if run.dry_run:
         report_job(settings, launch, total_steps)
-    return RunPlan(sampler, total_steps, attention, checkpoint_bytes(settings, config, launch))
+    saved_bytes = checkpoint_bytes(settings, config, launch)
+    return RunPlan(sampler, total_steps, attention, loss_head, saved_bytes)
 
 
 def _precision(settings: RunSettings, config: PreTrainedConfig) -> str:
@@ -122,3 +129,28 @@ def _attention(
         report.seconds,
     )
     return choice
+
+
+def _loss_head(settings: RunSettings, config: PreTrainedConfig) -> LossHeadChoice:
+    """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
+    model = settings.model
+    adapted: list[str] = []
+    if model.use_peft:
+        for modules in (model.lora_target_modules, model.lora_modules_to_save):
+            adapted += [modules] if isinstance(modules, str) else modules or []
+    choice = choose_loss_head(model.loss_head, _as_trained(settings, config), adapted)
+    logger.info("loss: %s", choice.reason)
+    return choice
+
+
+def _as_trained(settings: RunSettings, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration as SFTTrainer will change it: with the router's term in the loss."""
+    training = settings.training
+    text = config.get_text_config()
+    if not isinstance(training, FineTuneConfig) or not hasattr(text, "router_aux_loss_coef"):
+        return config
+    given = training.router_aux_loss_coef
+    config = copy.deepcopy(config)
+    coefficient = text.router_aux_loss_coef if given is None else given
+    config.get_text_config().output_router_logits = coefficient != 0
+    return config

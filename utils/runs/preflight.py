@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from utils.checkpoints.sizes import gib
+from utils.checkpoints.sizes import readable
 from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
@@ -121,8 +121,8 @@ def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
     remedy = "make room there (see also your quota), or name an --output_dir with more of it."
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{host_name()}: {output_dir} has {gib(free_bytes)} free, but {wanted} "
-            f"{gib(needed_bytes)}: {remedy}"
+            f"{host_name()}: {output_dir} has {readable(free_bytes)} free, but {wanted} "
+            f"{readable(needed_bytes)}: {remedy}"
         )
     # Some file systems make inodes as they go and count 0 of them.
     if status.f_files and status.f_favail < needed_files:
@@ -130,7 +130,7 @@ def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
             f"{host_name()}: {output_dir} has {status.f_favail:,} inodes (files) free, but "
             f"{wanted} {needed_files:,}: {remedy}"
         )
-    return f"{gib(free_bytes)} free ({wanted} {gib(needed_bytes)})"
+    return f"{readable(free_bytes)} free ({wanted} {readable(needed_bytes)})"
 
 
 def _check_sight(output_dir: Path, own_mark: str, mark: str, checkpoint_bytes: int) -> None:

@@ -86,6 +86,7 @@ def start_run(
     facts = {
         "script": script,
         "attention": dataclasses.asdict(plan.attention),
+        "loss_head": dataclasses.asdict(plan.loss_head),
         **identity_facts(settings, data),
     }
     claim = on_rank_0(lambda: _claim(settings, facts, launch, plan))

@@ -19,6 +19,8 @@ from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
+from utils.kernels.loss_head import LossHeadChoice
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets
@@ -41,11 +43,15 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         train_rows: PackedDataset,
         eval_rows: Mapping[str, PackedDataset],
         sampler: GlobalBatchSampler,
+        loss_head: LossHeadChoice,
         **kwargs: Any,
     ):
         self.train_rows = train_rows
         self.eval_rows = dict(eval_rows)
         self.sampler = sampler
+        self.fused_head = loss_head.name == "fused"
+        if self.fused_head:
+            fuse_loss_head(kwargs["model"])  # before PEFT wraps it
         kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
         super().__init__(**kwargs)
         if not self.model_accepts_loss_kwargs:
@@ -85,6 +91,13 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
         )
+
+    @override
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """Move a micro-batch to the device; what bears loss is found while it is on the CPU."""
+        if self.fused_head:
+            inputs = {**inputs, "loss_positions": find_loss_positions(inputs["labels"])}
+        return super()._prepare_inputs(inputs)
 
     @override
     def compute_loss(

@@ -22,6 +22,7 @@ import torch
 
 from utils.checkpoints.directory import RESHARDED
 from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.sizes import readable
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.host import host_name
 from utils.config.errors import StorageError
@@ -77,13 +78,13 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    size_gib = sum(record.size_bytes for record in read_manifest(checkpoint).files.values()) / 2**30
+    size = readable(read_manifest(checkpoint).size_bytes)
     logger.info(
-        "%s is of %d ranks, now there are %d: its ZeRO state (%.3f GiB) is put together in %s",
+        "%s is of %d ranks, now there are %d: its ZeRO state (%s) is put together in %s",
         checkpoint,
         ranks,
         world_size,
-        size_gib,
+        size,
         scratch,
     )
     begun = time.monotonic()

@@ -108,7 +108,7 @@ def disk(monkeypatch):
 
 def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk):
     disk(999)
-    with pytest.raises(StorageError, match=r"a checkpoint takes 0\.000 GiB: make room"):
+    with pytest.raises(StorageError, match=r"a checkpoint takes 1\.0 KiB: make room"):
         make_room(tmp_path, RUN, None, None, 1000)
     disk(1000)
     make_room(tmp_path, RUN, None, None, 1000)
@@ -129,7 +129,7 @@ def test_nothing_is_deleted_when_it_would_not_help(tmp_path, disk):
     commit(tmp_path, 2, 4, 6)
     (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"smaller than the next one")
     disk(10)
-    with pytest.raises(StorageError, match=r"free, .* GiB with what rotation frees, a checkpoint"):
+    with pytest.raises(StorageError, match=r"free, .* KiB with what rotation frees, a checkpoint"):
         make_room(tmp_path, RUN, 3, None, 0)
     assert steps(tmp_path) == [2, 4, 6]
 

@@ -13,7 +13,7 @@ def test_a_commit_says_what_was_consumed_and_holds_every_file(tmp_path, caplog):
     assert (manifest.step, manifest.samples, manifest.tokens) == (12, 96, 1200)
     assert manifest.files.keys() == FILES.keys()
     assert manifest.fingerprints == {"data": {"train": ["abc"]}}
-    assert "checkpoint-12 committed (0.000 GiB" in caplog.text
+    assert "checkpoint-12 committed (20.5 KiB" in caplog.text
 
 
 def test_what_no_rank_wrote_is_not_committed(tmp_path):

@@ -90,7 +90,7 @@ def test_one_line_says_what_was_found_and_nothing_stays(tmp_path, caplog):
     check_storage(run, 5 * 2**20, facts())
     [line] = caplog.messages
     assert line.startswith(f"preflight: 1 host, 1 rank, {run} on n1 can be written to, ")
-    assert line.endswith("GiB free (2 checkpoints of this run take about 0.010 GiB)")
+    assert line.endswith("GiB free (2 checkpoints of this run take about 10.0 MiB)")
     assert list(run.iterdir()) == []
 
 

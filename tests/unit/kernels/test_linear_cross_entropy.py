@@ -1,0 +1,171 @@
+"""The fused loss head against an fp64 cross-entropy of all logits."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from utils.kernels import linear_cross_entropy as module
+from utils.kernels.linear_cross_entropy import (
+    IGNORED,
+    PLAIN,
+    LogitTerms,
+    linear_cross_entropy,
+    working_bytes,
+)
+
+TOKENS, WIDTH, VOCABULARY = 50, 24, 301
+CAP = 5.0
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Let 50 tokens take several chunks of several blocks, the last of each a short one."""
+    monkeypatch.setitem(module.CHUNK_ROWS, "cpu", 21)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 5 * VOCABULARY)
+
+
+def made(dtype=torch.float32, with_bias=False):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64) * 0.7
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    targets[[0, 20, 21, 49]] = IGNORED
+    tensors = [hidden, weight, *([bias] if with_bias else [])]
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors], targets
+
+
+def reference(tensors, targets, terms=PLAIN):
+    """Return the loss and the gradients of all logits at once, in fp64."""
+    tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    logits = functional.linear(*tensors) * terms.scale
+    if terms.softcap:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return loss, torch.autograd.grad(loss / 7, tensors)
+
+
+def fused(tensors, targets, **options):
+    bias = tensors[2] if len(tensors) == 3 else None
+    loss = linear_cross_entropy(*tensors[:2], targets, bias=bias, **options)
+    return loss, torch.autograd.grad(loss / 7, tensors)
+
+
+def far(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    "terms",
+    [LogitTerms(), LogitTerms(scale=0.3), LogitTerms(softcap=CAP), LogitTerms(1.7, CAP)],
+    ids=["plain", "scaled", "capped", "both"],
+)
+def test_loss_and_gradients_are_those_of_all_logits_in_fp64(terms, with_bias):
+    tensors, targets = made(with_bias=with_bias)
+    expected, expected_gradients = reference(tensors, targets, terms)
+    loss, gradients = fused(tensors, targets, terms=terms)
+    assert loss.dtype == torch.float32
+    assert far(loss, expected) < 1e-6
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == torch.float32
+        assert far(actual, wanted) < 2e-6
+
+
+def test_in_half_precision_the_loss_is_still_summed_in_float32():
+    tensors, targets = made(torch.bfloat16)
+    expected, expected_gradients = reference(tensors, targets)
+    loss, gradients = fused(tensors, targets)
+    assert loss.dtype == torch.float32
+    assert far(loss, expected) < 1e-3
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert far(actual, wanted) < 1e-2
+
+
+def test_under_autocast_the_float32_weight_keeps_a_float32_gradient():
+    tensors, targets = made()
+    rounded = [tensor.detach().bfloat16() for tensor in tensors]
+    _, expected = reference(rounded, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, gradients = fused(tensors, targets)
+        logits = functional.linear(*tensors).float()
+    plain = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    plain_gradients = torch.autograd.grad(plain / 7, tensors)
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 2
+    for actual, usual, wanted in zip(gradients, plain_gradients, expected, strict=True):
+        assert far(actual, wanted) < 1.2 * far(usual, wanted)
+
+
+def test_a_frozen_weight_has_no_gradient_and_takes_no_product(monkeypatch):
+    tensors, targets = made()
+    expected = reference(tensors, targets)[1][0]
+    monkeypatch.delattr(module._Work, "_add_weight_gradient")
+    hidden, weight = tensors
+    loss = linear_cross_entropy(hidden, weight.detach(), targets)
+    (loss / 7).backward()
+    assert far(hidden.grad, expected) < 2e-6
+
+
+def test_a_frozen_body_still_trains_the_head():
+    tensors, targets = made()
+    expected = reference(tensors, targets)[1][1]
+    hidden, weight = tensors
+    (linear_cross_entropy(hidden.detach(), weight, targets) / 7).backward()
+    assert far(weight.grad, expected) < 2e-6
+
+
+def test_without_gradients_only_the_loss_is_computed(monkeypatch):
+    tensors, targets = made()
+    expected, _ = reference(tensors, targets)
+    products = []
+    plain = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: products.append(a) or plain(*a, **k))
+    with torch.no_grad():
+        loss = linear_cross_entropy(*tensors, targets)
+    assert far(loss, expected) < 1e-6
+    assert len(products) == 3, "one for each chunk"
+
+
+@pytest.mark.parametrize("tokens", [0, 4], ids=["none at all", "all ignored"])
+def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
+    (hidden, weight), _ = made()
+    targets = torch.full((tokens,), IGNORED)
+    loss = linear_cross_entropy(hidden[:tokens], weight, targets)
+    loss.backward()
+    assert loss.item() == 0
+    assert not weight.grad.any()
+    assert not hidden.grad.any()
+
+
+def test_far_logits_do_not_overflow():
+    (hidden, weight), targets = made()
+    loss, gradients = fused([hidden * 1e4, weight], targets)
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_second_backward_pass_is_refused_for_the_gradients_are_gone():
+    tensors, targets = made()
+    loss = linear_cross_entropy(*tensors, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_memory_said_is_the_memory_taken(monkeypatch):
+    taken = []
+    for name in ("zeros", "empty"):
+        plain = getattr(torch, name)
+
+        def counted(*shape, plain=plain, **options):
+            tensor = plain(*shape, **options)
+            taken.append(tensor.nbytes)
+            return tensor
+
+        monkeypatch.setattr(torch, name, counted)
+    tensors, targets = made()
+    linear_cross_entropy(*tensors, targets)
+    logits = 17 * VOCABULARY * 4  # 50 tokens in three chunks
+    losses = TOKENS * 4
+    assert sum(taken) + logits - losses == working_bytes(TOKENS, VOCABULARY, WIDTH, "cpu", 4)

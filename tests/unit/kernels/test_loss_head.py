@@ -1,0 +1,110 @@
+"""What --loss_head means for each architecture: a fused head is proved before it is used."""
+
+import pytest
+import torch
+import transformers
+
+from utils.config.errors import ConfigurationError
+from utils.kernels import fused_head
+from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
+from utils.kernels.linear_cross_entropy import LogitTerms
+from utils.kernels.loss_head import choose_loss_head
+from utils.kernels.probe_model import build_probe_model, probe_config
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
+LLAMA = transformers.LlamaConfig(**SIZES)
+ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        transformers.Qwen3Config(**GROUPED, tie_word_embeddings=True),
+        transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2),
+        transformers.Gemma2Config(**GROUPED),  # logits with a soft cap
+        transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
+        transformers.CohereConfig(**SIZES, logit_scale=0.1),
+        transformers.PhiConfig(**SIZES),  # a bias
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_auto_fuses_what_it_has_proved(config):
+    choice = choose_loss_head("auto", config)
+    assert choice.name == "fused"
+    assert choice.reason.startswith("auto: fused")
+    assert "proved equal" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma2Config(**GROUPED),
+        transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
+    ],
+    ids=["soft cap", "divisor"],
+)
+def test_what_a_model_does_to_its_logits_is_missed_by_the_proof(config, monkeypatch):
+    monkeypatch.setattr(fused_head, "_logit_terms", lambda _: LogitTerms())
+    choice = choose_loss_head("auto", config)
+    assert choice.name == "logits"
+    assert "loss is not the cross-entropy of its last layer alone" in choice.reason
+
+
+def test_a_loss_with_a_term_for_the_router_keeps_all_logits():
+    with_term = transformers.MixtralConfig(**ROUTED, output_router_logits=True)
+    assert choose_loss_head("auto", with_term).name == "logits"
+    assert choose_loss_head("auto", transformers.MixtralConfig(**ROUTED)).name == "fused"
+
+
+def test_fused_is_refused_where_it_does_not_do():
+    config = transformers.MixtralConfig(**ROUTED, output_router_logits=True)
+    with pytest.raises(
+        ConfigurationError, match="--loss_head fused: its loss has a term for its router"
+    ):
+        choose_loss_head("fused", config)
+
+
+def test_logits_are_taken_as_requested():
+    choice = choose_loss_head("logits", LLAMA)
+    assert choice.name == "logits"
+    assert "as requested" in choice.reason
+
+
+@pytest.mark.parametrize("adapted", [["q_proj", "lm_head"], ["model.lm_head"]])
+def test_a_last_layer_under_lora_keeps_all_logits(adapted):
+    choice = choose_loss_head("auto", LLAMA, adapted)
+    assert choice.name == "logits"
+    assert "LoRA adapts the last layer (lm_head)" in choice.reason
+    assert choose_loss_head("auto", LLAMA, ["q_proj", "all-linear"]).name == "fused"
+
+
+def test_the_proof_leaves_the_random_numbers_alone():
+    before = torch.get_rng_state()
+    choose_loss_head("auto", LLAMA)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_without_labels_a_fused_model_answers_as_before():
+    model = build_probe_model(probe_config(LLAMA), "sdpa")
+    tokens = torch.arange(1, 9)[None]
+    expected = model(tokens).logits
+    fuse_loss_head(model)
+    assert torch.equal(model(tokens).logits, expected)
+    generated = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 10)
+
+
+def test_without_a_number_of_items_the_loss_is_their_mean():
+    model = build_probe_model(probe_config(LLAMA), "sdpa")
+    tokens = torch.arange(1, 9)[None]
+    labels = torch.where(tokens % 3 == 0, -100, tokens)
+    expected = model(tokens, labels=labels).loss
+    fuse_loss_head(model)
+    assert model(tokens, labels=labels).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_loss_positions_come_before_the_tokens_that_bear_loss():
+    labels = torch.tensor([[-100, 5, -100, 7], [-100, -100, 3, -100]])
+    assert find_loss_positions(labels).tolist() == [0, 2, 5]
