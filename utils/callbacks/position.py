@@ -7,6 +7,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
+from utils.callbacks.carried import carried_state
+
 
 class DataPosition(TrainerCallback):
     """Start the loader at the run's step, and count the epochs of the data.
@@ -25,8 +27,12 @@ class DataPosition(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Move the loader to the step that the checkpoint ended with (0 for a fresh start)."""
-        kwargs["train_dataloader"].resume_at(state.global_step)
+        """Move the loader, and its count, to where the checkpoint ended (0 for a fresh start)."""
+        loader = kwargs["train_dataloader"]
+        loader.resume_at(state.global_step)
+        carried = carried_state(state)
+        if "tokens" in carried:
+            loader.consumed.take_over(state.global_step, carried["tokens"])
 
     @override
     def on_step_end(

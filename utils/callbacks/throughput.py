@@ -9,15 +9,14 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback, gather_over_ranks
+from utils.data.consumed import ConsumedTokens
 
 
 class MeasuredLoader(Protocol):
     """What a training loader tells about itself."""
 
     wait_s: float  # seconds that this rank has waited for batches so far
-
-    def tokens_in_step(self, step: int) -> int:
-        """Return the real tokens (no padding) of the global batch of 0-based optimizer step."""
+    consumed: ConsumedTokens
 
 
 class Throughput(MetricCallback):
@@ -40,11 +39,10 @@ class Throughput(MetricCallback):
         self.loader: MeasuredLoader | None = None
         self.world_size = 1
         self.step = 0
-        self.tokens_seen = 0
-        self.counted_step = 0  # tokens_seen counts the steps before this one
         self.window_step: int | None = None  # None until the first step of this start is done
         self.window_start = 0.0
         self.window_wait_s = 0.0
+        self.window_tokens = 0
         self.interrupted_at = 0.0
         self.excluded_s = 0.0
         self.first_step_time_s: float | None = None
@@ -53,16 +51,11 @@ class Throughput(MetricCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the loader over, and the token count from an earlier start's log history."""
+        """Take the loader over."""
         super().on_train_begin(args, state, control, **kwargs)
         self.loader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         self.step = state.global_step
-        self.counted_step, self.tokens_seen = 0, 0
-        for line in state.log_history:
-            if "tokens_seen" in line and line["step"] <= state.global_step:
-                self.counted_step, self.tokens_seen = int(line["step"]), int(line["tokens_seen"])
-        self._count_tokens()
         self.window_step = None
         self.interrupted_at = self.window_start = self.clock()
         self.excluded_s = 0.0
@@ -79,7 +72,6 @@ class Throughput(MetricCallback):
         now = self.interrupted_at = self.clock()
         if first:
             self.first_step_time_s = now - self.window_start - self.excluded_s
-            self._count_tokens()
             self._begin_window(now)
 
     @override
@@ -113,15 +105,8 @@ class Throughput(MetricCallback):
         assert self.loader is not None
         self.window_step, self.window_start, self.excluded_s = self.step, now, 0.0
         self.window_wait_s = self.loader.wait_s
+        self.window_tokens = self.loader.consumed.count(self.step)
         self.interrupted_at = now
-
-    def _count_tokens(self) -> int:
-        """Add the tokens of the steps done since the last count; return how many they were."""
-        assert self.loader is not None
-        new = sum(self.loader.tokens_in_step(step) for step in range(self.counted_step, self.step))
-        self.counted_step = self.step
-        self.tokens_seen += new
-        return new
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -133,7 +118,8 @@ class Throughput(MetricCallback):
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         now = self.clock()
         steps = self.step - self.window_step
-        tokens = self._count_tokens()
+        tokens_seen = self.loader.consumed.count(self.step)
+        tokens = tokens_seen - self.window_tokens
         figures: dict[str, float] = {}
         if self.first_step_time_s is not None:
             figures["first_step_time_s"] = self.first_step_time_s
@@ -148,6 +134,6 @@ class Throughput(MetricCallback):
             figures["tokens_per_s_per_device"] = float(tokens / elapsed_s / self.world_size)
             figures["step_time_s"] = float(elapsed_s / steps)
             figures["data_wait_s"] = float(wait_s / steps)
-        figures["tokens_seen"] = self.tokens_seen
+        figures["tokens_seen"] = tokens_seen
         self._begin_window(now)
         return figures

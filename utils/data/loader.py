@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from utils.cluster.signals import shield_loader_worker
+from utils.data.consumed import ConsumedTokens, source_names
 from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler
 from utils.data.packing import PackPlan, Segments
 from utils.data.statistics import IGNORED_LABEL
@@ -96,10 +97,6 @@ class PackedDataset(Dataset):
             "max_length_k": length,
         }
 
-    def tokens_in_rows(self, rows: np.ndarray) -> int:
-        """Return how many real (not padding) tokens these rows hold together."""
-        return int(self._row_tokens(rows).sum())
-
     def tokens_by_source(self, rows: np.ndarray) -> np.ndarray:
         """Return how many real tokens these rows hold of each source, int64 (sources,)."""
         sources = np.searchsorted(self.first_rows, rows, side="right") - 1
@@ -150,7 +147,7 @@ class TrainLoader:
 
     Iterating starts at the step given to `resume_at` and draws nothing from the global random
     state, so that a resumed run keeps the random numbers of the uninterrupted one. `wait_s` adds
-    up the seconds that the consumer waited for batches.
+    up the seconds that the consumer waited for batches; `consumed` counts the run's tokens.
     """
 
     def __init__(self, loader: DataLoader, sampler: GlobalBatchSampler, dataset: PackedDataset):
@@ -158,6 +155,8 @@ class TrainLoader:
         self.batch_sampler = sampler
         self.dataset = dataset
         self.wait_s = 0.0
+        names = source_names([source.path for source in dataset.datasets])
+        self.consumed = ConsumedTokens(self.tokens_by_source, names)
 
     def __len__(self) -> int:
         """Count the micro-batches of the whole run, wherever iteration starts."""
@@ -173,10 +172,6 @@ class TrainLoader:
     def resume_at(self, step: int) -> None:
         """Let the next iteration start with the first micro-batch of optimizer step `step`."""
         self.batch_sampler.resume_at(step)
-
-    def tokens_in_step(self, step: int) -> int:
-        """Return the real tokens in the global batch of a step, over all ranks."""
-        return self.dataset.tokens_in_rows(self.batch_sampler.rows_of_step(step))
 
     def tokens_by_source(self, step: int) -> np.ndarray:
         """Return the real tokens of each source in the global batch of a step, over all ranks."""

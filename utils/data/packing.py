@@ -85,10 +85,6 @@ class PackPlan:
             )
         )
 
-    def tokens_in_rows(self, rows: np.ndarray) -> int:
-        """Return how many real tokens these rows hold together."""
-        return int(self.row_tokens[rows].sum())
-
     def segments_of_rows(self, rows: np.ndarray) -> tuple[np.ndarray, Segments]:
         """Return the segments of several rows in order, and for each its place in `rows`."""
         first = self.row_offsets[rows]

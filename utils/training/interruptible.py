@@ -29,7 +29,6 @@ class InterruptibleTrainerMixin(Trainer):
 
     def __init__(self, *, checkpoints: Checkpoints, save_best: bool = False, **kwargs: Any):
         self.checkpoints, self.save_best = checkpoints, save_best
-        self._counted_tokens: tuple[int, int] | None = None  # (steps, tokens in them)
         super().__init__(**kwargs)
         self.watch = next(
             callback
@@ -65,8 +64,6 @@ class InterruptibleTrainerMixin(Trainer):
     def _take_losses_over(self) -> None:
         """Put the losses that the checkpoint carries back where Trainer sums them up."""
         carried = carried_state(self.state)
-        if "tokens" in carried:
-            self._counted_tokens = (self.state.global_step, carried["tokens"])
         sums = carried.get("unlogged_loss_sums", [])
         if not sums:
             return
@@ -168,7 +165,9 @@ class InterruptibleTrainerMixin(Trainer):
         if unlogged_steps:
             sums = self.accelerator.gather(self._tr_loss.detach().float().reshape(1))
             carried |= {"unlogged_steps": unlogged_steps, "unlogged_loss_sums": sums.tolist()}
-        carried["tokens"] = self._tokens_so_far()
+        loader: Any = self.callback_handler.train_dataloader
+        loader.consumed.count(self.state.global_step)
+        carried["tokens"] = loader.consumed.carried()
         carry(self.state, carried)
         if self.state.best_global_step in carried["extra_saves"]:
             # Trainer would find its directory; the uninterrupted run has none.
@@ -186,7 +185,8 @@ class InterruptibleTrainerMixin(Trainer):
             super()._save_checkpoint(model, trial)
         if self.checkpoints.staged:
             self._name_the_best()
-        self.checkpoints.commit(step, tokens=carried_state(state)["tokens"], best=self._best())
+        tokens = sum(carried_state(state)["tokens"].values())
+        self.checkpoints.commit(step, tokens=tokens, best=self._best())
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
@@ -207,14 +207,6 @@ class InterruptibleTrainerMixin(Trainer):
     def _best(self) -> Path | None:
         best = self.state.best_model_checkpoint
         return None if best is None else self.checkpoints.output_dir / Path(best).name
-
-    def _tokens_so_far(self) -> int:
-        """Return the real tokens (no padding) of all steps up to this one, of all starts."""
-        done, tokens = self._counted_tokens or (0, 0)
-        loader: Any = self.callback_handler.train_dataloader
-        tokens += sum(loader.tokens_in_step(step) for step in range(done, self.state.global_step))
-        self._counted_tokens = (self.state.global_step, tokens)
-        return tokens
 
     @contextlib.contextmanager
     def _without_trainers_rotation(self) -> Iterator[None]:

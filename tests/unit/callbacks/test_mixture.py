@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.mixture import MixtureShares, source_names
+from utils.callbacks.mixture import MixtureShares
+from utils.data.consumed import ConsumedTokens, source_names
 from utils.data.order import SampleOrder
 
 ARGS = SimpleNamespace(device="cpu")
@@ -17,7 +18,6 @@ class Loader:
     """Four samples a step of two sources with 100 and 300 tokens a row."""
 
     def __init__(self, names: list[str], tokens: list[int]):
-        self.counted: list[int] = []
         self.per_row = np.array(tokens)
         order = SampleOrder([10] * len(names), seed=0, weights=[1] * len(names))
         self.batch_sampler = SimpleNamespace(order=order, global_batch_size=4)
@@ -25,16 +25,17 @@ class Loader:
             datasets=[SimpleNamespace(path=Path("/data", name)) for name in names],
             plans=[SimpleNamespace(tokens=10 * number, rows=10) for number in tokens],
         )
+        paths = [dataset.path for dataset in self.dataset.datasets]
+        self.consumed = ConsumedTokens(self.tokens_by_source, source_names(paths))
 
     def tokens_by_source(self, step: int) -> np.ndarray:
-        self.counted.append(step)
         sources, _ = self.batch_sampler.order.locate(np.arange(4 * step, 4 * step + 4))
         return np.bincount(sources, minlength=len(self.per_row)) * self.per_row
 
 
-def begun(loader: Loader, history: tuple[dict, ...] = (), step: int = 0) -> MixtureShares:
+def begun(loader: Loader, step: int = 0) -> MixtureShares:
     shares = MixtureShares()
-    state = TrainerState(global_step=step, log_history=list(history))
+    state = TrainerState(global_step=step)
     shares.on_train_begin(ARGS, state, TrainerControl(), train_dataloader=loader)
     return shares
 
@@ -46,12 +47,12 @@ def after(shares: MixtureShares, step: int) -> dict[str, float]:
 
 def test_a_resumed_run_logs_what_the_uninterrupted_one_does():
     whole = begun(Loader(["web", "code"], [100, 300]))
-    first, last = after(whole, 3), after(whole, 8)
+    after(whole, 5)
+    carried = whole.loader.consumed.carried()
+    last = after(whole, 8)
     loader = Loader(["web", "code"], [100, 300])
-    history = ({"step": 3} | first, {"step": 7, "tokens_seen/web": 1, "tokens_seen/code": 1})
-    resumed = begun(loader, history, step=5)  # the checkpoint is older than the last log
-    assert after(resumed, 8) == last
-    assert loader.counted == [3, 4, 5, 6, 7], "no step twice, and none before the log"
+    loader.consumed.take_over(5, carried)
+    assert after(begun(loader, step=5), 8) == last
     assert set(last) == {
         f"{figure}/{name}"
         for figure in ("tokens_seen", "tokens_share", "epochs")
@@ -75,17 +76,3 @@ def test_what_was_asked_for_is_said_in_tokens_too(caplog):
         "mixture: web 50.0% of the sequences (of the tokens 25.0%), code 50.0% of the sequences "
         "(of the tokens 75.0%)" in caplog.text
     )
-
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/d/web", "/d/code"], ["web", "code"]),
-        (["/d/web/train", "/d/code/train"], ["web", "code"]),
-        (["/a/web", "/b/web", "/b/code"], ["a/web", "b/web", "b/code"]),
-        (["/train", "/a/train"], ["/", "a"]),
-        (["/one"], ["one"]),
-    ],
-)
-def test_names_are_short_and_differ(paths, names):
-    assert source_names([Path(path) for path in paths]) == names

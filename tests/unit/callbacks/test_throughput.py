@@ -1,10 +1,12 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.throughput import Throughput
+from utils.data.consumed import ConsumedTokens
 
 
 class Clock:
@@ -18,21 +20,18 @@ class Loader:
     """Step k holds 1000 + k tokens."""
 
     def __init__(self):
-        self.wait_s, self.asked = 0.0, []
-
-    def tokens_in_step(self, step):
-        self.asked.append(step)
-        return 1000 + step
+        self.wait_s = 0.0
+        self.consumed = ConsumedTokens(lambda step: np.array([1000 + step]), ["all"])
 
 
 class Run:
     """Plays Trainer's events with a clock of its own."""
 
-    def __init__(self, start_step=0, log_history=(), world_size=1):
+    def __init__(self, start_step=0, world_size=1):
         self.clock, self.loader = Clock(), Loader()
         self.callback = Throughput(self.clock)
         self.args = SimpleNamespace(device=torch.device("cpu"), world_size=world_size)
-        self.state = TrainerState(global_step=start_step, log_history=list(log_history))
+        self.state = TrainerState(global_step=start_step)
         self.control = TrainerControl()
         self.callback.on_train_begin(
             self.args, self.state, self.control, train_dataloader=self.loader
@@ -106,24 +105,11 @@ def test_evaluation_and_saving_are_left_out():
     assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)
 
 
-def test_tokens_seen_go_on_after_a_resume_from_the_last_log():
-    uninterrupted = Run()
-    for _ in range(8):
-        uninterrupted.step(1.0)
-    expected = uninterrupted.callback.metrics()["tokens_seen"]
-
-    before = Run()
-    for _ in range(4):
-        before.step(1.0)
-    history = [{"step": 4, **before.callback.metrics()}, {"step": 4, "eval_loss": 1.0}]
-    after = Run(start_step=6, log_history=history)  # the checkpoint is two steps past the log
-    for _ in range(2):
-        after.step(1.0)
-    assert after.callback.metrics()["tokens_seen"] == expected
-    assert after.loader.asked == [4, 5, 6, 7], "a long run is not counted again from its start"
-
-
-def test_tokens_seen_are_counted_from_step_0_where_no_log_has_them():
-    after = Run(start_step=3)
-    after.step(1.0)
-    assert after.callback.metrics()["tokens_seen"] == 1000 + 1001 + 1002 + 1003
+def test_a_resumed_run_measures_its_own_steps_and_sees_the_tokens_of_all():
+    run = Run(start_step=3)
+    run.loader.consumed.take_over(3, {"all": 5000, "a source that went": 7})
+    run.step(50.0)
+    run.step(0.5)
+    figures = run.callback.metrics()
+    assert figures["tokens_per_s"] == pytest.approx(1004 / 0.5)
+    assert figures["tokens_seen"] == 5007 + 1003 + 1004

@@ -116,8 +116,8 @@ def test_rows_of_several_sources_meet_in_one_batch(tmp_path):
     last = len(rows) - 1
     check_batch(rows, [last, 0, PADDING_ROW, plans[0].rows, plans[0].rows - 1, 3])
     numbers = np.array([last, PADDING_ROW, 0])
-    expected = plans[1].row_tokens[-1] + plans[0].row_tokens[0]
-    assert rows.tokens_in_rows(numbers) == expected
+    expected = [plans[0].row_tokens[0], plans[1].row_tokens[-1]]
+    assert rows.tokens_by_source(numbers).tolist() == expected
 
 
 def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
@@ -219,7 +219,7 @@ def test_tokens_of_a_step_are_those_its_ranks_load(tmp_path):
     for step in range(6):
         batches = [batch for rank in ranks for batch in rank[2 * step : 2 * step + 2]]
         real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches)
-        assert loader(rows).tokens_in_step(step) == real
+        assert loader(rows).tokens_by_source(step).tolist() == [real]
 
 
 def test_waiting_is_the_time_of_the_loader_not_of_the_consumer(tmp_path, monkeypatch):

@@ -80,7 +80,6 @@ def test_tokens_and_documents_of_a_step_by_source(sources):
     for step in (0, 17):
         rows = sampler.rows_of_step(step)
         by_source = sources.tokens_by_source(rows)
-        assert by_source.sum() == sources.tokens_in_rows(rows)
         parts = sources.documents_in_rows(rows)
         for source, opened in enumerate(sources.datasets):
             own = [part for part in parts if part.dataset == opened.path]

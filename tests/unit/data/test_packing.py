@@ -77,7 +77,6 @@ def test_a_plan_counts_its_own_tokens_and_segments(packing, lengths, row_length)
         len(row) + (count < row_length) for row, count in zip(rows, tokens, strict=True)
     )
     chosen = np.array([packed.rows - 1, 0, packed.rows // 2])
-    assert packed.tokens_in_rows(chosen) == sum(tokens[row] for row in chosen)
     place, segments = packed.segments_of_rows(chosen)
     found = [[] for _ in chosen]
     for at, *segment in zip(place.tolist(), *map(np.ndarray.tolist, segments), strict=True):
