@@ -23,7 +23,7 @@ import torch
 from utils.checkpoints.directory import RESHARDED
 from utils.checkpoints.manifest import read_manifest
 from utils.checkpoints.sizes import readable
-from utils.cluster.decisions import on_rank_0
+from utils.cluster.decisions import gathered, on_rank_0
 from utils.cluster.host import host_name
 from utils.config.errors import StorageError
 
@@ -57,6 +57,7 @@ def universal_checkpoint(checkpoint: Path, world_size: int) -> Iterator[Path | N
     scratch = checkpoint.with_name(RESHARDED + checkpoint.name)
     on_rank_0(lambda: _convert(checkpoint, scratch, ranks, world_size))
     yield scratch
+    gathered(None)  # rank 0 may be done while others still read it
     on_rank_0(lambda: shutil.rmtree(scratch))
 
 

@@ -52,6 +52,18 @@ def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(checkpoint, c
     assert sorted(path.name for path in checkpoint.rglob("*")) == before
 
 
+def test_it_goes_only_when_no_rank_reads_it_any_more(checkpoint, convert, monkeypatch):
+    """Rank 0 once took it away while others were still reading the scheduler."""
+    convert("import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()")
+    there_when_all_met = []
+    with universal_checkpoint(checkpoint, 4) as directory:
+        monkeypatch.setattr(
+            zero_resharding, "gathered", lambda _: there_when_all_met.append(directory.exists())
+        )
+    assert there_when_all_met == [True]
+    assert not directory.exists()
+
+
 def test_a_conversion_that_fails_says_what_goes_on(checkpoint, convert):
     convert("raise SystemExit('no room')")
     with (
