@@ -1,11 +1,11 @@
 """Copies files to storage, hashing them on the way."""
 
 import concurrent.futures
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from utils.checkpoints.digests import PartsDigest
 from utils.checkpoints.files import FileRecord, flush
 
 # Training goes on meanwhile: few threads, and pieces large enough that they seldom need Python.
@@ -31,7 +31,7 @@ def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[st
 
 
 def _copy(source: Path, target: Path) -> FileRecord:
-    digest, size_bytes = hashlib.sha256(), 0
+    digest, size_bytes = PartsDigest(), 0
     piece = memoryview(bytearray(PIECE_BYTES))
     with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
         while count := reader.readinto(piece):

@@ -1,16 +1,17 @@
 """The files of a checkpoint: which there are, which rank writes which, what they hold."""
 
 import concurrent.futures
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.checkpoints.digests import file_digests
+
 MANIFEST = "manifest.json"
 MANIFEST_DRAFT = ".manifest.json.draft"
-THREADS = 8  # hashing takes a core a file, and parallel file systems like several readers
+THREADS = 8
 
 # Names of the files that ranks other than the first write: Trainer's random states, the shards of
 # torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
@@ -23,7 +24,7 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file held when it was committed."""
+    """What a file held when it was committed; for `sha256` see utils/checkpoints/digests.py."""
 
     size_bytes: int
     sha256: str
@@ -60,13 +61,15 @@ def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRec
     folders = {(directory / name).parent for name in names} | {directory}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         flushed = [pool.submit(flush, directory / name) for name in names]
-        records = pool.map(lambda name: _record(directory / name), names)
-        found = dict(zip(names, records, strict=True))
+        digests = file_digests(directory / name for name in names)
         for work in flushed:
             work.result()
     for folder in sorted(folders):
         flush(folder)
-    return found
+    return {
+        name: FileRecord((directory / name).stat().st_size, digest)
+        for name, digest in zip(names, digests, strict=True)
+    }
 
 
 def file_problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
@@ -90,8 +93,7 @@ def file_problems(directory: Path, records: Mapping[str, FileRecord]) -> list[st
             whole.append(name)
     if problems:
         return problems
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda name: sha256_of(directory / name), whole))
+    digests = file_digests(directory / name for name in whole)
     return [
         f"{name} has other contents"
         for name, digest in zip(whole, digests, strict=True)
@@ -106,13 +108,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _record(path: Path) -> FileRecord:
-    return FileRecord(path.stat().st_size, sha256_of(path))
-
-
-def sha256_of(path: Path) -> str:
-    """Return a file's digest, as sha256sum writes it; raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

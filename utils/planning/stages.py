@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints import pickles
+from utils.checkpoints.digests import file_digests
 from utils.checkpoints.directory import DAMAGED, DELETING, INCOMPLETE, numbered_checkpoints
-from utils.checkpoints.files import MANIFEST, file_problems, sha256_of
+from utils.checkpoints.files import MANIFEST, file_problems
 from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from utils.checkpoints.run_record import CONFIG, FINAL, PROVENANCE, known_run_id
 from utils.config.errors import ConfigurationError
@@ -171,7 +172,8 @@ def _described(directory: Path) -> dict[str, Any]:
         digests = {name: record.sha256 for name, record in weights.items()}
         return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
     run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
-    digests = {file.name: sha256_of(file) for file in sorted(directory.glob("*.safetensors"))}
+    files = sorted(directory.glob("*.safetensors"))
+    digests = dict(zip([file.name for file in files], file_digests(files), strict=True))
     return {"path": path, "run_id": run_id, "sha256": digests}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made import FACTS, FILES, names, store, write_files
 
-from utils.checkpoints import copying, staging
+from utils.checkpoints import copying, digests, staging
 from utils.checkpoints.background import BackgroundWriter, own_share
 from utils.checkpoints.copying import copy_and_record
 from utils.checkpoints.files import flush_and_record
@@ -49,6 +49,7 @@ def save(checkpoints, step):
 
 def test_a_copy_is_what_it_was_copied_from(tmp_path, monkeypatch):
     monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(digests, "PART_BYTES", 3500)  # of two parts and of one, not of pieces
     source = write_files(tmp_path, 3)
     (source / "empty").touch()
     files = [*FILES, "empty"]
