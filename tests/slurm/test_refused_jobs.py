@@ -48,7 +48,7 @@ def test_a_full_disk(jobs, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(disk)], check=True)
     try:
         job = jobs.submit(disk / "run", *ONE_NODE)
-        refused(jobs, job, 74, r"n[12].*GiB")
+        refused(jobs, job, 74, r"n[12].*MiB free")
     finally:
         jobs.slurm.wait_for_nodes()
         subprocess.run(["umount", str(disk)], check=True)
