@@ -11,7 +11,7 @@ from utils.checkpoints.digests import file_digests
 
 MANIFEST = "manifest.json"
 MANIFEST_DRAFT = ".manifest.json.draft"
-THREADS = 8
+THREADS = 8  # of fsync: parallel file systems like several writers
 
 # Names of the files that ranks other than the first write: Trainer's random states, the shards of
 # torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.

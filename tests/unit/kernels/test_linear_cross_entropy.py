@@ -55,6 +55,16 @@ def far(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def assert_as_in_fp64(tensors, targets, terms, **tolerances):
+    expected, expected_gradients = reference(tensors, targets, terms)
+    loss, gradients = fused(tensors, targets, terms=terms)
+    assert loss.dtype == torch.float32
+    assert far(loss, expected) < tolerances["loss"]
+    for tensor, actual, wanted in zip(tensors, gradients, expected_gradients, strict=True):
+        assert actual.dtype == tensor.dtype
+        assert far(actual, wanted) < tolerances["gradients"]
+
+
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(
     "terms",
@@ -62,25 +72,11 @@ def far(actual, expected):
     ids=["plain", "scaled", "capped", "both"],
 )
 def test_loss_and_gradients_are_those_of_all_logits_in_fp64(terms, with_bias):
-    tensors, targets = made(with_bias=with_bias)
-    expected, expected_gradients = reference(tensors, targets, terms)
-    loss, gradients = fused(tensors, targets, terms=terms)
-    assert loss.dtype == torch.float32
-    assert far(loss, expected) < 1e-6
-    for actual, wanted in zip(gradients, expected_gradients, strict=True):
-        assert actual.dtype == torch.float32
-        assert far(actual, wanted) < 2e-6
+    assert_as_in_fp64(*made(with_bias=with_bias), terms, loss=1e-6, gradients=2e-6)
 
 
 def test_in_half_precision_the_loss_is_still_summed_in_float32():
-    tensors, targets = made(torch.bfloat16)
-    expected, expected_gradients = reference(tensors, targets)
-    loss, gradients = fused(tensors, targets)
-    assert loss.dtype == torch.float32
-    assert far(loss, expected) < 1e-3
-    for actual, wanted in zip(gradients, expected_gradients, strict=True):
-        assert actual.dtype == torch.bfloat16
-        assert far(actual, wanted) < 1e-2
+    assert_as_in_fp64(*made(torch.bfloat16), PLAIN, loss=1e-3, gradients=1e-2)
 
 
 def test_under_autocast_the_float32_weight_keeps_a_float32_gradient():
