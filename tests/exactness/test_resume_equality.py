@@ -27,6 +27,7 @@ from resumed_runs import (
     outcome,
 )
 
+import pretrain
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
@@ -144,7 +145,11 @@ def pytest_generate_tests(metafunc):
 
 
 def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, figures):
-    """SIGKILL to one rank between two checkpoints, then STOP in the next life of the run."""
+    """SIGKILL to one rank between two checkpoints, then STOP in the next life of the run.
+
+    What a launcher did with one rank is what `python pretrain.py` does: the undisturbed starts of
+    one rank are made here, without a launcher.
+    """
     case, ranks = Case(killed, "pretrain", 0.1, 1, 0), RANKS[killed]
     whole, run = tmp_path / "whole", tmp_path / "run"
 
@@ -153,8 +158,14 @@ def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, 
         config = CONFIGS[killed]
         return run_processes(config, "pretrain.py", argv, processes=ranks, env=env, timeout_s=600)
 
-    done = start(whole)
-    assert done.returncode == 0, done.stdout[-6000:]
+    def start_undisturbed(directory: Path) -> None:
+        if ranks == 1:
+            assert pretrain.main(case.argv(models, directory, save_steps=3)) == ExitCode.DONE
+        else:
+            done = start(directory)
+            assert done.returncode == 0, done.stdout[-6000:]
+
+    start_undisturbed(whole)
     done = start(run, STOKER_TEST_KILL_RANK_AT_STEP=f"{ranks - 1}:5")
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stdout
@@ -166,9 +177,10 @@ def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, 
     assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-6000:]
     assert f"exitcode  : {int(ExitCode.STOPPED)}" in done.stdout
     assert not (run / "final").exists()
-    done = start(run)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert f"resuming from {run / 'checkpoint-3'}" not in done.stdout
+    start_undisturbed(run)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    first, second = (line["step"] for line in lines if line["event"] == "resumed")
+    assert first == 3 < second
     assert outcome(run) == outcome(whole)
     figures(FIGURES).setdefault("killed_and_stopped", []).append(killed)
 
