@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from utils.runs.reporting import run_callbacks
     from utils.runs.start import start_run
     from utils.runs.startup import start_process
-    from utils.training.trainers import PretrainTrainer
+    from utils.training.pretrain_trainer import PretrainTrainer
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)

@@ -28,7 +28,7 @@ import utils.planning.run_data
 import utils.runs.preflight
 import utils.runs.reporting
 import utils.runs.startup
-import utils.training.trainers
+import utils.training.pretrain_trainer
 from utils.callbacks.stop import StopWatch
 from utils.cluster import run_lock
 from utils.cluster.script import run_script

@@ -23,7 +23,7 @@ class Recorder:
 
     def __init__(self):
         from utils.data.loader import PackedDataset
-        from utils.training.trainers import PackedTrainerMixin
+        from utils.training.packed_trainer import PackedTrainerMixin
 
         self.numbers: dict[str, int] = {}
         self.seen: dict[int, list[list[int]]] = defaultdict(list)

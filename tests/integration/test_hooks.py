@@ -12,9 +12,11 @@ from trl import SFTTrainer
 
 import pretrain
 import sft_train
+from utils.training.fine_tune_trainer import FineTuneTrainer
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.trainers import FineTuneTrainer, PackedTrainerMixin, PretrainTrainer
+from utils.training.packed_trainer import PackedTrainerMixin
+from utils.training.pretrain_trainer import PretrainTrainer
 
 SIGNATURES = {
     "get_train_dataloader": ["self"],

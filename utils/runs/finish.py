@@ -10,7 +10,7 @@ from utils.cluster.run_lock import leave_run_lock
 from utils.cluster.wandb_setup import mark_wandb_stopped
 from utils.config.errors import ExitCode
 from utils.runs.export import export_final
-from utils.training.trainers import PackedTrainerMixin
+from utils.training.packed_trainer import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from utils.data.order import PADDING_ROW
 
 if TYPE_CHECKING:
-    from utils.training.trainers import PackedTrainerMixin
+    from utils.training.packed_trainer import PackedTrainerMixin
 
 
 class GradientBuckets(TrainerCallback):

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.trainers import PackedTrainerMixin
+from utils.training.packed_trainer import PackedTrainerMixin
 
 SIGNATURES = {
     "_save_rng_state": ["self", "output_dir"],

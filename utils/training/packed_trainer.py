@@ -1,4 +1,4 @@
-"""Trainer and SFTTrainer on packed rows: own loaders, token-weighted evaluation, merged metrics."""
+"""What both trainers share: packed rows, token-weighted losses, merged metrics."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_from_disk
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTTrainer
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
@@ -30,7 +28,7 @@ Batch = dict[str, Any]
 
 
 class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
-    """What both trainers share: packed rows in, one token-weighted loss, metrics out.
+    """A Trainer on packed rows: own loaders, one token-weighted loss, metrics out.
 
     Put before a Trainer class. ``sampler`` fixes which rows each step takes (utils/data/order.py);
     ``train_rows`` and ``eval_rows`` assemble them. tests/integration/test_hooks.py holds the
@@ -192,31 +190,6 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(
                 missing_ok=True
             )
-
-
-class PretrainTrainer(PackedTrainerMixin, Trainer):
-    """Next-token pretraining on packed documents."""
-
-
-class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):
-    """Supervised fine-tuning, full or LoRA: SFTTrainer's model wiring on packed conversations."""
-
-    def __init__(self, *, train_rows: PackedDataset, **kwargs: Any):
-        # SFTTrainer looks at one record of a datasets.Dataset; the rows come from train_rows.
-        dataset = load_from_disk(str(train_rows.datasets[0].path))
-        assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
-        super().__init__(train_dataset=dataset, train_rows=train_rows, **kwargs)
-        self._stop_at_the_end_of_a_turn()
-
-    def _stop_at_the_end_of_a_turn(self) -> None:
-        """Let the finished model's `generate` stop where the chats taught it to."""
-        model: Any = self.model
-        generation = model.generation_config
-        known = generation.eos_token_id
-        stops = [known] if isinstance(known, int) else list(known or [])
-        ends = [dataset.end_of_turn_token_id for dataset in self.train_rows.datasets]
-        stops += [end for end in dict.fromkeys(ends) if end is not None and end not in stops]
-        generation.eos_token_id = stops or None
 
 
 def _rows_are_batches(batch: Batch) -> Batch:
