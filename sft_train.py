@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         eval_rows=data.evaluation,
         sampler=plan.sampler,
         loss_head=plan.loss_head,
+        compiled=plan.compiled,
         checkpoints=run.checkpoints,
         save_best=settings.run.save_best,
         callbacks=run_callbacks(settings, run),

@@ -85,6 +85,18 @@ def test_pretraining_in_two_processes_equals_one(
     assert_same_run(run, pretrained_alone)
 
 
+def test_compiled_layers_of_two_processes_train_as_one_process(
+    pretraining, workspace, pretrained_alone, tmp_path
+):
+    run = tmp_path / "run"
+    settings = {"per_device_train_batch_size": 1, "compile": "true"}
+    argv = pretraining(run, **settings, **evaluation(workspace, "heldout"))
+    shown = succeed(run_two_processes("fsdp2", "pretrain.py", argv))
+    assert "graphs; the first step took" in shown
+    assert "graphs more" not in shown
+    assert_same_run(run, pretrained_alone)
+
+
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero3"])
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
 def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, workspace, tmp_path):

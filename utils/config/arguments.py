@@ -140,6 +140,13 @@ class ModelArguments(ModelConfig):
             "choices": ["auto", "fused", "logits"],
         },
     )
+    compile: bool = field(
+        default=False,
+        metadata={
+            "help": "compile the model layer by layer: faster steps after a slow first one; what "
+            "was compiled is kept between jobs (TORCHINDUCTOR_CACHE_DIR)"
+        },
+    )
 
 
 @dataclass

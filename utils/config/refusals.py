@@ -7,7 +7,7 @@ They are no flags and keep their defaults. The test of this module fails when a 
 _HUB = "nothing is uploaded while training; upload final/ afterwards with `hf upload`"
 _COMPILE = (
     "compiling the whole model makes a dense attention mask and loses the flash kernel on packed "
-    "sequences"
+    "sequences: --compile true compiles it layer by layer"
 )
 _LAUNCH = "the strategy belongs to the accelerate config: accelerate launch --config_file FILE"
 _LOSS_ONLY = "evaluation computes loss and perplexity of each split and keeps no predictions"

@@ -25,6 +25,8 @@ class ScoreTerms(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+# Which lengths there are is known at run time alone: compiled layers call it as it is.
+@torch.compiler.disable
 def per_document_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -16,6 +16,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
+from utils.kernels.compilation import prepare_compilation
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.planning.job_plan import report_job
@@ -36,6 +37,7 @@ class RunPlan:
     total_steps: int
     attention: AttentionChoice | None
     loss_head: LossHeadChoice
+    compiled: bool
     checkpoint_bytes: int
 
 
@@ -85,12 +87,15 @@ def plan_run(
     logger.info("precision: %s", _precision(settings, config))
     attention = _attention(settings, config, launch)
     loss_head = _loss_head(settings, config)
+    if settings.model.compile:
+        where = prepare_compilation(launch.strategy)
+        logger.info("compile: layer by layer, static shapes, kept in %s", where)
     memory = estimate_memory(settings, config, launch, loss_head)
     logger.info("memory: %s (a rule of thumb)", memory)
     if run.dry_run:
         report_job(settings, launch, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
-    return RunPlan(sampler, total_steps, attention, loss_head, saved_bytes)
+    return RunPlan(sampler, total_steps, attention, loss_head, settings.model.compile, saved_bytes)
 
 
 def _precision(settings: RunSettings, config: PreTrainedConfig) -> str:

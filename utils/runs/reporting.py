@@ -5,6 +5,7 @@ import sys
 
 from transformers import TrainerCallback
 
+from utils.callbacks.compilation import CompilationWatch
 from utils.callbacks.journal import Journal
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.mixture import MixtureShares
@@ -32,6 +33,7 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         DataPosition(),
         *_inherited_optimizer(settings, run),
+        *([CompilationWatch()] if settings.model.compile else []),
         stop,
         *measured,
         Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),

@@ -87,6 +87,7 @@ def start_run(
         "script": script,
         "attention": dataclasses.asdict(plan.attention),
         "loss_head": dataclasses.asdict(plan.loss_head),
+        "compiled": plan.compiled,
         **identity_facts(settings, data),
     }
     claim = on_rank_0(lambda: _claim(settings, facts, launch, plan))

@@ -17,6 +17,7 @@ from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+from utils.kernels.compilation import compile_layers
 from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
 from utils.training.elastic import ElasticTrainerMixin
@@ -42,6 +43,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         eval_rows: Mapping[str, PackedDataset],
         sampler: GlobalBatchSampler,
         loss_head: LossHeadChoice,
+        compiled: bool,
         **kwargs: Any,
     ):
         self.train_rows = train_rows
@@ -50,6 +52,8 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         self.fused_head = loss_head.name == "fused"
         if self.fused_head:
             fuse_loss_head(kwargs["model"])  # before PEFT wraps it
+        if compiled:
+            compile_layers(kwargs["model"])  # before FSDP2 shards them
         kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
         super().__init__(**kwargs)
         if not self.model_accepts_loss_kwargs:

@@ -1,0 +1,69 @@
+"""Compiles a model layer by layer, with static shapes, into a cache that outlives the job.
+
+Whole models are not compiled: transformers would then make a dense attention mask, and every layer
+would be compiled anew. Layers alike share what was compiled for the first of them.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from utils.config.errors import ConfigurationError
+
+# Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
+
+
+def prepare_compilation(strategy: str) -> Path:
+    """Check that layers can be compiled here; return the directory that keeps what was compiled.
+
+    That is $TORCHINDUCTOR_CACHE_DIR, or stoker/compiled below the user's cache directory.
+    `strategy` as in `LaunchFacts`. Raises ConfigurationError under ZeRO-3, and where there is no
+    C++ compiler.
+    """
+    if strategy == "zero3":
+        raise ConfigurationError(
+            "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
+            "would compile again and again; take fsdp2.yaml, which shards as much, or leave "
+            "--compile out"
+        )
+    compiler = os.environ.get("CXX") or os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([compiler] if compiler else COMPILERS)):
+        raise ConfigurationError(
+            "--compile true needs a C++ compiler, and "
+            + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
+            + ": load or install one, or leave --compile out"
+        )
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.setdefault(CACHE_VARIABLE, str(home / "stoker" / "compiled")))
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile each layer of `model` when it first runs; return how many there are.
+
+    Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
+    once more. Where torch would give up after too many of them and go on without compiling, it
+    raises instead.
+    """
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not layers:
+        raise ConfigurationError(
+            f"--compile true: {type(model).__name__} is not built of layers that transformers "
+            "marks as such; leave --compile out"
+        )
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for layer in layers:
+        layer.compile(dynamic=False)
+    return len(layers)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
