@@ -36,13 +36,30 @@ class ListColumn:
         self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> Iterator[np.ndarray]:
         """Yield the values [start, stop) of each document; int64 arrays of one length."""
+        values, bounds = self.values, zip(*self._bounds(documents, starts, stops), strict=True)
+        return (values[chunk][start:stop] for chunk, start, stop in bounds)
+
+    def copy(
+        self,
+        documents: np.ndarray,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        target: np.ndarray,
+        begins: np.ndarray,
+    ) -> None:
+        """Copy the values [start, stop) of each document to target[begin:], widening them."""
+        values, bounds = self.values, self._bounds(documents, starts, stops)
+        ends = (begins + stops - starts).tolist()
+        for chunk, start, stop, begin, end in zip(*bounds, begins.tolist(), ends, strict=True):
+            target[begin:end] = values[chunk][start:stop]
+
+    def _bounds(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return the chunk of each segment, and from where to where in the chunk's values."""
         chunks = np.searchsorted(self.first_rows, documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_rows[chunks]]
-        bounds = zip(
-            chunks.tolist(), (base + starts).tolist(), (base + stops).tolist(), strict=True
-        )
-        values = self.values
-        return (values[chunk][start:stop] for chunk, start, stop in bounds)
+        return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def rows(self, chunk: int, first: int, last: int) -> np.ndarray:
         """Return the flat values of the documents [first, last), which lie in one chunk."""

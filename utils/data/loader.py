@@ -71,10 +71,8 @@ class PackedDataset(Dataset):
         tails = self._tails(numbers)
         found = [tails[:, 0]]
         for source, segments, begins in self._located(numbers):
-            dataset = self.datasets[source]
-            _copy(dataset.token_views(*segments), begins, segments, input_ids)
-            if dataset.loss_mask is not None:
-                _copy(dataset.loss_views(*segments), begins, segments, bears_loss)
+            self.datasets[source].copy_tokens(segments, input_ids, begins)
+            self.datasets[source].mark_lossless(segments, bears_loss, begins)
             found.append(begins)
         for begin, end in tails.tolist():
             bears_loss[begin:end] = False
@@ -224,11 +222,3 @@ def _loader(
 def _whole_batch(batch: Any) -> Any:
     """Stand in for a collator: `PackedDataset.__getitems__` has made the batch already."""
     return batch
-
-
-def _copy(
-    views: Iterator[np.ndarray], begins: np.ndarray, segments: Segments, target: np.ndarray
-) -> None:
-    ends = begins + segments.lengths
-    for view, begin, end in zip(views, begins.tolist(), ends.tolist(), strict=True):
-        target[begin:end] = view  # widens as it copies

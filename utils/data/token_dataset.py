@@ -1,7 +1,7 @@
 """A pre-tokenized dataset on disk, opened without copying a token."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from utils.data.description import (
     write_description,
 )
 from utils.data.list_columns import ListColumn
+from utils.data.packing import Segments
 from utils.data.splits import data_files, find_split
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
 
@@ -98,19 +99,18 @@ class TokenDataset:
             self.loss_mask, next(self.columns[self.loss_mask].views(documents, starts, stops))
         )
 
-    def token_views(
-        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
-    ) -> Iterator[np.ndarray]:
-        """Yield views of the token ids of many segments; int64 arrays of one length."""
-        return self._tokens.views(documents, starts, stops)
+    def copy_tokens(self, segments: Segments, target: np.ndarray, begins: np.ndarray) -> None:
+        """Copy the token ids of each segment to target[begin:]."""
+        self._tokens.copy(*segments, target, begins)
 
-    def loss_views(
-        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
-    ) -> Iterator[np.ndarray]:
-        """Yield per segment which tokens bear loss (bool); needs a loss-mask column."""
-        assert self.loss_mask is not None
-        views = self.columns[self.loss_mask].views(documents, starts, stops)
-        return (bears_loss(self.loss_mask, view) for view in views)
+    def mark_lossless(self, segments: Segments, target: np.ndarray, begins: np.ndarray) -> None:
+        """Make `target` (bool) false for the tokens of these segments that bear no loss."""
+        if self.loss_mask is None:
+            return
+        column = self.columns[self.loss_mask]
+        raw = np.ones(len(target), dtype=column.values[0].dtype)  # 1: bears loss, in either kind
+        column.copy(*segments, raw, begins)
+        target &= bears_loss(self.loss_mask, raw)
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
         """Return for each document whether its first `stop` tokens hold a loss-bearing target."""
@@ -118,8 +118,9 @@ class TokenDataset:
         stops = np.minimum(offsets[documents + 1] - offsets[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
-        views = self.loss_views(documents, np.minimum(stops, 1), stops)
-        return np.fromiter((view.any() for view in views), dtype=bool, count=len(documents))
+        views = self.columns[self.loss_mask].views(documents, np.minimum(stops, 1), stops)
+        bearing = (bears_loss(self.loss_mask, view).any() for view in views)
+        return np.fromiter(bearing, dtype=bool, count=len(documents))
 
     @property
     def _tokens(self) -> ListColumn:
