@@ -3,6 +3,7 @@
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/
+# make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the figures in README.md and docs/exactness.md anew from benchmarks/results/
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
+.PHONY: bench demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +28,9 @@ $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/run_demo.py
+
+bench: $(VENV)/.runtime
+	$(BIN)/python -m benchmarks cpu
 
 figures:
 	$(BIN)/python examples/readme_figures.py

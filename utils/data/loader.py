@@ -118,6 +118,9 @@ class PackedDataset(Dataset):
 
     def _by_source(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (source, places in `rows` that it fills)."""
+        if len(self.plans) == 1:
+            yield 0, np.flatnonzero(rows != PADDING_ROW)
+            return
         sources = np.searchsorted(self.first_rows, rows, side="right") - 1
         for source in np.unique(sources[rows != PADDING_ROW]).tolist():
             yield source, np.flatnonzero(sources == source)

@@ -1,0 +1,77 @@
+"""What is measured: each cell is a piece of work and those who do it."""
+
+from dataclasses import dataclass
+
+from benchmarks.workloads import LLAMA_11M, LLAMA_23M, Workload
+
+OURS = "Stoker"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`."""
+
+    name: str
+    module: str
+    tuned: bool = True
+    needs: str | None = None
+
+
+STOKER = Contestant(OURS, "stoker")
+TRAINER = Contestant("Trainer, as documented", "hf_trainer", tuned=False)
+TUNED_TRAINER = Contestant("Trainer, tuned", "hf_trainer")
+SFT_TRAINER = Contestant("SFTTrainer, as documented", "trl_sft", tuned=False)
+TUNED_SFT_TRAINER = Contestant("SFTTrainer, tuned", "trl_sft")
+PLAIN_LOOP = Contestant("plain loop, tuned", "plain_loop")
+
+
+@dataclass(frozen=True)
+class TrainingCell:
+    """Contestants that train the same model on the same documents in the same precision."""
+
+    name: str
+    title: str
+    workload: Workload
+    precision: str
+    micro_batch_size: int
+    contestants: tuple[Contestant, ...]
+    steps: int = 10
+    warmup_steps: int = 3
+
+
+@dataclass(frozen=True)
+class ComponentCell:
+    """A part of a step, measured alone: `module` of benchmarks/components/, at its own sizes."""
+
+    module: str
+    sizes: tuple[int, ...] = ()  # others than the module's
+
+    @property
+    def name(self) -> str:
+        """What the command line and the results call it."""
+        return self.module
+
+
+_ROWS = Workload(LLAMA_23M, sequence_length=512, documents=64)
+_CHATS = Workload(LLAMA_11M, sequence_length=2048, documents=400, mean_length=300)
+_PRETRAINING = (STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
+_FINE_TUNING = (STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, TUNED_TRAINER)
+
+CPU_CELLS = (
+    TrainingCell(
+        "pretrain_fp32", "Pretraining, 23 M parameters, 4 x 512 tokens, fp32",
+        _ROWS, "fp32", 4, _PRETRAINING,
+    ),
+    TrainingCell(
+        "pretrain_bf16", "Pretraining, 23 M parameters, 4 x 512 tokens, bf16",
+        _ROWS, "bf16", 4, _PRETRAINING,
+    ),
+    TrainingCell(
+        "sft_bf16", "Fine-tuning, 11 M parameters, chats of 300 tokens, bf16",
+        _CHATS, "bf16", 1, _FINE_TUNING,
+    ),
+    ComponentCell("loss_head"),
+    ComponentCell("attention"),
+    ComponentCell("loader"),
+    ComponentCell("packing"),
+)  # fmt: skip

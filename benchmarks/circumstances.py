@@ -1,0 +1,65 @@
+"""On what and with which versions something was measured."""
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
+    "liger-kernel", "cut-cross-entropy", "litgpt", "torchtitan", "unsloth", "axolotl", "torchtune",
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def circumstances(made_by: str) -> dict[str, Any]:
+    """Return the command, the date, the commit, the hardware and the versions installed."""
+    return {
+        "made_by": made_by,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "hardware": hardware(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Return what computes here."""
+    import torch
+
+    found: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "amx": bool(torch.cpu._is_amx_tile_supported()),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["gpus"] = torch.cuda.device_count()
+    return found
+
+
+def cpu_name() -> str:
+    """Return the processor's name as Linux has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()

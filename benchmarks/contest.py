@@ -1,0 +1,105 @@
+"""Contestants in turn, A B C A B C, each in a fresh process."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from benchmarks.cells import OURS
+from benchmarks.circumstances import ROOT
+from benchmarks.job import STARTED_AT
+
+LIMIT_S = 900
+Outcome = TypeVar("Outcome")
+
+
+class ContestantFailedError(Exception):
+    """A contestant's process ended without an outcome; the message ends with its last lines."""
+
+
+class Turns(Generic[Outcome]):
+    """All repeats of all contestants, and why some did not run."""
+
+    def __init__(self, not_run: Mapping[str, str]):
+        self.outcomes: dict[str, list[Outcome]] = {}
+        self.not_run = dict(not_run)
+
+    def take(
+        self,
+        names: Sequence[str],
+        repeats: int,
+        run: Callable[[str, Path], Outcome],
+        describe: Callable[[Outcome], str],
+    ) -> None:
+        """Let `run(name, directory)` do each contestant's work, `repeats` times around.
+
+        A peer that fails once is out, with the reason. Raises ContestantFailedError when Stoker
+        itself fails.
+        """
+        for repeat in range(repeats):
+            for name in [name for name in names if name not in self.not_run]:
+                with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
+                    try:
+                        outcome = run(name, Path(directory))
+                    except ContestantFailedError as error:
+                        if name == OURS:
+                            raise
+                        self.not_run[name] = str(error)
+                        self.outcomes.pop(name, None)
+                        say(f"{repeat + 1}/{repeats}  {name}: {error}")
+                        continue
+                self.outcomes.setdefault(name, []).append(outcome)
+                say(f"{repeat + 1}/{repeats}  {name}: {describe(outcome)}")
+
+
+def run_process(module: str, arguments: Sequence[str], directory: Path) -> None:
+    """Run `python -m module` on all cores, with its temporary files below `directory`.
+
+    Raises ContestantFailedError when it fails or does not end.
+    """
+    with (directory / "log").open("w+") as log:
+        environment = quiet_environment(directory) | {STARTED_AT: str(time.time())}
+        code: int | str = f"no end after {LIMIT_S} s"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                timeout=LIMIT_S,
+                check=False,
+            ).returncode
+        log.seek(0)
+        said = log.read().splitlines()
+    if code != 0:
+        raise ContestantFailedError(f"exit code {code}: {' | '.join(said[-3:])}")
+
+
+def quiet_environment(directory: Path) -> dict[str, str]:
+    """Return this environment for a contestant: one thread a core, and nothing from the network.
+
+    What torch compiles is kept from one repeat to the next: for each toolkit alike the first start
+    is the slow one.
+    """
+    compiled = Path(tempfile.gettempdir()) / "stoker-benchmark-compiled"
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        **os.environ,
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "TMPDIR": str(directory),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def say(text: str) -> None:
+    """Write a line at once: a benchmark is watched."""
+    print(text, flush=True)  # noqa: T201 - its output

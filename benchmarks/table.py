@@ -1,0 +1,46 @@
+"""The results of a cell as a Markdown table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Write one line a contestant, or a contestant and size: speed, and Stoker's gain."""
+    rows = _component_rows(result) if "sizes" in result else _training_rows(result)
+    rows += [[name, f"not run: {why}"] for name, why in result["not_run"].items()]
+    width = len(rows[0])
+    lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * width)
+    return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
+
+
+def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    rows = [["", "tokens/s", "Stoker is faster by", "peak memory", "first step after"]]
+    for name, measured in result["contestants"].items():
+        rows.append(
+            [
+                name,
+                f"{measured['tokens_per_second']:,.0f}",
+                _ratio(result["ratios"].get(name)),
+                f"{measured['peak_memory_bytes'] / 2**30:.2f} GiB",
+                f"{measured['first_step_s']:.1f} s",
+            ]
+        )
+    return rows
+
+
+def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    sizes = [str(size) for size in result["sizes"]]
+    rows = [[f"{result['unit']}/s at size", *(f"{int(size):,}" for size in sizes)]]
+    for name, measured in result["contestants"].items():
+        speeds = measured["per_second"]
+        rows.append([name, *(f"{speeds[size]:,.0f}" if size in speeds else "" for size in sizes)])
+    for name, ratios in result["ratios"].items():
+        rows.append([f"Stoker / {name}", *(_ratio(ratios.get(size)) for size in sizes)])
+    return rows
+
+
+def _ratio(ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

@@ -1,0 +1,122 @@
+"""What a contest comes to: ratios of pairs, their intervals, the same training or not."""
+
+import numpy as np
+import pytest
+
+from benchmarks.cells import CPU_CELLS, OURS, STOKER, ComponentCell, TrainingCell
+from benchmarks.contest import ContestantFailedError, Turns
+from benchmarks.job import Outcome
+from benchmarks.ratios import paired_ratio
+from benchmarks.table import table
+from benchmarks.training import mean_difference, parity, ratios, summary
+
+
+def outcome(losses=(4.0, 3.0), *, window_s=2.0, tokens=100) -> Outcome:
+    return Outcome(window_s, tokens, [1.0, 1.0], list(losses), 9.0, 2**30)
+
+
+def test_a_ratio_is_of_pairs_so_that_a_slow_spell_of_the_machine_cancels():
+    ratio = paired_ratio([20.0, 10.0, 20.0], [10.0, 5.0, 10.0])
+    assert ratio == (2.0, 2.0, 2.0)
+
+
+def test_the_interval_holds_the_median_and_narrows_with_the_repeats():
+    random = np.random.default_rng(0)
+    few, many = random.normal(1.5, 0.1, 5), random.normal(1.5, 0.1, 200)
+    wide, narrow = (paired_ratio(values, np.ones_like(values)) for values in (few, many))
+    for ratio in (wide, narrow):
+        assert ratio.low <= ratio.median <= ratio.high
+    assert narrow.high - narrow.low < wide.high - wide.low
+    assert narrow.low < 1.5 < narrow.high
+
+
+def test_repeats_that_do_not_pair_are_an_error():
+    with pytest.raises(AssertionError):
+        paired_ratio([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="longer"):
+        mean_difference([1.0], [1.0, 2.0])
+
+
+def test_other_losses_break_the_parity():
+    cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
+    assert cell.workload.kind == "pretrain"
+    same = {OURS: [outcome()], "peer": [outcome((4.001, 3.0))]}
+    assert parity(cell, same)["holds"]
+    assert parity(cell, same)["differences"]["peer"] == pytest.approx(5e-4)
+    other = {OURS: [outcome()], "peer": [outcome((4.0, 3.1))]}
+    assert not parity(cell, other)["holds"]
+
+
+def test_faster_is_above_one():
+    found = ratios({OURS: [outcome(window_s=1.0)], "peer": [outcome(window_s=2.0)]})
+    assert found == {"peer": {"median": 2.0, "low": 2.0, "high": 2.0}}
+
+
+def run_all(failing: str) -> Turns:
+    def run(name, directory):
+        if name == failing:
+            raise ContestantFailedError("exit code 1: no such thing")
+        return directory
+
+    turns: Turns = Turns({"absent": "it is not installed"})
+    turns.take([OURS, "peer", "absent"], 2, run, str)
+    return turns
+
+
+def test_who_does_not_run_is_named_with_the_reason(capsys):
+    turns = run_all(failing="peer")
+    assert turns.not_run == {
+        "absent": "it is not installed",
+        "peer": "exit code 1: no such thing",
+    }
+    assert {name: len(runs) for name, runs in turns.outcomes.items()} == {OURS: 2}
+    assert not any(directory.exists() for directory in turns.outcomes[OURS])
+
+
+def test_our_own_failure_is_no_result(capsys):
+    with pytest.raises(ContestantFailedError):
+        run_all(failing=OURS)
+
+
+def test_contestants_take_turns(capsys):
+    order = []
+    Turns({}).take([OURS, "peer"], 2, lambda name, _: order.append(name), str)
+    assert order == [OURS, "peer", OURS, "peer"]
+
+
+def test_a_table_has_a_line_for_everybody():
+    result = {
+        "title": "Work",
+        "contestants": {name: summary([outcome()]) for name in (OURS, "peer")},
+        "ratios": {"peer": {"median": 1.234, "low": 1.1, "high": 1.3}},
+        "not_run": {"absent": "it is not installed"},
+    }
+    lines = table(result).splitlines()
+    assert lines[0] == "**Work**"
+    assert "| peer | 50 | 1.23 (1.10-1.30) | 1.00 GiB | 9.0 s |" in lines
+    assert "| absent | not run: it is not installed |  |  |  |" in lines
+
+
+def test_a_table_of_a_component_has_a_column_for_each_size():
+    ours = {"per_second": {"10": 2000.0, "20": 1000.0}}
+    result = {
+        "title": "Part",
+        "unit": "tokens",
+        "sizes": [10, 20],
+        "contestants": {OURS: ours, "peer": {"per_second": {"10": 500.0}}},
+        "ratios": {"peer": {"10": {"median": 4.0, "low": 3.5, "high": 4.5}}},
+        "not_run": {},
+    }
+    lines = table(result).splitlines()
+    assert "| Stoker | 2,000 | 1,000 |" in lines
+    assert "| Stoker / peer | 4.00 (3.50-4.50) |  |" in lines
+
+
+def test_names_of_cells_are_their_own_and_stoker_is_in_each():
+    names = [cell.name for cell in CPU_CELLS]
+    assert len(set(names)) == len(names)
+    for cell in CPU_CELLS:
+        if isinstance(cell, ComponentCell):
+            continue
+        assert STOKER in cell.contestants
+        assert 0 < cell.warmup_steps < cell.steps
