@@ -101,7 +101,11 @@ class Starts:
 
     @contextlib.contextmanager
     def ranks(
-        self, argv: Sequence[str], strace: Mapping[int, Sequence[str]] | None = None, **options: Any
+        self,
+        argv: Sequence[str],
+        strace: Mapping[int, Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> Iterator[list["Child"]]:
         """Run pretrain.py in two ranks until the block ends and both; `strace` is by rank.
 
@@ -111,7 +115,7 @@ class Starts:
         with contextlib.ExitStack() as stack:
             children = []
             for rank in range(2):
-                env = environment(rank, 2, port)
+                env = {**launched_environment(rank, 2, port), **(environment or {})}
                 flags = (strace or {}).get(rank)
                 running = self.running("stoker", argv, strace=flags, env=env, **options)
                 children.append(stack.enter_context(running))
@@ -274,7 +278,7 @@ def events(trace: str) -> list[Event]:
     return found
 
 
-def environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
+def launched_environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
     """What a launcher sets for a rank on this machine, for a start on the CPU."""
     return {
         "RANK": str(rank),

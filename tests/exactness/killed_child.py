@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 import trl  # noqa: F401 - imported once, for all children
+from troubled_copies import trouble_copies
 
 import pretrain
 import utils.checkpoints.files
@@ -76,7 +77,10 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
 
 
 def stoker(argv: list[str], options: dict) -> int:
-    """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins."""
+    """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins.
+
+    STOKER_TEST_COPY in the environment: trouble in the background, see troubled_copies.py.
+    """
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
     utils.runs.preflight.call_within = lambda _limit_s, action: action()
     if options.get("one_thread", True):
@@ -90,6 +94,8 @@ def stoker(argv: list[str], options: dict) -> int:
         begin(watch, args, state, control, **kwargs)
 
     StopWatch.on_step_begin = disturbed
+    if "STOKER_TEST_COPY" in os.environ:
+        trouble_copies()
     return run_script(lambda: pretrain.main(argv))
 
 

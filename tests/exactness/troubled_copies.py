@@ -16,9 +16,14 @@ from utils.checkpoints import staging
 from utils.cluster.script import run_script
 
 
-def trouble_copies(kind: str, step: str) -> None:
+def trouble_copies() -> None:
+    """Do to this process what its environment says."""
     from utils.checkpoints import copying
 
+    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
+    kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
+    if os.environ["RANK"] != rank or kind == "none":
+        return
     real = copying._copy
 
     def copy(source, target):
@@ -33,11 +38,9 @@ def trouble_copies(kind: str, step: str) -> None:
 
 
 def main() -> int | None:
-    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
-    kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
-    if os.environ["RANK"] == rank and kind != "none":
-        trouble_copies(kind, step)
+    trouble_copies()
     return pretrain.main()
 
 
-sys.exit(run_script(main))
+if __name__ == "__main__":
+    sys.exit(run_script(main))
