@@ -1,0 +1,77 @@
+"""No step between two log lines reads a value from the device: a GPU would be waited for.
+
+On a CPU nothing waits, but the same operation reads: `_local_scalar_dense`, which is what
+`.item()`, `bool(tensor)` and `float(tensor)` come down to.
+"""
+
+import traceback
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.trainer_callback import CallbackHandler
+
+import pretrain
+import sft_train
+
+pytestmark = pytest.mark.slow
+
+READING = torch.ops.aten._local_scalar_dense.default
+# Four micro-batches a step, one log at the end.
+SETTINGS = {
+    "global_batch_size": 8,
+    "logging_steps": 100,
+    "save_steps": 100,
+    "max_grad_norm": 1.0,
+}
+
+
+class Readings(TorchDispatchMode):
+    """Where values are read from the end of the first step to that of the last but one."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.first, self.last, self.step = 1, steps - 1, 0
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is READING and self.first <= self.step < self.last:
+            self.places.append("".join(traceback.format_stack(limit=12)[:-1]))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    found = Readings(steps=6)
+    on_step_end = CallbackHandler.on_step_end
+
+    def watched(handler, args, state, control):
+        control = on_step_end(handler, args, state, control)
+        found.step = state.global_step
+        return control
+
+    monkeypatch.setattr(CallbackHandler, "on_step_end", watched)
+    return found
+
+
+def test_pretraining(pretraining, tmp_path, readings):
+    with readings:
+        assert pretrain.main(pretraining(tmp_path / "run", **SETTINGS)) == 0
+    assert readings.step == 6
+    assert not readings.places, readings.places[0]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_fine_tuning(adapters, fine_tuning, tmp_path, readings):
+    with readings:
+        assert sft_train.main(fine_tuning(tmp_path / "run", **SETTINGS, use_peft=adapters)) == 0
+    assert readings.step == 6
+    assert not readings.places, readings.places[0]
+
+
+def test_what_reads_is_found(pretraining, tmp_path, readings):
+    """Trainer's filter of NaN losses reads each micro-batch's: 4 steps of 4, two values each."""
+    argv = pretraining(tmp_path / "run", **SETTINGS, logging_nan_inf_filter=True)
+    with readings:
+        assert pretrain.main(argv) == 0
+    assert len(readings.places) >= 4 * 4
