@@ -22,6 +22,7 @@ SIGNATURES = {
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
     "_prepare_inputs": ["self", "inputs"],
+    "_get_num_items_in_batch": ["self", "batch_samples", "device"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
     "evaluation_loop": [

@@ -69,6 +69,29 @@ def test_fine_tuning(adapters, fine_tuning, tmp_path, readings):
     assert not readings.places, readings.places[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("script", ["pretraining", "fine_tuning"])
+def test_a_gpu_is_not_waited_for(script, request, tmp_path, monkeypatch):
+    """The driver's own word: what would wait raises, from the end of step 1 to that of step 5."""
+    on_step_end = CallbackHandler.on_step_end
+
+    def watched(handler, args, state, control):
+        control = on_step_end(handler, args, state, control)
+        if state.global_step in (1, 5):
+            mode = "error" if state.global_step == 1 else "default"
+            torch.cuda.set_sync_debug_mode(mode)
+        return control
+
+    monkeypatch.setattr(CallbackHandler, "on_step_end", watched)
+    main = {"pretraining": pretrain.main, "fine_tuning": sft_train.main}[script]
+    argv = request.getfixturevalue(script)(tmp_path / "run", **SETTINGS, bf16=True)
+    try:
+        assert main(argv) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_what_reads_is_found(pretraining, tmp_path, readings):
     """Trainer's filter of NaN losses reads each micro-batch's: 4 steps of 4, two values each."""
     argv = pretraining(tmp_path / "run", **SETTINGS, logging_nan_inf_filter=True)

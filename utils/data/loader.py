@@ -62,7 +62,8 @@ class PackedDataset(Dataset):
         bears no loss or is the first of its segment. Positions count from 0 in each segment, the
         padded tail of a row being one. cu_seq_lens_q and _k: the starts of all segments in the
         flattened (B * T) tokens and then B * T, int32, padded to B * max_segments_per_row + 1 with
-        B * T. max_length_q and _k: T, an upper bound that does not change.
+        B * T. max_length_q and _k: T, an upper bound that does not change. loss_positions: which of
+        the flattened tokens predict one that bears loss, int64.
         """
         numbers = np.asarray(rows, dtype=np.int64)
         length, places = self.sequence_length, len(rows) * self.sequence_length
@@ -93,6 +94,8 @@ class PackedDataset(Dataset):
             "cu_seq_lens_k": boundaries.clone(),
             "max_length_q": length,
             "max_length_k": length,
+            # No row begins with a token that bears loss.
+            "loss_positions": torch.from_numpy(np.flatnonzero(bears_loss) - 1),
         }
 
     def tokens_by_source(self, rows: np.ndarray) -> np.ndarray:

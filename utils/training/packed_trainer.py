@@ -18,7 +18,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.kernels.compilation import compile_layers
-from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
+from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
@@ -96,10 +96,29 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """Move a micro-batch to the device; what bears loss is found while it is on the CPU."""
-        if self.fused_head:
-            inputs = {**inputs, "loss_positions": find_loss_positions(inputs["labels"])}
-        return super()._prepare_inputs(inputs)
+        """Move a micro-batch to the device; from pinned memory nobody waits for the copy.
+
+        Trainer's own waits for each tensor, and so for all that was started before it.
+        """
+        return {
+            name: value.to(self.args.device, non_blocking=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in inputs.items()
+            if name != "loss_positions" or self.fused_head
+        }
+
+    @override
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Batch], device: torch.device
+    ) -> torch.Tensor:
+        """Count the loss-bearing tokens of the global batch: on the host, added up on the device.
+
+        Trainer's own copies its count to the device, which waits for it.
+        """
+        own = sum(len(batch["loss_positions"]) for batch in batch_samples)
+        items = torch.full((), own, dtype=torch.int64, device=device)
+        return self.accelerator.reduce(items, reduction="sum")
 
     @override
     def compute_loss(
@@ -114,7 +133,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         Trainer's own, for SFT too: TRL's counts the tokens of one row only and synchronises the
         device several times a micro-batch. Of a global batch without any such token it is 0.
         """
-        assert isinstance(num_items_in_batch, torch.Tensor), "labels are in every batch"
+        assert isinstance(num_items_in_batch, torch.Tensor), "counted by this trainer itself"
         inputs = {**inputs, "use_cache": False}
         result = Trainer.compute_loss(
             self, model, inputs, return_outputs, num_items_in_batch.clamp(min=1)

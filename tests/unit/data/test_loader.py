@@ -125,13 +125,16 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
     shapes = set()
     for numbers in ([0, 1, 2], [PADDING_ROW] * 3, [5, PADDING_ROW, 4]):
         batch = rows.__getitems__(numbers)
-        shapes.add(tuple(value.shape for value in batch.values() if torch.is_tensor(value)))
+        # What the layers see; only the loss has as many positions as there are.
+        seen = {name: value for name, value in batch.items() if name != "loss_positions"}
+        shapes.add(tuple(value.shape for value in seen.values() if torch.is_tensor(value)))
         assert [batch[key].dtype for key in SHAPED] == [torch.int64] * 3
         assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
         assert (batch["max_length_q"], batch["max_length_k"]) == (T, T)
         assert isinstance(batch["max_length_q"], int)
         assert set(batch) == {
             *SHAPED, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+            "loss_positions",
         }  # fmt: skip
     assert len(shapes) == 1
 
@@ -146,6 +149,8 @@ def test_packed_targets_are_those_of_the_single_documents(tmp_path, packing):
     expected = Counter(pair for document in documents(30, seed=0) for pair in pairwise(document))
     assert found == expected
     assert not (batch["labels"][:, 0] != -100).any()
+    predicting = torch.nn.functional.pad(learned, (0, 1)).flatten()
+    assert batch["loss_positions"].tolist() == predicting.nonzero().flatten().tolist()
 
 
 # ---- loaders
