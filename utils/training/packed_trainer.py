@@ -1,6 +1,7 @@
 """What both trainers share: packed rows, token-weighted losses, merged metrics."""
 
 import math
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
                 "weighted by tokens over accumulation and ranks: use another architecture."
             )
+        assert isinstance(self.model, nn.Module)
+        keep_mode(self.model)
+        self._flops_per_token = 0
         remove_default_reporting(self)
         self.add_callback(GradientBuckets(self))
 
@@ -119,6 +123,14 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         own = sum(len(batch["loss_positions"]) for batch in batch_samples)
         items = torch.full((), own, dtype=torch.int64, device=device)
         return self.accelerator.reduce(items, reduction="sum")
+
+    @override
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return Trainer's estimate; it goes through all parameters, which is done once here."""
+        tokens = inputs["input_ids"].numel()
+        if not self._flops_per_token:
+            self._flops_per_token = super().floating_point_ops(inputs) // tokens
+        return self._flops_per_token * tokens
 
     @override
     def compute_loss(
@@ -213,6 +225,18 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(
                 missing_ok=True
             )
+
+
+def keep_mode(model: nn.Module) -> None:
+    """Let `model.train()` do nothing in a model that trains: Trainer calls it every micro-batch.
+
+    torch goes through all modules then, milliseconds for a deep model.
+    """
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        return self if self.training is mode else type(self).train(self, mode)
+
+    model.train = types.MethodType(train, model)  # type: ignore[method-assign]
 
 
 def _rows_are_batches(batch: Batch) -> Batch:
