@@ -21,15 +21,28 @@ class Counted(nn.Linear):
 
 def test_a_model_in_training_is_left_alone():
     model = nn.Sequential(nn.Dropout(), Counted(2, 2))
+    Counted.calls = 0
     keep_mode(model)
     for _ in range(3):
         assert model.train() is model
-    assert Counted.calls == 0
+    assert Counted.calls == 1
     assert model.eval() is model
     assert not any(module.training for module in model.modules())
     assert model.train() is model
     assert all(module.training for module in model.modules())
-    assert Counted.calls == 2
+    assert Counted.calls == 3
+
+
+def test_a_part_in_evaluation_is_set_to_train_with_the_rest():
+    """As PEFT has it: the loaded model is in evaluation, the one around it is not."""
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()).eval())
+    assert model.training
+    keep_mode(model)
+    model.train()
+    assert all(module.training for module in model.modules())
+    model[1].eval()
+    model.train()
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.slow
