@@ -32,7 +32,8 @@ def prepare_compilation(strategy: str) -> Path:
             "would compile again and again; take fsdp2.yaml, which shards as much, or leave "
             "--compile out"
         )
-    compiler = os.environ.get("CXX") or os.environ.get("CC")
+    given = os.environ.get("CXX") or os.environ.get("CC") or ""
+    compiler = next(iter(given.split()), None)  # "ccache g++": torch runs the first word
     if not any(shutil.which(name) for name in ([compiler] if compiler else COMPILERS)):
         raise ConfigurationError(
             "--compile true needs a C++ compiler, and "
