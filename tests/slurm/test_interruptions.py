@@ -64,7 +64,9 @@ def test_the_time_limit(jobs, uninterrupted, tmp_path):
     record("one-minute time limit", found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
-    assert jobs.slurm.fields(job)["Restarts"] == str(len(found))
+    # More than cycles where the limit met a start before its first step or after its last one.
+    restarts = int(jobs.slurm.fields(job)["Restarts"])
+    assert restarts == job.output().count("putting it back into the queue") >= len(found)
 
 
 def test_one_job_survives_sigterm_stop_a_killed_worker_and_a_lost_node(
