@@ -123,6 +123,15 @@ def test_telemetry_and_fork_warnings_are_off_unless_the_user_said_otherwise(monk
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
+def test_large_tensors_lie_in_huge_pages_unless_the_user_said_otherwise(monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    configure_environment()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    configure_environment()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
 @pytest.mark.slow
 def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
     code = (

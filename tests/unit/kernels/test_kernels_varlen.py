@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 
 from utils.kernels import per_document, varlen
 from utils.kernels.per_document import Documents, ScoreTerms, per_document_sdpa
@@ -270,3 +271,27 @@ def test_every_cuda_kernel_agrees_with_per_document_sdpa(dtype, terms, kv_heads)
         torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
         for gradient, wanted in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(gradient.float(), wanted, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_short_documents_in_bf16_are_computed_in_float32_on_a_cpu(monkeypatch, autocast):
+    seen = []
+    plain = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda query, *rest, **options: (
+            seen.append((query.shape[2], query.dtype, torch.is_autocast_enabled("cpu")))
+            or plain(query, *rest, **options)
+        ),
+    )
+    lengths = (256, 257)
+    ends = torch.tensor([0, 256, 513], dtype=torch.int32)
+    states = [torch.randn(sum(lengths), 2, 8).bfloat16().requires_grad_() for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = per_document_sdpa(*states, Documents(ends, 257), ScoreTerms())
+    output.sum().backward()
+    assert seen == [(256, torch.float32, False), (257, torch.bfloat16, autocast)]
+    assert output.dtype == torch.bfloat16
+    assert states[0].grad is not None
+    assert states[0].grad.dtype == torch.bfloat16
