@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from benchmarks.workloads import LLAMA_11M, LLAMA_23M, Workload
 
 OURS = "Stoker"
+OURS_TUNED = "Stoker, tuned"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Contestant:
     needs: str | None = None
 
 
-STOKER = Contestant(OURS, "stoker")
+STOKER = Contestant(OURS, "stoker", tuned=False)
+TUNED_STOKER = Contestant(OURS_TUNED, "stoker")
 TRAINER = Contestant("Trainer, as documented", "hf_trainer", tuned=False)
 TUNED_TRAINER = Contestant("Trainer, tuned", "hf_trainer")
 SFT_TRAINER = Contestant("SFTTrainer, as documented", "trl_sft", tuned=False)
@@ -54,8 +56,8 @@ class ComponentCell:
 
 _ROWS = Workload(LLAMA_23M, sequence_length=512, documents=64)
 _CHATS = Workload(LLAMA_11M, sequence_length=2048, documents=400, mean_length=300)
-_PRETRAINING = (STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
-_FINE_TUNING = (STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, TUNED_TRAINER)
+_PRETRAINING = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
+_FINE_TUNING = (STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, TUNED_TRAINER)
 
 CPU_CELLS = (
     TrainingCell(

@@ -15,7 +15,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    rows = [["", "tokens/s", "Stoker is faster by", "peak memory", "first step after"]]
+    rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "first step after"]]
     for name, measured in result["contestants"].items():
         rows.append(
             [

@@ -4,12 +4,12 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, TrainingCell
+from benchmarks.cells import OURS, OURS_TUNED, TrainingCell
 from benchmarks.contest import Turns, run_process
 from benchmarks.job import Job, Outcome
 from benchmarks.ratios import paired_ratio
@@ -63,7 +63,7 @@ def hold(cell: TrainingCell, repeats: int) -> dict[str, Any]:
         "title": cell.title,
         "work": asdict(cell) | {"contestants": list(contestants)},
         "contestants": {name: summary(runs) for name, runs in turns.outcomes.items()},
-        "ratios": ratios(turns.outcomes),
+        "ratios": ratios(turns.outcomes, [one.name for one in cell.contestants if one.tuned]),
         "parity": parity(cell, turns.outcomes),
         "not_run": turns.not_run,
     }
@@ -84,13 +84,16 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def ratios(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, dict[str, float]]:
-    """Return how often faster Stoker is than each peer."""
+def ratios(
+    outcomes: Mapping[str, Sequence[Outcome]], tuned: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Return how often faster Stoker is than each peer, tuned than tuned."""
+    ours_tuned = OURS_TUNED if OURS_TUNED in outcomes else OURS
     speeds = {name: [one.tokens_per_second for one in runs] for name, runs in outcomes.items()}
     return {
-        name: paired_ratio(speeds[OURS], theirs)._asdict()
+        name: paired_ratio(speeds[ours_tuned if name in tuned else OURS], theirs)._asdict()
         for name, theirs in speeds.items()
-        if name != OURS
+        if name not in (OURS, OURS_TUNED)
     }
 
 

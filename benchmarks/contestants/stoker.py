@@ -1,4 +1,4 @@
-"""Stoker itself, by its scripts."""
+"""Stoker itself, by its scripts; tuned: with --compile."""
 
 import json
 from pathlib import Path
@@ -32,6 +32,7 @@ def train(job: Job) -> Outcome:
         "bf16": str(job.precision == "bf16").lower(),
         "use_cpu": str(not torch.cuda.is_available()).lower(),
         "save_strategy": "no",
+        "compile": str(job.tuned).lower(),
     }
     argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     recorder = StepRecorder(job)

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from benchmarks.cells import CPU_CELLS, OURS, STOKER, ComponentCell, TrainingCell
+from benchmarks.cells import (
+    CPU_CELLS,
+    OURS,
+    OURS_TUNED,
+    STOKER,
+    TUNED_STOKER,
+    ComponentCell,
+    TrainingCell,
+)
 from benchmarks.contest import ContestantFailedError, Turns
 from benchmarks.job import Outcome
 from benchmarks.ratios import paired_ratio
@@ -50,6 +58,16 @@ def test_other_losses_break_the_parity():
 def test_faster_is_above_one():
     found = ratios({OURS: [outcome(window_s=1.0)], "peer": [outcome(window_s=2.0)]})
     assert found == {"peer": {"median": 2.0, "low": 2.0, "high": 2.0}}
+
+
+def test_tuned_is_held_against_tuned():
+    seconds = {OURS: 1.0, OURS_TUNED: 0.5, "peer": 2.0, "tuned peer": 2.0}
+    outcomes = {name: [outcome(window_s=window)] for name, window in seconds.items()}
+    found = ratios(outcomes, tuned=[OURS_TUNED, "tuned peer"])
+    assert {name: ratio["median"] for name, ratio in found.items()} == {
+        "peer": 2.0,
+        "tuned peer": 4.0,
+    }
 
 
 def run_all(failing: str) -> Turns:
@@ -118,5 +136,5 @@ def test_names_of_cells_are_their_own_and_stoker_is_in_each():
     for cell in CPU_CELLS:
         if isinstance(cell, ComponentCell):
             continue
-        assert STOKER in cell.contestants
+        assert {STOKER, TUNED_STOKER} < set(cell.contestants)
         assert 0 < cell.warmup_steps < cell.steps
