@@ -1,5 +1,8 @@
 """The fused loss head against an fp64 cross-entropy of all logits."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional
@@ -151,6 +154,23 @@ def test_a_second_backward_pass_is_refused_for_the_gradients_are_gone():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_buffers_are_gone_when_the_call_is(monkeypatch):
+    tensors, targets = made()
+    works = []
+    plain = module._Work.__init__
+    monkeypatch.setattr(
+        module._Work,
+        "__init__",
+        lambda self, *arguments: works.append(weakref.ref(self)) or plain(self, *arguments),
+    )
+    gc.disable()  # a cycle would keep them until it happens to run
+    try:
+        linear_cross_entropy(*tensors, targets)
+        assert [work() for work in works] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_memory_said_is_the_memory_taken(monkeypatch):
