@@ -2,6 +2,7 @@
 
     python -m benchmarks cpu                      all cells for a CPU
     python -m benchmarks cpu --cells pretrain_bf16 --repeats 3
+    python -m benchmarks experiments              Stoker beside itself without a choice of ours
 
 Let nothing else run meanwhile. Contestants run in turn, each in a fresh process.
 """
@@ -11,13 +12,13 @@ import json
 from pathlib import Path
 
 from benchmarks import component, training
-from benchmarks.cells import CPU_CELLS, ComponentCell
+from benchmarks.cells import CPU_CELLS, EXPERIMENTS, ComponentCell
 from benchmarks.circumstances import ROOT, circumstances
 from benchmarks.contest import say
 from benchmarks.table import table
 
 RESULTS = ROOT / "benchmarks" / "results"
-GROUPS = {"cpu": CPU_CELLS}
+GROUPS = {"cpu": CPU_CELLS, "experiments": EXPERIMENTS}
 
 
 def main() -> int:

@@ -10,12 +10,16 @@ OURS_TUNED = "Stoker, tuned"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`."""
+    """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`.
+
+    `environment` holds variables of its process.
+    """
 
     name: str
     module: str
     tuned: bool = True
     needs: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 STOKER = Contestant(OURS, "stoker", tuned=False)
@@ -54,12 +58,20 @@ class ComponentCell:
         return self.module
 
 
+Cell = TrainingCell | ComponentCell
+
+
+def _stoker_with(name: str, **variables: str) -> Contestant:
+    return Contestant(name, "stoker", tuned=False, environment=tuple(variables.items()))
+
+
+_HEAP_ONLY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's
 _ROWS = Workload(LLAMA_23M, sequence_length=512, documents=64)
 _CHATS = Workload(LLAMA_11M, sequence_length=2048, documents=400, mean_length=300)
 _PRETRAINING = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
 _FINE_TUNING = (STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, TUNED_TRAINER)
 
-CPU_CELLS = (
+CPU_CELLS: tuple[Cell, ...] = (
     TrainingCell(
         "pretrain_fp32", "Pretraining, 23 M parameters, 4 x 512 tokens, fp32",
         _ROWS, "fp32", 4, _PRETRAINING,
@@ -76,4 +88,20 @@ CPU_CELLS = (
     ComponentCell("attention"),
     ComponentCell("loader"),
     ComponentCell("packing"),
+)  # fmt: skip
+
+# What a choice of ours is worth: Stoker beside itself without it.
+EXPERIMENTS: tuple[Cell, ...] = (
+    TrainingCell(
+        "large_tensors", "Pretraining as above, bf16: where large tensors lie",
+        _ROWS, "bf16", 4,
+        (
+            STOKER,
+            _stoker_with("ordinary pages", THP_MEM_ALLOC_ENABLE="0"),
+            _stoker_with("heap only", THP_MEM_ALLOC_ENABLE="0", **_HEAP_ONLY),
+            _stoker_with("huge pages, heap only", **_HEAP_ONLY),
+        ),
+    ),
+    ComponentCell("short_documents"),
+    ComponentCell("logits_layout"),
 )  # fmt: skip

@@ -57,13 +57,23 @@ class Turns(Generic[Outcome]):
                 say(f"{repeat + 1}/{repeats}  {name}: {describe(outcome)}")
 
 
-def run_process(module: str, arguments: Sequence[str], directory: Path) -> None:
+def run_process(
+    module: str,
+    arguments: Sequence[str],
+    directory: Path,
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run `python -m module` on all cores, with its temporary files below `directory`.
+
+    `variables` come on top of the environment.
 
     Raises ContestantFailedError when it fails or does not end.
     """
     with (directory / "log").open("w+") as log:
-        environment = quiet_environment(directory) | {STARTED_AT: str(time.time())}
+        environment = quiet_environment(directory) | {
+            **(variables or {}),
+            STARTED_AT: str(time.time()),
+        }
         ending = f"no end after {LIMIT_S} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(

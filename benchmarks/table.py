@@ -21,7 +21,7 @@ def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
             [
                 name,
                 f"{measured['tokens_per_second']:,.0f}",
-                _ratio(result["ratios"].get(name)),
+                ratio_text(result["ratios"].get(name)),
                 f"{measured['peak_memory_bytes'] / 2**30:.2f} GiB",
                 f"{measured['first_step_s']:.1f} s",
             ]
@@ -36,11 +36,12 @@ def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
         speeds = measured["per_second"]
         rows.append([name, *(f"{speeds[size]:,.0f}" if size in speeds else "" for size in sizes)])
     for name, ratios in result["ratios"].items():
-        rows.append([f"Stoker / {name}", *(_ratio(ratios.get(size)) for size in sizes)])
+        rows.append([f"Stoker / {name}", *(ratio_text(ratios.get(size)) for size in sizes)])
     return rows
 
 
-def _ratio(ratio: Mapping[str, float] | None) -> str:
+def ratio_text(ratio: Mapping[str, float] | None) -> str:
+    """Write a ratio and its interval; nothing for None."""
     if ratio is None:
         return ""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

@@ -53,7 +53,12 @@ def hold(cell: TrainingCell, repeats: int) -> dict[str, Any]:
             job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
             job_file.write_text(json.dumps(asdict(job)))
             module = f"benchmarks.contestants.{contestants[name].module}"
-            run_process(module, [str(job_file), str(outcome_file)], scratch)
+            run_process(
+                module,
+                [str(job_file), str(outcome_file)],
+                scratch,
+                dict(contestants[name].environment),
+            )
             return Outcome(**json.loads(outcome_file.read_text()))
 
         turns.take(

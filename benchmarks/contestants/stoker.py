@@ -8,10 +8,12 @@ import torch
 from benchmarks.job import Job, Outcome, run_contestant
 from benchmarks.steps import StepRecorder, watch_trainer
 from benchmarks.workloads import SEED
+from utils.cluster.environment import configure_environment
 
 
 def train(job: Job) -> Outcome:
     """Run pretrain.py or sft_train.py."""
+    configure_environment()  # as the scripts do before anything allocates memory
     import pretrain
     import sft_train
 

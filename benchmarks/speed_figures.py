@@ -1,0 +1,93 @@
+"""Write the figures of benchmarks/results/cpu/ into README.md and docs/performance.md.
+
+python -m benchmarks.speed_figures
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import CPU_CELLS, OURS, OURS_TUNED
+from benchmarks.circumstances import ROOT
+from benchmarks.table import ratio_text, table
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"
+
+
+def load_results(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the results of all cells that were measured, in the cells' order."""
+    paths = [results / f"{cell.name}.json" for cell in CPU_CELLS]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def with_figures(document: str, figures: str) -> str:
+    """Return the document with other figures between the two marks."""
+    text = f"{BEGIN}\n{figures}\n{END}"
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    return re.sub(pattern, lambda _: text, document, flags=re.DOTALL)
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """Write one line a cell: Stoker, and the fastest of the others."""
+    rows = [["", "Stoker", "the fastest of the others", "Stoker is faster by (times)"]]
+    rows += [_component_row(one) if "sizes" in one else _training_row(one) for one in results]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|---|---|---|---|")
+    return "\n".join(lines)
+
+
+def details(results: Sequence[Mapping[str, Any]]) -> str:
+    """Write the table of each cell, and how it was made."""
+    return "\n".join(f"{table(one)}\n{_made(one)}\n" for one in results).rstrip()
+
+
+def _training_row(result: Mapping[str, Any]) -> list[str]:
+    contestants, ratios = result["contestants"], result["ratios"]
+    closest = min(ratios, key=lambda name: ratios[name]["median"])
+    ours = contestants[OURS_TUNED if OURS_TUNED in contestants else OURS]
+    return [
+        result["title"],
+        f"{ours['tokens_per_second']:,.0f} tokens/s",
+        f"{closest}: {contestants[closest]['tokens_per_second']:,.0f}",
+        ratio_text(ratios[closest]),
+    ]
+
+
+def _component_row(result: Mapping[str, Any]) -> list[str]:
+    size = str(max(result["sizes"]))
+    contestants = result["contestants"]
+    ratios = {name: by_size[size] for name, by_size in result["ratios"].items() if size in by_size}
+    closest = min(ratios, key=lambda name: ratios[name]["median"])
+    return [
+        f"{result['title']}; size {int(size):,}",
+        f"{contestants[OURS]['per_second'][size]:,.0f} {result['unit']}/s",
+        f"{closest}: {contestants[closest]['per_second'][size]:,.0f}",
+        ratio_text(ratios[closest]),
+    ]
+
+
+def _made(result: Mapping[str, Any]) -> str:
+    hardware, versions = result["hardware"], result["versions"]
+    return (
+        f"`{result['made_by']}`, {result['date']}, commit {result['commit']}: {hardware['cores']} "
+        f"cores, {hardware['cpu']}{', AMX' if hardware['amx'] else ''}; torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, trl {versions['trl']}."
+    )
+
+
+def main() -> None:
+    """Rewrite both documents in place."""
+    results = load_results()
+    for name, figures in (
+        ("README.md", summary(results)),
+        ("docs/performance.md", details(results)),
+    ):
+        path = ROOT / name
+        path.write_text(with_figures(path.read_text(encoding="utf-8"), figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
