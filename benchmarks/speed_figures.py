@@ -1,4 +1,4 @@
-"""Write the figures of benchmarks/results/cpu/ into README.md and docs/performance.md.
+"""Write the figures of benchmarks/results/ that are about speed into the documents.
 
 python -m benchmarks.speed_figures
 """
@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import CPU_CELLS, OURS, OURS_TUNED
+from benchmarks.cells import CPU_CELLS, EXPERIMENTS, OURS, OURS_TUNED, Cell
 from benchmarks.circumstances import ROOT
 from benchmarks.table import ratio_text, table
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"
 
 
-def load_results(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the results of all cells that were measured, in the cells' order."""
-    paths = [results / f"{cell.name}.json" for cell in CPU_CELLS]
+def load_results(group: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the results of those cells that were measured, in the cells' order."""
+    paths = [RESULTS / group / f"{cell.name}.json" for cell in cells]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
@@ -57,8 +57,9 @@ def _training_row(result: Mapping[str, Any]) -> list[str]:
 
 
 def _component_row(result: Mapping[str, Any]) -> list[str]:
-    size = str(max(result["sizes"]))
     contestants = result["contestants"]
+    # The largest that somebody else did as well.
+    size = max((size for ratios in result["ratios"].values() for size in ratios), key=int)
     ratios = {name: by_size[size] for name, by_size in result["ratios"].items() if size in by_size}
     closest = min(ratios, key=lambda name: ratios[name]["median"])
     return [
@@ -78,14 +79,19 @@ def _made(result: Mapping[str, Any]) -> str:
     )
 
 
+def documents() -> dict[Path, str]:
+    """Return the figures of each document that has some."""
+    measured = load_results("cpu", CPU_CELLS)
+    return {
+        ROOT / "README.md": summary(measured),
+        ROOT / "docs" / "performance.md": details(measured),
+        ROOT / "docs" / "experiments.md": details(load_results("experiments", EXPERIMENTS)),
+    }
+
+
 def main() -> None:
-    """Rewrite both documents in place."""
-    results = load_results()
-    for name, figures in (
-        ("README.md", summary(results)),
-        ("docs/performance.md", details(results)),
-    ):
-        path = ROOT / name
+    """Rewrite the documents in place."""
+    for path, figures in documents().items():
         path.write_text(with_figures(path.read_text(encoding="utf-8"), figures), encoding="utf-8")
 
 

@@ -218,6 +218,16 @@ def test_the_figures_of_exactness_are_those_of_the_result_files():
     assert "| one rank |" in document
 
 
+def test_the_figures_of_speed_are_those_of_the_result_files():
+    from benchmarks import speed_figures
+
+    for path, figures in speed_figures.documents().items():
+        document = path.read_text()
+        assert speed_figures.with_figures(document, figures) == document, "run make figures"
+        assert figures in document
+        assert figures.count("| Stoker") >= 1, f"no figures for {path.name}"
+
+
 @pytest.mark.parametrize("script", ["pretrain", "sft_train"])
 def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script):
     import subprocess

@@ -1,0 +1,36 @@
+"""A contestant's process: its environment, its last words, its time limit."""
+
+import pytest
+
+from benchmarks import contest
+from benchmarks.contest import ContestantFailedError, run_process
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(code: str, **variables: str) -> None:
+        (tmp_path / "contestant_of_test.py").write_text(code)
+        variables["PYTHONPATH"] = str(tmp_path)
+        run_process("contestant_of_test", ["argument"], tmp_path, variables)
+
+    return run
+
+
+def test_a_contestant_has_variables_of_its_own(run, tmp_path):
+    run(
+        "import os, pathlib, sys\n"
+        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ['OWN'] + sys.argv[1])",
+        OWN="own ",
+    )
+    assert (tmp_path / "seen").read_text() == "own argument"
+
+
+def test_a_failure_ends_with_the_last_lines(run):
+    with pytest.raises(ContestantFailedError, match=r"^exit code 3: two \| three \| four$"):
+        run("print('one\\ntwo\\nthree\\nfour'); raise SystemExit(3)")
+
+
+def test_who_does_not_end_is_told_so(run, monkeypatch):
+    monkeypatch.setattr(contest, "LIMIT_S", 1)
+    with pytest.raises(ContestantFailedError, match=r"^no end after 1 s: waiting$"):
+        run("import time; print('waiting', flush=True); time.sleep(60)")
