@@ -105,8 +105,8 @@ def configure_environment(offline: bool | None = None) -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Torch's large CPU tensors lie in huge pages, where the kernel has them for who asks: a step on
-    # CPUs is 1.1 times as fast for a third of the page faults (docs/experiments.md).
+    # Torch's large CPU tensors lie in huge pages, where the kernel has them for who asks: training
+    # on CPUs is faster for fewer page faults (docs/experiments.md).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not sys.stderr.isatty():
         # Bars redraw one line with carriage returns, which a log file keeps, all of them.

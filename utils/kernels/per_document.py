@@ -7,8 +7,8 @@ from torch.nn import functional
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# Below this, torch's kernel for CPUs is faster in float32 than in half precision, most in its
-# backward pass: 1.1 times at 256 tokens, 2 at 128, 6 at 16 (docs/experiments.md).
+# Up to this length torch's kernel for CPUs is faster in float32 than in half precision: 1.2 times
+# at 256 tokens, 2.3 at 128, 5 at 16 (docs/experiments.md).
 SHORT_ON_CPU = 256
 
 
