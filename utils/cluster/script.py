@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import TextIO
@@ -17,6 +18,7 @@ from utils.cluster.traces import last_line
 from utils.config.errors import ConfigurationError, ExitCode
 
 TEARDOWN_LIMIT_S = 10.0
+SPEAK_FIRST_S = 3.0
 FAILED = 1  # an exception nobody foresaw, as Python itself ends
 
 
@@ -83,12 +85,15 @@ def _run(main: Callable[[], int | None]) -> int:
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
     first = redact(error.problems[0].splitlines()[0])
+    leave_note(error.ending, error.exit_code, first)
     if _rank() == 0:
         _show_problems(error, sys.stderr)
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         sys.stderr.write(f"{host_name()} rank {_rank()}  {error.kind}: {first}\n")
+    else:
+        # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
+        time.sleep(SPEAK_FIRST_S)
     sys.stderr.flush()
-    leave_note(error.ending, error.exit_code, first)
     return error.exit_code
 
 

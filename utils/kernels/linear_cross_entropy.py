@@ -128,7 +128,7 @@ class _Work:
         device, vocabulary = hidden.device.type, len(weight)
         self.chunk_rows = _chunk_rows(len(hidden), vocabulary, device)
         self.block_words = _block_words(self.chunk_rows, vocabulary, device)
-        self.by_words = device in BY_WORDS
+        self.words_first = device in BY_WORDS
         self.logits = hidden.new_empty(self.chunk_rows * vocabulary)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         self.block = zeros(self.chunk_rows * self.block_words)
@@ -146,7 +146,7 @@ class _Work:
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
-        differentiate = self._by_words if self.by_words else self._by_tokens
+        differentiate = self._by_words if self.words_first else self._by_tokens
         losses, derivative = differentiate(hidden, targets)
         own = bears_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:

@@ -88,7 +88,11 @@ def test_rank_0_shows_all_and_other_nodes_one_line(
 ):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
+    waited = []
+    monkeypatch.setattr(script.time, "sleep", waited.append)
     assert run_script(raising(ConfigurationError(["one", "two"]))) == 2
+    # Whoever leaves first has the launcher end the others: the silent ones leave last.
+    assert waited == ([] if shown else [script.SPEAK_FIRST_S])
     assert capsys.readouterr().err.splitlines() == shown
     assert read_notes(notes)[0].rank == int(rank)
 
