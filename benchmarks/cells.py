@@ -88,6 +88,7 @@ CPU_CELLS: tuple[Cell, ...] = (
     ComponentCell("attention"),
     ComponentCell("loader"),
     ComponentCell("packing"),
+    ComponentCell("tokenization"),
 )  # fmt: skip
 
 # What a choice of ours is worth: Stoker beside itself without it.
