@@ -6,7 +6,7 @@
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
-# make figures    write the figures in README.md, docs/exactness.md and docs/performance.md anew from benchmarks/results/
+# make figures    write the figures in README.md, docs/exactness.md, docs/performance.md and docs/experiments.md anew from benchmarks/results/
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
@@ -34,7 +34,7 @@ bench: $(VENV)/.runtime
 
 figures:
 	$(BIN)/python examples/readme_figures.py
-	$(BIN)/python benchmarks/exactness_figures.py
+	$(BIN)/python -m benchmarks.exactness_figures
 	$(BIN)/python -m benchmarks.speed_figures
 
 lint: $(VENV)/.test

@@ -1,13 +1,14 @@
 """Write the figures of benchmarks/results/exactness/ into docs/exactness.md.
 
-python benchmarks/exactness_figures.py
+python -m benchmarks.exactness_figures
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.marks import replace_between
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness"
@@ -32,10 +33,7 @@ CIRCUMSTANCES = ("made_by", "date", "hardware", "python", "torch", "transformers
 def with_figures(document: str, results: Path = RESULTS) -> str:
     """Return the document with the tables between the two marks made anew."""
     sections = [_section(name, title, results) for name, title in PROOFS.items()]
-    text = "\n".join([BEGIN, *sections, END])
-    return re.sub(
-        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: text, document, flags=re.DOTALL
-    )
+    return replace_between(document, BEGIN, END, "\n".join(sections))
 
 
 def _section(name: str, title: str, results: Path) -> str:

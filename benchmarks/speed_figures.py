@@ -4,13 +4,13 @@ python -m benchmarks.speed_figures
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import CPU_CELLS, EXPERIMENTS, OURS, OURS_TUNED, Cell
 from benchmarks.circumstances import ROOT
+from benchmarks.marks import replace_between
 from benchmarks.table import ratio_text, table
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,9 +25,7 @@ def load_results(group: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def with_figures(document: str, figures: str) -> str:
     """Return the document with other figures between the two marks."""
-    text = f"{BEGIN}\n{figures}\n{END}"
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    return re.sub(pattern, lambda _: text, document, flags=re.DOTALL)
+    return replace_between(document, BEGIN, END, figures)
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> str:

@@ -4,13 +4,15 @@ python examples/readme_figures.py
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from run_demo import ROOT, table
+
+from benchmarks.marks import replace_between
 
 RESULT = ROOT / "benchmarks" / "results" / "demo_cpu.json"
 BEGIN, END = "<!-- demo figures: make figures -->", "<!-- end of demo figures -->"
@@ -18,9 +20,7 @@ BEGIN, END = "<!-- demo figures: make figures -->", "<!-- end of demo figures --
 
 def with_figures(readme: str) -> str:
     """Return the README with the table between the two marks made anew."""
-    figures = table(json.loads(RESULT.read_text()))
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{figures}\n{END}", readme)
+    return replace_between(readme, BEGIN, END, table(json.loads(RESULT.read_text())))
 
 
 def main() -> None:

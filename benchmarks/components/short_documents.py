@@ -13,7 +13,7 @@ SIZES = (16, 64, 128, 192, 256, 384, 512)
 TOKENS, HEADS, HEAD_DIM = 2048, 6, 64
 
 
-def _timed(length: int, shortest_in_half: int) -> tuple[Callable[[], object], int]:
+def _timed(length: int, float32_up_to: int) -> tuple[Callable[[], object], int]:
     from utils.kernels import per_document
 
     tokens = TOKENS // length * length
@@ -26,7 +26,7 @@ def _timed(length: int, shortest_in_half: int) -> tuple[Callable[[], object], in
     def call() -> None:
         for one in states:
             one.grad = None
-        with mock.patch.object(per_document, "SHORT_ON_CPU", shortest_in_half - 1):
+        with mock.patch.object(per_document, "SHORT_ON_CPU", float32_up_to):
             attended = per_document.per_document_sdpa(
                 *states, per_document.Documents(ends, length), per_document.ScoreTerms()
             )
@@ -37,7 +37,7 @@ def _timed(length: int, shortest_in_half: int) -> tuple[Callable[[], object], in
 
 def stoker(length: int) -> tuple[Callable[[], object], int]:
     """Compute all lengths in float32."""
-    return _timed(length, length + 1)
+    return _timed(length, length)
 
 
 def half(length: int) -> tuple[Callable[[], object], int]:

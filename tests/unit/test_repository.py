@@ -208,10 +208,7 @@ def test_the_readmes_figures_are_those_of_the_result_file():
 
 
 def test_the_figures_of_exactness_are_those_of_the_result_files():
-    import sys
-
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import exactness_figures
+    from benchmarks import exactness_figures
 
     document = (ROOT / "docs" / "exactness.md").read_text()
     assert exactness_figures.with_figures(document) == document
