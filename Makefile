@@ -29,7 +29,7 @@ $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/run_demo.py
 
-bench: $(VENV)/.runtime
+bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks cpu
 
 figures:

@@ -45,6 +45,13 @@ class PreparationArguments:
     tokenizer_sample_bytes: int = _setting(
         1 << 30, "at most this many bytes of source are read to train the tokenizer"
     )
+    tokenizer_backend: str = _setting(
+        "auto",
+        "what tokenizes texts (chats are rendered by the tokenizer itself): tokenizers, or "
+        "gigatoken, many times faster; auto takes gigatoken where it is installed and gives the "
+        "same ids, which is checked before and meanwhile",
+        choices=["auto", "tokenizers", "gigatoken"],
+    )
     tokenizer_only: bool = _setting(False, "stop once output_dir/tokenizer is written")
     chat_template: str | None = _setting(
         None, "Jinja file with {% generation %} markers; None: the tokenizer's own template"
@@ -66,7 +73,11 @@ class PreparationArguments:
         0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
     )
     seed: int = _setting(0, "key of the choice of held-out documents")
-    num_proc: int = _setting(1, "worker processes; the output does not depend on it")
+    num_proc: int = _setting(
+        1,
+        "cores to use: worker processes, or threads of one where the work is little; the output "
+        "does not depend on it",
+    )
     shard: str | None = _setting(
         None, "I/N, I from 0: do only this share of the work (job arrays); then run with merge N"
     )

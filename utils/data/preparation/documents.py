@@ -37,6 +37,11 @@ class CompletionDocument:
     completion: str | Sequence[Message]
     place: Place
 
+    @property
+    def is_text(self) -> bool:
+        """Whether both are strings."""
+        return isinstance(self.prompt, str) and isinstance(self.completion, str)
+
 
 Document = TextDocument | ChatDocument | CompletionDocument
 

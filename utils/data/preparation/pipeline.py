@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation, shard_of
 from utils.data.preparation import assembly
+from utils.data.preparation.encoding import choose_backend
 from utils.data.preparation.output import is_already_prepared
 from utils.data.preparation.plan import plan_preparation
 from utils.data.preparation.report import report_lines, total_counts
@@ -85,7 +86,10 @@ class Preparation:
         left = [unit for unit in own if self.workspace.counts_of(unit.index) is None]
         if len(left) < len(own):
             logger.info("%d of %d work units are finished already", len(own) - len(left), len(own))
-        job = UnitJob(tokenizer, self.plan.settings, self.workspace)
+        backend = choose_backend(
+            self.arguments.tokenizer_backend, tokenizer, self.plan.settings.document_format
+        )
+        job = UnitJob(tokenizer, backend, self.plan.settings, self.workspace)
         run_units(left, job, self.arguments.num_proc)
         if shards > 1:
             done = [self.workspace.counts_of(unit.index) for unit in own]

@@ -13,6 +13,7 @@ from utils.data.preparation.documents import (
     Document,
     TextDocument,
 )
+from utils.data.preparation.encoding import encoder
 from utils.data.preparation.records import BadRow
 from utils.data.tokenizers import id_type
 
@@ -53,36 +54,38 @@ class DocumentTokenizer:
     are rendered by the chat template, which says itself what ends them.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", backend: str = "tokenizers"):
         self.tokenizer = tokenizer
         self.id_type = id_type(tokenizer)
-        self._end: int = tokenizer.eos_token_id
+        self._encode = encoder(backend, tokenizer)
+        self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
         """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
         if documents and isinstance(documents[0], TextDocument):
             return self._texts([d.text for d in documents if isinstance(d, TextDocument)])
+        pairs = [d for d in documents if isinstance(d, CompletionDocument) and d.is_text]
+        if len(pairs) == len(documents):
+            return self._pairs(pairs)
         rendered = self._batch([d for d in documents if isinstance(d, ChatDocument)])
         return rendered or [self._one(document) for document in documents]
 
-    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # silences "longer than the model's maximum": packing splits texts
-        )
-        return encoded["input_ids"]
-
-    def _closed(self, ids: list[int]) -> list[int]:
-        return ids if ids and ids[-1] == self._end else [*ids, self._end]
+    def _closed(self, ids: np.ndarray) -> np.ndarray:
+        return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
 
     def _texts(self, texts: list[str]) -> list[TokenizedDocument | BadRow]:
-        return [
-            TokenizedDocument(np.array(self._closed(ids), dtype=self.id_type), None)
-            for ids in self._encode(texts, special_tokens=True)
-        ]
+        return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
+
+    def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
+        prompts = self._encode([str(document.prompt) for document in documents], True)
+        completions = self._encode([str(document.completion) for document in documents], False)
+        found = []
+        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
+            # An end that the tokenizer adds is taken off, for the text goes on.
+            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end[0] else prompt
+            ids = np.concatenate([opening, self._closed(completion)])
+            found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
+        return found
 
     def _batch(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
         """Render chats at once, which is faster; [] when one of them needs a look of its own."""
@@ -96,30 +99,24 @@ class DocumentTokenizer:
 
     def _one(self, document: Document) -> TokenizedDocument | BadRow:
         try:
-            if isinstance(document, CompletionDocument):
-                ids, mask = self._completion(document)
-            else:
-                assert isinstance(document, ChatDocument)
+            if isinstance(document, ChatDocument):
                 ids, mask = chats.render(self.tokenizer, document.messages, document.tools)
+            else:
+                assert isinstance(document, CompletionDocument)
+                if document.is_text:
+                    return self._pairs([document])[0]
+                assert isinstance(document.prompt, list)
+                assert isinstance(document.completion, list)
+                ids, mask = chats.render_completion(
+                    self.tokenizer, document.prompt, document.completion
+                )
         except chats.RENDERING_ERRORS as error:
             message = f"the chat template refuses this conversation ({error})"
             return BadRow("template_refused", message, document.place)
         return self._checked(document, ids, mask)
 
-    def _completion(self, document: CompletionDocument) -> tuple[list[int], list[int]]:
-        if not (isinstance(document.prompt, str) and isinstance(document.completion, str)):
-            assert isinstance(document.prompt, list)
-            assert isinstance(document.completion, list)
-            return chats.render_completion(self.tokenizer, document.prompt, document.completion)
-        (prompt,) = self._encode([document.prompt], special_tokens=True)
-        if prompt and prompt[-1] == self._end:  # added by the tokenizer, but the text goes on
-            prompt = prompt[:-1]
-        (completion,) = self._encode([document.completion], special_tokens=False)
-        completion = self._closed(completion)
-        return prompt + completion, [0] * len(prompt) + [1] * len(completion)
-
     def _checked(
-        self, document: Document, ids: list[int], mask: list[int]
+        self, document: Document, ids: np.ndarray | list[int], mask: np.ndarray | list[int]
     ) -> TokenizedDocument | BadRow:
         tokenized = TokenizedDocument(
             np.array(ids, dtype=self.id_type), np.array(mask, dtype=np.int8)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS_BETWEEN_LOOKS = 0.5
+# What one process does in the seconds that a worker takes to start.
+LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class UnitJob:
     """What a worker needs: the very tokenizer object, the settings and where results go."""
 
     tokenizer: "PreTrainedTokenizerBase"
+    backend: str
     settings: UnitSettings
     workspace: Workspace
 
     def run(self, unit: WorkUnit, progress: Callable[[int, int], None]) -> UnitCounts:
         """Prepare one unit into the workspace."""
-        preparation = UnitPreparation(DocumentTokenizer(self.tokenizer), self.settings)
+        preparation = UnitPreparation(self._document_tokenizer, self.settings)
         splits = [unit.split]
         if unit.split == TRAIN and self.settings.validation_fraction > 0:
             splits.append(VALIDATION)
@@ -49,20 +53,29 @@ class UnitJob:
 
         return self.workspace.prepare(unit, splits, prepare)
 
+    @cached_property
+    def _document_tokenizer(self) -> DocumentTokenizer:
+        """Made once a process: gigatoken grows quicker with what it has seen."""
+        return DocumentTokenizer(self.tokenizer, self.backend)
+
 
 def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:
-    """Prepare all units. The result does not depend on `num_proc`.
+    """Prepare all units, in at most `num_proc` workers; the result does not depend on it.
+
+    Little work is done in this process, by as many threads of the tokenizer.
 
     Raises ConfigurationError with the first fault of the sources, or when a worker was killed.
     Units that were finished by then stay finished.
     """
     if not units:
         return
-    with PreparationProgress(sum(unit.size for unit in units)) as progress:
-        if num_proc == 1 or len(units) == 1:
+    size = sum(unit.size for unit in units)
+    workers = min(num_proc, len(units), size // LEAST_BYTES_A_WORKER[job.backend])
+    with PreparationProgress(size) as progress:
+        if workers < 2:
             _run_here(units, job, progress)
         else:
-            _run_in_processes(units, job, min(num_proc, len(units)), progress)
+            _run_in_processes(units, job, workers, progress)
 
 
 def _run_here(units: Sequence[WorkUnit], job: UnitJob, progress: PreparationProgress) -> None:

@@ -49,17 +49,44 @@ def rows(folder) -> list[list[int]]:
     return datasets.load_from_disk(str(folder))["input_ids"][:]
 
 
+@pytest.fixture
+def workers_for_little(monkeypatch):
+    """Let the few documents here be enough work for worker processes."""
+    worth = dict.fromkeys(unit_pool.LEAST_BYTES_A_WORKER, 1)
+    monkeypatch.setattr(unit_pool, "LEAST_BYTES_A_WORKER", worth)
+
+
 # Equivalences
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(tmp_path, source):
+def test_two_processes_write_the_same_bytes_as_one(tmp_path, source, workers_for_little):
     settings = {"sources": [source], "train_tokenizer": 300, "validation_fraction": 0.2}
     samples.prepare(**settings, output_dir=tmp_path / "one")
     samples.prepare(**settings, output_dir=tmp_path / "two", num_proc=2)
     written = samples.data_bytes(tmp_path / "one")
     assert sum(name.startswith("train/data-") for name in written) > 3
     assert written == samples.data_bytes(tmp_path / "two")
+
+
+@pytest.mark.parametrize("document_format", ["text", "prompt_completion"])
+def test_gigatoken_writes_the_same_bytes_as_the_tokenizer(tmp_path, tokenizer, document_format):
+    texts = samples.sentences(40)
+    records = {
+        "text": [{"text": text} for text in texts],
+        "prompt_completion": [{"prompt": text[:9], "completion": text[9:]} for text in texts],
+    }
+    source = samples.write_jsonl(tmp_path / "a.jsonl", records[document_format])
+    for backend in ("tokenizers", "gigatoken"):
+        samples.prepare(
+            sources=[source],
+            output_dir=tmp_path / backend,
+            tokenizer_name_or_path=tokenizer,
+            tokenizer_backend=backend,
+        )
+    written = samples.data_bytes(tmp_path / "gigatoken")
+    assert written == samples.data_bytes(tmp_path / "tokenizers")
+    assert any(name.startswith("train/data-") for name in written)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 50])
@@ -544,7 +571,9 @@ def test_a_chat_without_assistant_is_a_bad_row(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bad_row_found_by_a_worker_process_names_file_and_line(tmp_path, source, tokenizer):
+def test_a_bad_row_found_by_a_worker_process_names_file_and_line(
+    tmp_path, source, tokenizer, workers_for_little
+):
     with source.open("a") as stream:
         stream.write("{oops\n")
     with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
@@ -742,7 +771,9 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_with_advice(tmp_path, source, tokenizer, monkeypatch):
+def test_a_killed_worker_ends_the_run_with_advice(
+    tmp_path, source, tokenizer, workers_for_little, monkeypatch
+):
     monkeypatch.setattr(unit_pool, "_run_unit", _killed)
     with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
         samples.prepare(
