@@ -22,7 +22,7 @@ class Recorder:
     """Knows rows by their tokens: which number the loader gave them, and which were trained on."""
 
     def __init__(self):
-        from utils.data.loader import PackedDataset
+        from utils.data.packed_rows import PackedDataset
         from utils.training.packed_trainer import PackedTrainerMixin
 
         self.numbers: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Recorder:
 
     @staticmethod
     def _names(batch) -> list[str]:
-        rows = batch["input_ids"].cpu().numpy()
+        rows = batch["input_ids"].long().cpu().numpy()
         return [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
 
     def _assembled(self, _dataset, batch, rows):

@@ -18,6 +18,7 @@ import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import parse_fine_tuning, parse_pretraining
+from utils.data.batches import model_inputs
 from utils.data.order import SampleOrder
 from utils.data.tokenizers import load_tokenizer
 from utils.planning.run_data import load_run_data
@@ -66,7 +67,8 @@ def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) 
     tokenizer = load_tokenizer(str(model_dir))
     data = load_run_data(settings, tokenizer, fine_tuning=parse is parse_fine_tuning)
     order = SampleOrder(data.train.rows_per_source, settings.training.seed, data.weights)
-    batch = data.train.__getitems__(order.global_rows(np.arange(settings.run.global_batch_size)))
+    rows = order.global_rows(np.arange(settings.run.global_batch_size))
+    batch = model_inputs(data.train.__getitems__(rows), "cpu")
     values = json.loads((model_dir / "config.json").read_text()) | config
     model_config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")

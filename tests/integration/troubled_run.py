@@ -33,7 +33,7 @@ TROUBLES = {
 
 
 def trouble_batches() -> None:
-    from utils.data.loader import PackedDataset
+    from utils.data.packed_rows import PackedDataset
 
     get, batches = PackedDataset.__getitems__, 0
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from utils.callbacks.journal import valid_json
-from utils.data.loader import DocumentPart, TrainLoader
+from utils.data.loader import TrainLoader
+from utils.data.packed_rows import DocumentPart
 
 SHOWN_DOCUMENTS = 8
 SHOWN_LOSSES = 4

@@ -10,7 +10,8 @@ from utils.data.splits import data_files
 
 TOKENS = "input_ids"
 PADDING = "attention_mask"
-LOSS_MASKS = ("assistant_masks", "completion_mask", "labels")
+LABELS = "labels"
+LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 # Columns of datasets whose rows hold several documents; read as one document each, those would
 # see each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")

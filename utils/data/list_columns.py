@@ -4,7 +4,7 @@ An Arrow list column is a flat array of values plus offsets, so a document is a 
 ever turned into Python objects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from utils.config.errors import ConfigurationError
 # What a complete Arrow stream ends with. A reader takes a file that was cut between two record
 # batches for a shorter dataset, so its absence is looked for.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+# Of each segment its chunk, and from where to where in the chunk's values.
+Bounds = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -32,31 +35,16 @@ class ListColumn:
     first_rows: np.ndarray
     offsets: np.ndarray
 
-    def views(
-        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
-    ) -> Iterator[np.ndarray]:
-        """Yield the values [start, stop) of each document; int64 arrays of one length."""
-        values, bounds = self.values, zip(*self._bounds(documents, starts, stops), strict=True)
-        return (values[chunk][start:stop] for chunk, start, stop in bounds)
+    def pieces(self, bounds: Bounds) -> list[np.ndarray]:
+        """Return the values of each segment: views in the type they are stored."""
+        values = self.values
+        return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
-    def copy(
-        self,
-        documents: np.ndarray,
-        starts: np.ndarray,
-        stops: np.ndarray,
-        target: np.ndarray,
-        begins: np.ndarray,
-    ) -> None:
-        """Copy the values [start, stop) of each document to target[begin:], widening them."""
-        values, bounds = self.values, self._bounds(documents, starts, stops)
-        ends = (begins + stops - starts).tolist()
-        for chunk, start, stop, begin, end in zip(*bounds, begins.tolist(), ends, strict=True):
-            target[begin:end] = values[chunk][start:stop]
+    def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
+        """Return where the values [start, stop) of each document lie; int64 arrays of one length.
 
-    def _bounds(
-        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Return the chunk of each segment, and from where to where in the chunk's values."""
+        Columns that share their offsets share their bounds.
+        """
         chunks = np.searchsorted(self.first_rows, documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_rows[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()

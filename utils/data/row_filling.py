@@ -20,10 +20,13 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    assigned = np.empty(len(lengths), dtype=np.int64)  # in the order of `order`
+    # In the order of `order`: rows that take pieces, how many each takes, and for how many rows.
+    taking: list[int] = []
+    each_takes: list[int] = []
+    rows_in_batch: list[int] = []
     rows_with_free: list[list[int]] = [[] for _ in range(capacity + 1)]
     nonempty = 0  # bit f is set if rows_with_free[f] is not empty
-    opened = placed = 0
+    opened = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
@@ -45,15 +48,15 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
             if not rows:
                 nonempty &= ~(1 << free)
             for taken, pieces in batches:
-                filled = len(taken) * pieces
-                assigned[placed : placed + filled] = np.repeat(taken, pieces)
-                placed += filled
-                left -= filled
+                taking += taken
+                each_takes.append(pieces)
+                rows_in_batch.append(len(taken))
+                left -= len(taken) * pieces
                 remaining = free - pieces * length
                 rows_with_free[remaining] += taken
                 nonempty |= 1 << remaining
-    row_of_piece = np.empty_like(assigned)
-    row_of_piece[order] = assigned
+    row_of_piece = np.empty(len(lengths), dtype=np.int64)
+    row_of_piece[order] = np.repeat(taking, np.repeat(each_takes, rows_in_batch))
     return row_of_piece
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import TOKENS, loss_mask_among, open_columns
+from utils.data.columns import LABELS, TOKENS, loss_mask_among, open_columns
 from utils.data.description import (
     DESCRIBE_AGAIN,
     DESCRIPTION_FILE,
@@ -19,7 +19,7 @@ from utils.data.description import (
     write_cached,
     write_description,
 )
-from utils.data.list_columns import ListColumn
+from utils.data.list_columns import Bounds, ListColumn
 from utils.data.packing import Segments
 from utils.data.splits import data_files, find_split
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
@@ -88,29 +88,30 @@ class TokenDataset:
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the token ids [start, stop) of a document: a view in the type they are stored."""
-        return next(self._tokens.views(*self._range(document, start, stop)))
+        return self._tokens.pieces(self._range(document, start, stop))[0]
 
     def loss_mask_of(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return which tokens [start, stop) of a document bear loss (bool)."""
-        documents, starts, stops = self._range(document, start, stop)
+        _, (begin,), (end,) = bounds = self._range(document, start, stop)
         if self.loss_mask is None:
-            return np.ones(int(stops[0] - starts[0]), dtype=bool)
-        return bears_loss(
-            self.loss_mask, next(self.columns[self.loss_mask].views(documents, starts, stops))
-        )
+            return np.ones(end - begin, dtype=bool)
+        return bears_loss(self.loss_mask, self.columns[self.loss_mask].pieces(bounds)[0])
 
-    def copy_tokens(self, segments: Segments, target: np.ndarray, begins: np.ndarray) -> None:
-        """Copy the token ids of each segment to target[begin:]."""
-        self._tokens.copy(*segments, target, begins)
+    def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return of each segment its token ids, and what is not 0 where a token bears loss.
 
-    def mark_lossless(self, segments: Segments, target: np.ndarray, begins: np.ndarray) -> None:
-        """Make `target` (bool) false for the tokens of these segments that bear no loss."""
+        Views in the types they are stored, where that is possible.
+        """
+        bounds = self._tokens.bounds(*segments)
+        tokens = self._tokens.pieces(bounds)
         if self.loss_mask is None:
-            return
-        column = self.columns[self.loss_mask]
-        raw = np.ones(len(target), dtype=column.values[0].dtype)  # 1: bears loss, in either kind
-        column.copy(*segments, raw, begins)
-        target &= bears_loss(self.loss_mask, raw)
+            lengths = segments.lengths
+            ones = np.ones(int(lengths.max(initial=0)), dtype=bool)
+            return tokens, [ones[:length] for length in lengths.tolist()]
+        mask = self.columns[self.loss_mask].pieces(bounds)
+        if self.loss_mask == LABELS:
+            mask = [bears_loss(LABELS, labels) for labels in mask]
+        return tokens, mask
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
         """Return for each document whether its first `stop` tokens hold a loss-bearing target."""
@@ -118,22 +119,21 @@ class TokenDataset:
         stops = np.minimum(offsets[documents + 1] - offsets[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
-        views = self.columns[self.loss_mask].views(documents, np.minimum(stops, 1), stops)
-        bearing = (bears_loss(self.loss_mask, view).any() for view in views)
+        column = self.columns[self.loss_mask]
+        pieces = column.pieces(column.bounds(documents, np.minimum(stops, 1), stops))
+        bearing = (bears_loss(self.loss_mask, piece).any() for piece in pieces)
         return np.fromiter(bearing, dtype=bool, count=len(documents))
 
     @property
     def _tokens(self) -> ListColumn:
         return self.columns[TOKENS]
 
-    def _range(
-        self, document: int, start: int, stop: int | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _range(self, document: int, start: int, stop: int | None) -> Bounds:
         length = int(self._tokens.offsets[document + 1] - self._tokens.offsets[document])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"[{start}, {stop}) of document {document}, which has {length} tokens")
-        return np.array([document]), np.array([start]), np.array([stop])
+        return self._tokens.bounds(np.array([document]), np.array([start]), np.array([stop]))
 
 
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from utils.config.arguments import DataArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.data.loader import PackedDataset
+from utils.data.packed_rows import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import tokenizer_sha256, vocabulary_size

@@ -5,7 +5,7 @@ from typing import Any
 from datasets import Dataset, load_from_disk
 from trl import SFTTrainer
 
-from utils.data.loader import PackedDataset
+from utils.data.packed_rows import PackedDataset
 from utils.training.packed_trainer import PackedTrainerMixin
 
 

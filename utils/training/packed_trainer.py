@@ -16,8 +16,10 @@ from typing_extensions import override
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.progress import remove_default_reporting
 from utils.config.errors import ConfigurationError
-from utils.data.loader import PackedDataset, TrainLoader, eval_loader, train_loader
+from utils.data.batches import Batch, model_inputs
+from utils.data.loader import TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
+from utils.data.packed_rows import PackedDataset
 from utils.kernels.compilation import compile_layers
 from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
@@ -25,8 +27,6 @@ from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets
 from utils.training.interruptible import InterruptibleTrainerMixin
-
-Batch = dict[str, Any]
 
 
 class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
@@ -99,18 +99,15 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         )
 
     @override
-    def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """Move a micro-batch to the device; from pinned memory nobody waits for the copy.
+    def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
+        """Move a micro-batch to the device and widen it there.
 
         Trainer's own waits for each tensor, and so for all that was started before it.
         """
-        return {
-            name: value.to(self.args.device, non_blocking=True)
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in inputs.items()
-            if name != "loss_positions" or self.fused_head
-        }
+        prepared = model_inputs(inputs, self.args.device)
+        if not self.fused_head:
+            del prepared["loss_positions"]
+        return prepared
 
     @override
     def _get_num_items_in_batch(
@@ -136,7 +133,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: Batch,
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
@@ -163,11 +160,11 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, None, None]:
         """Add the micro-batch's summed loss and its loss-bearing tokens to the split's totals."""
-        inputs = self._prepare_inputs(inputs)
+        prepared = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
-            outputs = model(**inputs, use_cache=False, num_items_in_batch=1)
-        tokens = inputs["labels"][:, 1:].ne(-100).sum()
+            outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
+        tokens = prepared["labels"][:, 1:].ne(-100).sum()
         self._eval_totals += torch.stack((outputs["loss"].double(), tokens.double()))
         return None, None, None
 
@@ -246,7 +243,7 @@ def keep_mode(model: nn.Module) -> None:
 
 
 def _rows_are_batches(batch: Batch) -> Batch:
-    """Stand in for a collator: the loaders assemble whole batches (utils/data/loader.py)."""
+    """Stand in for a collator: the loaders assemble whole batches (utils/data/packed_rows.py)."""
     return batch
 
 

@@ -25,7 +25,7 @@ from utils.config.errors import ConfigurationError, NotFiniteError
 from utils.config.reading.declarations import declared_settings
 from utils.config.reading.settings import SettingValues
 from utils.config.run_arguments import RunArguments
-from utils.data.loader import DocumentPart
+from utils.data.packed_rows import DocumentPart
 from utils.jobs.verdict import judge
 from utils.training.finite import check_skipping
 

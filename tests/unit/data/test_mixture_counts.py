@@ -5,8 +5,8 @@ import pytest
 import tiny
 
 from utils.data.interleaving import BLOCK, Interleaving
-from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler, SampleOrder
+from utils.data.packed_rows import PackedDataset
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
 
