@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from utils.runs.reporting import run_callbacks
     from utils.runs.start import start_run
     from utils.runs.startup import start_process
+    from utils.training.low_precision_adam import optimizer_of
     from utils.training.pretrain_trainer import PretrainTrainer
 
     launch = start_process(settings)
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         sampler=plan.sampler,
         loss_head=plan.loss_head,
         compiled=plan.compiled,
+        optimizer_cls_and_kwargs=optimizer_of(settings.training, plan.optimizer_states),
         checkpoints=run.checkpoints,
         save_best=settings.run.save_best,
         callbacks=run_callbacks(settings, run),

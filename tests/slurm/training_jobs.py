@@ -22,6 +22,7 @@ SETTINGS: dict[str, object] = {
     "per_device_train_batch_size": 1,
     "max_steps": STEPS,
     "learning_rate": 1e-3,
+    "bf16": False,
     "logging_steps": 1,
     "save_steps": 10,
     "eval_strategy": "steps",

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.checks.devices import missing_devices
+from utils.config.cpu_precision import settled_precision
 from utils.config.data_sources import TrainSource, eval_splits, train_sources
 from utils.config.errors import UnfitClusterError
 from utils.config.planned_launch import alone
@@ -175,10 +176,24 @@ class _ChangedDefaults:
         default=False,
         metadata={"help": "let DDP look for parameters without gradient (conditional layers)"},
     )
+    # AMX multiplies bf16 several times as fast; elsewhere it is slower on a CPU, and on a GPU the
+    # user's decision. SFTConfig would turn it on wherever it is not said.
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "bfloat16 mixed precision instead of float32; null: on where a CPU with AMX "
+            "trains weights in float32, off elsewhere"
+        },
+    )
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
+
+    @classmethod
+    def settled_by_machine(cls, values: SettingValues) -> dict[str, tuple[Any, str]]:
+        """Return the settings left open that this machine decides, each with why."""
+        return settled_precision(values, os.environ)
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any], values: SettingValues) -> Self:
@@ -207,7 +222,7 @@ class _ChangedDefaults:
 
 
 @dataclass
-class PretrainConfig(_ChangedDefaults, TrainingArguments):
+class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # bf16 may be null
     """transformers' TrainingArguments with the defaults above."""
 
     _argument_group_name = "training (transformers.TrainingArguments)"
@@ -219,16 +234,12 @@ class PretrainConfig(_ChangedDefaults, TrainingArguments):
 
 
 @dataclass
-class FineTuneConfig(_ChangedDefaults, SFTConfig):
+class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # as above
     """TRL's SFTConfig with the defaults above, for data that is tokenized and packed already."""
 
     _argument_group_name = "training (trl.SFTConfig)"
     refused_settings: ClassVar[Mapping[str, str]] = REFUSED_FINE_TUNING_SETTINGS
 
-    # TRL turns it on by itself, even where the hardware has no bf16; asked for, as in pretraining.
-    bf16: bool = field(
-        default=False, metadata={"help": "bfloat16 mixed precision instead of float32"}
-    )
     # TRL trades 20 % of the speed for memory unasked. Deprecated alias of activation_checkpointing.
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment] # as transformers has it
         default=None, metadata={"help": "deprecated alias of activation_checkpointing"}

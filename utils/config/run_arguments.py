@@ -59,6 +59,20 @@ class RunArguments:
             "node's memory (/dev/shm), not for the storage"
         },
     )
+    optim_states: Literal["float32", "bfloat16", "int8"] | None = field(
+        default=None,
+        metadata={
+            "help": "what AdamW keeps its two moments as: 8, 4 or about 2 bytes a parameter, "
+            "rounded so that nothing is lost on average; null: as the weights are"
+        },
+    )
+    stochastic_rounding: bool = field(
+        default=False,
+        metadata={
+            "help": "with dtype: bfloat16, round the weights up or down at random after each step: "
+            "to the nearest, small updates are lost"
+        },
+    )
     on_nonfinite: Literal["stop", "skip"] = field(
         default="stop",
         metadata={

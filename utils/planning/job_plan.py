@@ -56,10 +56,10 @@ def report_job(settings: RunSettings, launch: LaunchFacts, total_steps: int) -> 
 def _launch_problems(settings: RunSettings, launch: LaunchFacts) -> Iterator[str]:
     """Refuse a strategy that the run's first check would refuse."""
     asked_by = None
-    if settings.values["use_cpu"]:  # as the user set it: a dry run without GPU sets it by itself
-        asked_by = settings.values.shown("use_cpu")
-    elif asks_for_cpu(os.environ):
+    if asks_for_cpu(os.environ):
         asked_by = "ACCELERATE_USE_CPU"
+    elif settings.values["use_cpu"]:  # as the user set it: a dry run without GPU sets it by itself
+        asked_by = settings.values.shown("use_cpu")
     if asked_by and launch.strategy.startswith(("fsdp", "zero")):
         yield (
             f"{launch.strategy} needs GPUs, but {asked_by} asks for the CPU, where accelerate "

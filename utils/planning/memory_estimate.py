@@ -14,6 +14,7 @@ from utils.kernels.linear_cross_entropy import working_bytes
 from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.models import weights_dtype
+from utils.planning.optimizer_states import optimizer_bytes_per_parameter
 
 GIB = 2**30
 # Stored per layer, token and hidden unit at 16 bits, attention scores recomputed (Korthikanti et
@@ -70,7 +71,9 @@ def estimate_memory(
     gradient do.
     """
     parameters, trainable = count_parameters(settings.model, config)
-    weight_bytes = weights_dtype(settings.model, config).itemsize
+    weights = weights_dtype(settings.model, config)
+    weight_bytes = weights.itemsize
+    state_bytes = optimizer_bytes_per_parameter(settings.run.optim_states, weights)
     training = settings.training
     micro_batch_tokens = training.per_device_train_batch_size * settings.data.sequence_length
     shards = {
@@ -93,7 +96,7 @@ def estimate_memory(
         trainable=trainable,
         weights_gib=parameters * weight_bytes / shards["weights"] / GIB,
         gradients_gib=trainable * weight_bytes / shards["gradients"] / GIB,
-        optimizer_gib=2 * trainable * weight_bytes / shards["optimizer"] / GIB,
+        optimizer_gib=trainable * state_bytes / shards["optimizer"] / GIB,
         activations_gib=layer_bytes * text.num_hidden_layers / GIB,
         loss_gib=loss_bytes / GIB,
     )
@@ -108,8 +111,10 @@ def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: La
     """
     parameters, trainable = count_parameters(settings.model, config)
     kept = trainable if settings.model.use_peft else parameters
-    weight_bytes = weights_dtype(settings.model, config).itemsize
-    weights, optimizer = kept * weight_bytes, 2 * trainable * weight_bytes
+    dtype = weights_dtype(settings.model, config)
+    weight_bytes = dtype.itemsize
+    state_bytes = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
+    weights, optimizer = kept * weight_bytes, round(trainable * state_bytes)
     training = settings.training
     if launch.strategy.startswith("zero"):
         mixed = training.mixed_precision != "no"

@@ -22,6 +22,11 @@ from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.planning.job_plan import report_job
 from utils.planning.memory_estimate import checkpoint_bytes, estimate_memory
 from utils.planning.models import weights_dtype
+from utils.planning.optimizer_states import (
+    OptimizerStates,
+    choose_optimizer_states,
+    precision_line,
+)
 from utils.planning.run_data import RunData
 
 logger = logging.getLogger(__name__)
@@ -38,6 +43,7 @@ class RunPlan:
     attention: AttentionChoice | None
     loss_head: LossHeadChoice
     compiled: bool
+    optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
 
 
@@ -84,7 +90,8 @@ def plan_run(
         f"{rows:,}",
         f"{total_steps * run.global_batch_size * length:,}",
     )
-    logger.info("precision: %s", _precision(settings, config))
+    optimizer_states = choose_optimizer_states(settings, config, launch)
+    logger.info("precision: %s", precision_line(settings, config, optimizer_states))
     attention = _attention(settings, config, launch)
     loss_head = _loss_head(settings, config)
     if settings.model.compile:
@@ -95,18 +102,10 @@ def plan_run(
     if run.dry_run:
         report_job(settings, launch, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
-    return RunPlan(sampler, total_steps, attention, loss_head, settings.model.compile, saved_bytes)
-
-
-def _precision(settings: RunSettings, config: PreTrainedConfig) -> str:
-    """Say in which types weights are kept and computed with, and who chose mixed precision."""
-    training = settings.training
-    weights = str(weights_dtype(settings.model, config)).removeprefix("torch.")
-    mixed = training.mixed_precision
-    if mixed == "no":
-        return f"{weights} weights, no mixed precision"
-    origin = "" if training.bf16 or training.fp16 else " (as the accelerate config says)"
-    return f"{weights} weights, mixed precision {mixed}{origin}"
+    compiled = settings.model.compile
+    return RunPlan(
+        sampler, total_steps, attention, loss_head, compiled, optimizer_states, saved_bytes
+    )
 
 
 def _attention(

@@ -15,7 +15,7 @@ IDENTITY = frozenset(
         "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
         "model_name_or_path", "model_revision", "model_config", "init_from",
         "tokenizer_name_or_path", "dtype", "bf16", "fp16", "lora_alpha", "use_rslora",
-        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
     }
 )  # fmt: skip
 # What a checkpoint brings along (torch puts the param_groups of the saved optimizer back): another
@@ -145,6 +145,9 @@ def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:
         return f"The optimizer's state brings its own, a new one has no effect. {branch}"
     if name == "optim" and not {old, new} <= SAME_OPTIMIZER:
         return f"Its checkpoints hold the state of {old}, which {new} cannot go on with. {branch}"
+    if name == "optim_states":
+        kept = "the weights' type" if old is None else old
+        return f"Its checkpoints hold Adam's states in {kept}. {branch}"
     if name in OTHER_TENSORS:
         return "Its checkpoints hold other tensors than the run would have."
     return ""

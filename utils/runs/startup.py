@@ -2,10 +2,12 @@
 
 import os
 
+from utils.cluster.decisions import gathered
 from utils.cluster.environment import configure_logging, global_rank
 from utils.cluster.launch import LaunchFacts, check_launch, requested_strategy
 from utils.cluster.signals import install_stop_signals
 from utils.cluster.tokens import load_env_file
+from utils.config.errors import UnfitClusterError
 from utils.config.run_settings import RunSettings
 from utils.training.safe_loading import guard_loading
 
@@ -21,6 +23,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
+        check_same_precision(settings, launch)
         guard_loading(launch.strategy)
         return launch
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -31,6 +34,24 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         hosts=(),
         device=_device_type(),
     )
+
+
+def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Refuse ranks that compute in different types; collective over ranks.
+
+    Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
+    """
+    if launch.world_size == 1:
+        return
+    values = settings.values
+    answers = gathered(f"{values['bf16']} ({values.sources['bf16']})")
+    other = next((rank for rank, answer in enumerate(answers) if answer != answers[0]), None)
+    if other is not None:
+        raise UnfitClusterError(
+            f"the ranks would compute in different types: bf16 is {answers[0]} on "
+            f"{launch.hosts[0]} (rank 0) and {answers[other]} on {launch.hosts[other]} (rank "
+            f"{other}): set bf16 yourself, or take nodes of one kind."
+        )
 
 
 def _device_type() -> str:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
 from utils.planning.stages import OPTIMIZER
+from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ def _misfits(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> li
     if keys[0] != keys[1]:
         other = ", ".join(sorted(keys[0] ^ keys[1]))
         return [f"it is of another kind of optimizer (they differ in {other}): set the same optim."]
+    torchs_own = not isinstance(getattr(optimizer, "optimizer", optimizer), LowPrecisionAdamW)
+    if torchs_own and any(FIRST_SCALES in values for values in saved["state"].values()):
+        return ["it keeps Adam's moments in 8 bits: set optim_states, which reads them."]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [
         f"{key} of tensor {index} has shape {tuple(value.shape)}, the tensor has "

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from utils.config import cpu_precision
 from utils.config.arguments import (
     DataArguments,
     FineTuneConfig,
@@ -38,6 +39,7 @@ BASE = {
 def started_alone(monkeypatch, tmp_path):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu_precision, "has_amx", lambda: False)
     monkeypatch.chdir(tmp_path)
 
 

@@ -23,6 +23,7 @@ CONFIG = LlamaConfig(
 
 def size(strategy: str = "ddp", mixed: str = "no", training: dict | None = None, **model) -> int:
     settings = SimpleNamespace(
+        run=SimpleNamespace(optim_states=None),
         model=ModelArguments(model_config="model.json", **model),
         training=SimpleNamespace(
             mixed_precision=mixed,

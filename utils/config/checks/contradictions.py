@@ -17,6 +17,7 @@ from utils.config.checks.evaluation import (
 )
 from utils.config.checks.nonfinite import check_nonfinite
 from utils.config.checks.origin import check_lora, check_model_origin
+from utils.config.checks.precision import check_optimizer_states, check_precision
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
 from utils.config.data_sources import TrainSource, train_sources, weight_problems
@@ -30,17 +31,6 @@ def check_output_dir(values: SettingValues) -> Iterator[str]:
     """Refuse a run without a directory: transformers would write into ./trainer_output."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
-
-
-def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse two mixed precisions, and weights of a type that cannot be trained."""
-    if values["bf16"] and values["fp16"]:
-        yield f"{values.shown('bf16')} and {values.shown('fp16')}: choose one mixed precision"
-    if values["dtype"] == "float16" and not values["use_peft"]:
-        yield (
-            "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
-            "at null, and set fp16: true for mixed precision"
-        )
 
 
 def check_hardware(values: SettingValues) -> Iterator[str]:
@@ -118,6 +108,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_model_origin,
     check_lora,
     check_precision,
+    check_optimizer_states,
     check_hardware,
     check_train_data,
     check_evaluation,

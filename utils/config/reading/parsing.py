@@ -34,7 +34,8 @@ def parse_arguments(
     over earlier ones, all of them over the defaults. `argv` is the command line without the
     program's name (None: this process's). Each check gets all values and yields one line for each
     contradiction; a check that reads a missing or faulty setting is left out. A class with a
-    classmethod `from_settings(given, values)` is built by it, others by their constructor.
+    classmethod `from_settings(given, values)` is built by it, others by their constructor; with a
+    classmethod `settled_by_machine(values)` it decides settings left open, before the checks.
 
     Raises ConfigurationError with every fault of recipes, flags and checks. No class is
     instantiated before all of that is in order; a ValueError of a constructor becomes a
@@ -59,6 +60,9 @@ def parse_arguments(
     if not recipes.problems:
         problems += missing.values()
     unusable = frozenset(faults.keys() | missing.keys() | flags.faulty)
+    values = SettingValues(parser.declared, given, sources, unusable)
+    for name, (value, why) in _settled(argument_classes, values).items():
+        given[name], sources[name] = value, why
     values = SettingValues(parser.declared, given, sources, unusable)
     problems += _contradictions(checks, values)
     if problems:
@@ -122,6 +126,17 @@ def _contradictions(checks: Sequence[Check], values: SettingValues) -> list[str]
         except UnusableSettingError:
             continue
     return problems
+
+
+def _settled(argument_classes: Iterable[type], values: SettingValues) -> dict[str, tuple[Any, str]]:
+    settled: dict[str, tuple[Any, str]] = {}
+    for argument_class in argument_classes:
+        try:
+            if hasattr(argument_class, "settled_by_machine"):
+                settled |= argument_class.settled_by_machine(values)
+        except UnusableSettingError:
+            continue  # that fault is said
+    return settled
 
 
 def _build(argument_class: type, given: Mapping[str, Any], values: SettingValues) -> Any:

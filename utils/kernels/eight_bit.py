@@ -1,0 +1,65 @@
+"""Adam's moments in 8 bits an element: short floats, in blocks that share a scale.
+
+The largest of a block is 1 (block-wise quantization: Dettmers et al. 2022, "8-bit Optimizers via
+Block-wise Quantization", arXiv 2110.02861). Below it a first moment has a sign, 4 bits of exponent
+and 3 of mantissa, a second moment 5 and 3; it is never rounded to 0, which Adam would divide by (Li
+et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+LARGEST_BLOCK = 256
+SMALLEST_BLOCK = 64  # below it the scales would take more than 6 % on top
+FEWEST_ELEMENTS = 4096  # norms and biases are not worth it, as in bitsandbytes
+BITS_LOST = 20  # of float32: 3 bits of mantissa are left
+_ONE = 0x3F800000 >> BITS_LOST  # the code of 1.0 with all its bits of exponent
+_LARGEST = {torch.int8: 127, torch.uint8: 255}
+_TINY = 1e-30  # a block of zeros is divided by it
+
+
+def block_size(shape: Sequence[int]) -> int | None:
+    """Return the elements of a block: it divides rows, so that shards of rows keep blocks whole.
+
+    None for a tensor that is not kept in 8 bits: it is small, or its rows do not divide well.
+    """
+    elements = 1
+    for length in shape:
+        elements *= length
+    if len(shape) < 2 or elements < FEWEST_ELEMENTS:
+        return None
+    return next(
+        (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if shape[-1] % size == 0),
+        None,
+    )
+
+
+def encode(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor
+) -> None:
+    """Write (n,) float32 values into (n,) codes and (n / block,) scales.
+
+    int8 codes have a sign; those of uint8 are for values that are not negative. `noise` is int32
+    (n,) below 2**20. Overwrites `values`.
+    """
+    blocks = values.view(len(scales), -1)
+    torch.amax(blocks.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
+    scales.clamp_(min=_TINY)
+    blocks.div_(scales.unsqueeze(-1))
+    largest = _LARGEST[codes.dtype]
+    signed = codes.dtype == torch.int8
+    signs = values.sign() if signed else None
+    short = values.abs_().view(torch.int32).add_(noise).bitwise_right_shift_(BITS_LOST)
+    short.sub_(_ONE - largest).clamp_(0 if signed else 1, largest)
+    codes.copy_(short if signs is None else short.mul_(signs.int()))
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the (n,) float32 values of codes and scales."""
+    short = codes.int()
+    signs = short.sign()
+    short = short.abs_().add_(_ONE - _LARGEST[codes.dtype]).bitwise_left_shift_(BITS_LOST)
+    values = short.view(torch.float32).mul_(signs)
+    values.view(len(scales), -1).mul_(scales.unsqueeze(-1))
+    return values
