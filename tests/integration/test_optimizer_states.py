@@ -1,0 +1,79 @@
+"""Runs whose weights and Adam's states are kept in fewer bits: as exact as any other run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from launching import run_two_processes
+
+import pretrain
+from utils.config.errors import ConfigurationError
+
+pytestmark = pytest.mark.slow
+
+STATES = {"optim_states": "bfloat16"}
+SMALLEST = {"dtype": "bfloat16", "stochastic_rounding": True, "optim_states": "int8"}
+
+
+@pytest.fixture
+def wide(pretraining, tmp_path):
+    """The command line of a model whose matrices are wide enough for blocks of 8-bit states."""
+    config = tiny.make_model_config(tmp_path / "wide.json", hidden_size=64, intermediate_size=128)
+    return lambda output_dir, **changes: pretraining(output_dir, model_config=config, **changes)
+
+
+def cut(whole: Path, directory: Path) -> Path:
+    shutil.copytree(whole, directory)
+    shutil.rmtree(directory / "final")
+    shutil.rmtree(directory / "checkpoint-6")
+    return directory
+
+
+def assert_equal(run: Path, whole: Path) -> None:
+    assert tiny.losses(run) == tiny.losses(whole)
+    assert len(tiny.losses(run)) == 6
+    weights = "final/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+@pytest.mark.parametrize("settings", [STATES, SMALLEST], ids=["states", "smallest"])
+def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd):
+    whole = tmp_path / "whole"
+    pretrain.main(wide(whole, **settings))
+    kept = settings["optim_states"]
+    assert f"no mixed precision, Adam's states in {kept}" in capfd.readouterr().out
+    state = torch.load(whole / "checkpoint-3/optimizer.pt", weights_only=True)["state"][0]
+    assert state["exp_avg"].dtype == getattr(torch, kept)
+    run = cut(whole, tmp_path / "cut")
+    with pytest.raises(ConfigurationError, match=f"hold Adam's states in {kept}"):
+        pretrain.main(wide(run, **settings | {"optim_states": "float32"}))
+    pretrain.main(wide(run, **settings))
+    assert_equal(run, whole)
+
+
+def test_all_ranks_round_alike(wide, tmp_path):
+    script = Path(__file__).with_name("same_weights_run.py")
+    settings = {**SMALLEST, "per_device_train_batch_size": 1}
+    done = run_two_processes("multi_gpu", script, wide(tmp_path / "run", **settings))
+    assert "1 different weights on 2 ranks" in done.stdout, done.stdout[-3000:]
+
+
+def test_shards_resume_exactly(wide, tmp_path):
+    """Codes and scales are saved and loaded as shards of rows."""
+    whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
+    done = run_two_processes("fsdp2", "pretrain.py", wide(whole, **settings))
+    assert done.returncode == 0, done.stdout[-3000:]
+    run = cut(whole, tmp_path / "cut")
+    done = run_two_processes("fsdp2", "pretrain.py", wide(run, **settings))
+    assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-3000:]
+    assert_equal(run, whole)
+
+
+def test_deepspeed_keeps_states_in_its_own_way(wide, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    argv = wide(tmp_path / "run", **STATES, dry_run=True)
+    with pytest.raises(ConfigurationError, match=r"optim_states bfloat16 .* does not go with zero2"):
+        pretrain.main(argv)
