@@ -10,9 +10,10 @@ Let nothing else run meanwhile. Contestants run in turn, each in a fresh process
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks import component, training
-from benchmarks.cells import CPU_CELLS, EXPERIMENTS, ComponentCell
+from benchmarks import component, parity, training
+from benchmarks.cells import CPU_CELLS, EXPERIMENTS, Cell, ComponentCell, ParityCell
 from benchmarks.circumstances import ROOT, circumstances
 from benchmarks.contest import say
 from benchmarks.table import table
@@ -40,12 +41,7 @@ def main() -> int:
         made_by = f"python -m benchmarks {given.group} --cells {name} --repeats {given.repeats}"
         say(f"\n{name}")
         cell = cells[name]
-        contest = (
-            component.hold(cell, given.repeats)
-            if isinstance(cell, ComponentCell)
-            else training.hold(cell, given.repeats)
-        )
-        result = circumstances(made_by) | contest
+        result = circumstances(made_by) | hold(cell, given.repeats)
         directory = given.results / given.group
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -55,6 +51,15 @@ def main() -> int:
     if broken:
         say(f"The losses do not agree in {', '.join(broken)}: this is not the same training.")
     return 1 if broken else 0
+
+
+def hold(cell: Cell, repeats: int) -> dict[str, Any]:
+    """Measure a cell; return its results."""
+    if isinstance(cell, ComponentCell):
+        return component.hold(cell, repeats)
+    if isinstance(cell, ParityCell):
+        return parity.hold(cell)
+    return training.hold(cell, repeats)
 
 
 if __name__ == "__main__":

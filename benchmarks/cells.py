@@ -58,7 +58,30 @@ class ComponentCell:
         return self.module
 
 
-Cell = TrainingCell | ComponentCell
+@dataclass(frozen=True)
+class Variant:
+    """Stoker with other settings; `held` ones have to train as well as the first."""
+
+    name: str
+    settings: tuple[tuple[str, str], ...] = ()
+    precision: str = "fp32"
+    held: bool = True
+
+
+@dataclass(frozen=True)
+class ParityCell:
+    """Runs of Stoker on the same documents, whose losses are compared and not their speed."""
+
+    name: str
+    title: str
+    workload: Workload
+    micro_batch_size: int
+    steps: int
+    learning_rate: float
+    variants: tuple[Variant, ...]
+
+
+Cell = TrainingCell | ComponentCell | ParityCell
 
 
 def _stoker_with(name: str, **variables: str) -> Contestant:
@@ -91,6 +114,15 @@ CPU_CELLS: tuple[Cell, ...] = (
     ComponentCell("tokenization"),
 )  # fmt: skip
 
+_LLAMA_1M = LLAMA_11M | {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "vocab_size": 2048,
+}
+_SMALL_ROWS = Workload(_LLAMA_1M, sequence_length=64, documents=1920)
+_ROUNDED = (("dtype", "bfloat16"), ("stochastic_rounding", "true"))
+
 # What a choice of ours is worth: Stoker beside itself without it.
 EXPERIMENTS: tuple[Cell, ...] = (
     TrainingCell(
@@ -105,4 +137,22 @@ EXPERIMENTS: tuple[Cell, ...] = (
     ),
     ComponentCell("short_documents"),
     ComponentCell("logits_layout"),
+    ParityCell(
+        "low_precision", "Losses in fewer bits, 1 M parameters, 120 steps of 16 x 64 tokens",
+        _SMALL_ROWS, 16, 120, 3e-3,
+        (
+            Variant("float32"),
+            Variant("mixed precision bf16", precision="bf16"),
+            Variant("states in bfloat16", (("optim_states", "bfloat16"),)),
+            Variant("states in int8", (("optim_states", "int8"),)),
+            Variant("weights in bfloat16, rounded stochastically", _ROUNDED),
+            Variant(
+                "weights in bfloat16, rounded stochastically, states in int8",
+                (*_ROUNDED, ("optim_states", "int8")),
+            ),
+            Variant(
+                "weights in bfloat16, rounded to the nearest", (("dtype", "bfloat16"),), held=False
+            ),
+        ),
+    ),
 )  # fmt: skip

@@ -19,7 +19,7 @@ class Job:
 
     `workload` is a directory of `workloads.py`. `tuned`: with the best settings that we found,
     not with those of the toolkit's documentation. Of `steps` optimizer steps the first
-    `warmup_steps` are not timed. A step takes one micro-batch.
+    `warmup_steps` are not timed. A step takes one micro-batch. `settings` are Stoker's alone.
     """
 
     workload: str
@@ -32,6 +32,7 @@ class Job:
     warmup_steps: int
     tuned: bool = True
     learning_rate: float = 1e-3
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def files(self) -> Path:

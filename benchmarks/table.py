@@ -6,7 +6,13 @@ from typing import Any
 
 def table(result: Mapping[str, Any]) -> str:
     """Write one line a contestant, or a contestant and size: speed, and Stoker's gain."""
-    rows = _component_rows(result) if "sizes" in result else _training_rows(result)
+    rows = (
+        _component_rows(result)
+        if "sizes" in result
+        else _variant_rows(result)
+        if "variants" in result
+        else _training_rows(result)
+    )
     rows += [[name, f"not run: {why}"] for name, why in result["not_run"].items()]
     width = len(rows[0])
     lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
@@ -37,6 +43,23 @@ def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
         rows.append([name, *(f"{speeds[size]:,.0f}" if size in speeds else "" for size in sizes)])
     for name, ratios in result["ratios"].items():
         rows.append([f"Stoker / {name}", *(ratio_text(ratios.get(size)) for size in sizes)])
+    return rows
+
+
+def _variant_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    parity = result["parity"]
+    last = f"loss of the last {parity['last_steps']} steps"
+    rows = [["", "bytes a parameter", last, "more by", "differs at each step by"]]
+    for name, measured in result["variants"].items():
+        rows.append(
+            [
+                name,
+                f"{measured['bytes_a_parameter']:.0f}",
+                f"{measured['final_loss']:.4f}",
+                f"{parity['differences'][name]:+.4f}",
+                f"{measured['mean_difference']:.4f}",
+            ]
+        )
     return rows
 
 

@@ -35,7 +35,7 @@ def train(job: Job) -> Outcome:
         "use_cpu": str(not torch.cuda.is_available()).lower(),
         "save_strategy": "no",
         "compile": str(job.tuned).lower(),
-    }
+    } | job.settings
     argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     recorder = StepRecorder(job)
     watch_trainer(recorder)
