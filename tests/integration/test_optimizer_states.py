@@ -75,5 +75,5 @@ def test_deepspeed_keeps_states_in_its_own_way(wide, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     argv = wide(tmp_path / "run", **STATES, dry_run=True)
-    with pytest.raises(ConfigurationError, match="optim_states .* not go with zero2"):
+    with pytest.raises(ConfigurationError, match=r"optim_states .* not go with zero2"):
         pretrain.main(argv)

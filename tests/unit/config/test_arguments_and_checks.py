@@ -156,6 +156,20 @@ CONTRADICTIONS = [
         ["bf16 True .* and fp16 True .*: choose one", "fp16 needs a GPU", "bf16 needs a GPU"],
     ),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
+    ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* not for optim sgd"),
+    ({"optim_states": "int8", "optim_args": "a=1"}, "optim_args a=1 .* has no effect with optim_s"),
+    (
+        {"optim_states": "bfloat16", "fp16": "true", "use_cpu": None, "dry_run": "true"},
+        "optim_states bfloat16 .* knows nothing of the loss scaler of fp16",
+    ),
+    (
+        {"stochastic_rounding": "true"},
+        r"stochastic_rounding True .* no effect on weights in float32 \(dtype null\): set dtype",
+    ),
+    (
+        {"stochastic_rounding": "true", "dtype": "bfloat16", "bf16": "true"},
+        r"stochastic_rounding True .* goes without mixed precision \(bf16 True",
+    ),
     ({"fp16": "true"}, r"fp16 needs a GPU, on the CPU \(use_cpu\): leave it out"),
     ({"tf32": "true"}, r"tf32 needs an NVIDIA GPU, on the CPU \(use_cpu\): leave it out"),
     (

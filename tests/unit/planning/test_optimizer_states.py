@@ -1,0 +1,84 @@
+"""Which optimizer keeps what, said before a weight is loaded; refused where it cannot be kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from utils.cluster.launch import LaunchFacts
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import parse_fine_tuning
+from utils.planning.optimizer_states import (
+    OptimizerStates,
+    choose_optimizer_states,
+    optimizer_bytes_per_parameter,
+    precision_line,
+)
+
+LAUNCH = LaunchFacts(0, 1, "single", ("n",), "cpu")
+ROUNDED = {"dtype": "bfloat16", "stochastic_rounding": "true"}
+LORA = {"dtype": "bfloat16", "use_peft": "true", "model_name_or_path": "m"}
+
+
+def parsed(changes, tmp_path):
+    given = {
+        "train_data": "data", "sequence_length": "64", "global_batch_size": "8",
+        "per_device_train_batch_size": "1", "output_dir": str(tmp_path / "run"), "use_cpu": "true",
+        "bf16": "false", **changes,
+    }  # fmt: skip
+    if "model_name_or_path" not in given:
+        given["model_config"] = "model.json"
+    return parse_fine_tuning([w for name, value in given.items() for w in (f"--{name}", value)], "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "states", "said"),
+    [
+        ({}, None, "float32 weights, no mixed precision"),
+        ({"optim_states": "float32"}, None, "float32 weights, no mixed precision"),
+        ({"optim_states": "int8"}, OptimizerStates("int8", False), "Adam's states in int8"),
+        ({"dtype": "bfloat16"}, None, "rounded to the nearest: updates below a 500th"),
+        (ROUNDED, OptimizerStates("bfloat16", True), "in bfloat16, weights rounded stochastically"),
+        (LORA, None, "bfloat16 weights, no mixed precision"),  # of which nothing is trained
+        (LORA | {"optim_states": "float32"}, None, "bfloat16 weights, no mixed precision"),
+    ],
+)
+def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
+    changes, states, said, tmp_path
+):
+    settings, config = parsed(changes, tmp_path), LlamaConfig()
+    chosen = choose_optimizer_states(settings, config, LAUNCH)
+    assert chosen == states
+    assert said in precision_line(settings, config, chosen)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp1"])
+def test_strategies_that_keep_states_in_their_own_way_are_refused(strategy, tmp_path):
+    settings = parsed({"optim_states": "int8"}, tmp_path)
+    with pytest.raises(ConfigurationError, match=f"optim_states int8 .* not go with {strategy}"):
+        choose_optimizer_states(settings, LlamaConfig(), replace(LAUNCH, strategy=strategy))
+    assert choose_optimizer_states(settings, LlamaConfig(), replace(LAUNCH, strategy="fsdp2"))
+
+
+def test_weights_whose_type_the_model_decides_have_to_be_in_bfloat16(tmp_path):
+    settings = parsed(ROUNDED | {"dtype": "auto"}, tmp_path)
+    with pytest.raises(ConfigurationError, match="no effect on weights in float32"):
+        choose_optimizer_states(settings, LlamaConfig(dtype=torch.float32), LAUNCH)
+    assert choose_optimizer_states(settings, LlamaConfig(dtype=torch.bfloat16), LAUNCH)
+
+
+def test_mixed_precision_of_the_accelerate_config_is_refused_beside_rounding(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = parsed(ROUNDED, tmp_path)
+    with pytest.raises(ConfigurationError, match="but the accelerate config says bf16"):
+        choose_optimizer_states(settings, LlamaConfig(), LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("states", "weights", "bytes_"),
+    [(None, torch.float32, 8), (None, torch.bfloat16, 4), ("bfloat16", torch.float32, 4),
+     ("float32", torch.bfloat16, 8), ("int8", torch.bfloat16, 2.03)],
+)  # fmt: skip
+def test_bytes_of_the_states(states, weights, bytes_):
+    assert optimizer_bytes_per_parameter(states, weights) == pytest.approx(bytes_, abs=0.01)
