@@ -44,14 +44,14 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
     if launch.world_size == 1:
         return
     values = settings.values
-    answers = gathered(f"{values['bf16']} ({values.sources['bf16']})")
-    other = next((rank for rank, answer in enumerate(answers) if answer != answers[0]), None)
-    if other is not None:
-        raise UnfitClusterError(
-            f"the ranks would compute in different types: bf16 is {answers[0]} on "
-            f"{launch.hosts[0]} (rank 0) and {answers[other]} on {launch.hosts[other]} (rank "
-            f"{other}): set bf16 yourself, or take nodes of one kind."
-        )
+    answers = gathered((values["bf16"], values.shown("bf16")))
+    for rank, (bf16, shown) in enumerate(answers):
+        if bf16 != answers[0][0]:
+            raise UnfitClusterError(
+                f"the ranks would compute in different types: {answers[0][1]} on "
+                f"{launch.hosts[0]} (rank 0), {shown} on {launch.hosts[rank]} (rank {rank}): set "
+                "bf16 yourself, or take nodes of one kind."
+            )
 
 
 def _device_type() -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from utils.training import low_precision_adam
 from utils.training.inherited_optimizer import _misfits
 from utils.training.low_precision_adam import LowPrecisionAdamW
 
@@ -123,6 +124,27 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype):
     second = low([nn.Parameter(value) for value in kept], kept_as, rounding)
     second.load_state_dict(through_a_file(first.state_dict()))
     assert all(map(torch.equal, take(second, range(3, 6)), whole))
+
+
+@pytest.mark.parametrize("kept_as", ["bfloat16", "int8"])
+def test_shards_of_rows_are_rounded_as_the_whole(kept_as, monkeypatch):
+    """What FSDP2 does to a tensor, on any number of ranks."""
+    rows, cut = 300, 140
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(rows, 384, generator=generator).bfloat16()
+    gradient = torch.randn(rows, 384, generator=generator).bfloat16()
+
+    def stepped(part: slice) -> torch.Tensor:
+        weight = nn.Parameter(whole[part].clone())
+        monkeypatch.setattr(low_precision_adam, "_first_element", lambda _: part.start * 384)
+        optimizer = low([weight], kept_as, rounding=True)
+        for _ in range(3):
+            weight.grad = gradient[part].clone()
+            optimizer.step()
+        return weight.detach()
+
+    shards = [stepped(slice(0, cut)), stepped(slice(cut, rows))]
+    assert torch.equal(torch.cat(shards), stepped(slice(0, rows)))
 
 
 def test_another_seed_rounds_otherwise():
