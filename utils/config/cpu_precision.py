@@ -8,6 +8,7 @@ from accelerate.utils.environment import str_to_bool
 from utils.config.reading.settings import SettingValues
 
 AMX = "this CPU has AMX"
+NODE_UNKNOWN = "bf16 where a CPU with AMX trains"  # a dry run may be on another machine
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
@@ -27,7 +28,7 @@ def settled_precision(
     if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return {"bf16": (False, "the accelerate config decides")}
     if not computes_on_cpu(values, environment):
-        return {"bf16": (False, "default")}
+        return {"bf16": (False, NODE_UNKNOWN if values.get("dry_run") else "default")}
     if not has_amx():
         return {"bf16": (False, "this CPU has no AMX")}
     return {"bf16": (True, AMX), "use_cpu": (True, values.sources["use_cpu"])}

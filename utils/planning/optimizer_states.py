@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts
-from utils.config.cpu_precision import AMX
+from utils.config.cpu_precision import AMX, NODE_UNKNOWN
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.planning.models import weights_dtype
@@ -85,7 +85,7 @@ def _mixed_precision(settings: RunSettings) -> str:
     training = settings.training
     mixed, why = training.mixed_precision, settings.values.sources["bf16"]
     if mixed == "no":
-        return "no mixed precision"
+        return "no mixed precision" + (f" ({why})" if why == NODE_UNKNOWN else "")
     if not (training.bf16 or training.fp16):
         return f"mixed precision {mixed} (as the accelerate config says)"
     chosen = f" ({AMX}; --bf16 false for float32)" if why == AMX else ""

@@ -53,6 +53,13 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
     assert said in precision_line(settings, config, chosen)
 
 
+def test_a_dry_run_says_that_it_does_not_know_the_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    settings = parsed({"bf16": "null", "use_cpu": "false", "dry_run": "true"}, tmp_path)
+    said = precision_line(settings, LlamaConfig(), None)
+    assert said == "float32 weights, no mixed precision (bf16 where a CPU with AMX trains)"
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp1"])
 def test_strategies_that_keep_states_in_their_own_way_are_refused(strategy, tmp_path):
     settings = parsed({"optim_states": "int8"}, tmp_path)
