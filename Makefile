@@ -4,6 +4,7 @@
 # make test-fast  the tests that start no process and train no model
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
+# make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the figures in README.md, docs/exactness.md, docs/performance.md and docs/experiments.md anew from benchmarks/results/
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: bench demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
+.PHONY: bench bench-gpu demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +32,11 @@ demo: $(VENV)/.runtime
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks cpu
+
+# A round of a cell takes about a minute: BENCH_ARGS="--minutes 9 --cells qwen3_600m_pretrain" ends in time.
+BENCH_ARGS ?=
+bench-gpu: $(VENV)/.runtime
+	$(BIN)/python -m benchmarks gpu --resume $(BENCH_ARGS)
 
 figures:
 	$(BIN)/python examples/readme_figures.py

@@ -2,27 +2,32 @@
 
     python -m benchmarks cpu                      all cells for a CPU
     python -m benchmarks cpu --cells pretrain_bf16 --repeats 3
+    python -m benchmarks gpu --resume --minutes 9 all cells for one GPU, nine minutes at a time
+    python -m benchmarks gpu --toy --results /tmp/toy   rehearse them on any machine
     python -m benchmarks experiments              Stoker beside itself without a choice of ours
 
 Let nothing else run meanwhile. Contestants run in turn, each in a fresh process.
 """
 
 import argparse
-import json
+import sys
+import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks import component, parity, training
-from benchmarks.cells import CPU_CELLS, EXPERIMENTS, Cell, ComponentCell, ParityCell
-from benchmarks.circumstances import ROOT, circumstances
-from benchmarks.contest import say
-from benchmarks.table import table
+from benchmarks.cells import CPU_CELLS, EXPERIMENTS, Cell, ProbeCell
+from benchmarks.circumstances import ROOT, hardware
+from benchmarks.contest import ContestantFailedError, say
+from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.measure import Session
+from benchmarks.progress import OutOfTimeError
+from benchmarks.toy import toy
 
 RESULTS = ROOT / "benchmarks" / "results"
-GROUPS = {"cpu": CPU_CELLS, "experiments": EXPERIMENTS}
+GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}
+AGAIN = 75  # exit code: the same command goes on, as with the training scripts
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Hold the contests that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
@@ -31,38 +36,61 @@ def main() -> int:
     parser.add_argument("--cells", default="", help="names, separated by commas; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
-    given = parser.parse_args()
-    cells = {cell.name: cell for cell in GROUPS[given.group]}
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the rounds of this commit and device"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="begin no round that would end later; exit code 75 then"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="toy sizes on any device: a rehearsal, no measurement"
+    )
+    given = parser.parse_args(argv)
+    if given.toy and given.results.resolve() == RESULTS:
+        parser.error("--toy measures nothing: give --results a directory of its own")
+    if given.toy and given.group != "gpu":
+        parser.error("--toy rehearses the group gpu; the others run anywhere as they are")
+    if given.group == "gpu" and not given.toy and "gpu" not in hardware():
+        parser.error("the group gpu needs an NVIDIA GPU, and nvidia-smi shows none; see --toy")
+    cells = {cell.name: toy(cell) if given.toy else cell for cell in GROUPS[given.group]}
     names = [name for name in given.cells.split(",") if name] or list(cells)
     if unknown := [name for name in names if name not in cells]:
         parser.error(f"no cell {', '.join(unknown)}; there are {', '.join(cells)}")
-    broken = []
-    for name in names:
-        say(f"\n{name}")
-        cell = cells[name]
-        made_by = f"python -m benchmarks {given.group} --cells {name}"
-        if not isinstance(cell, ParityCell):  # runs of one seed: the same losses each time
-            made_by += f" --repeats {given.repeats}"
-        result = circumstances(made_by) | hold(cell, given.repeats)
-        directory = given.results / given.group
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-        say(table(result))
-        if not result.get("parity", {"holds": True})["holds"]:
-            broken.append(name)
-    if broken:
-        say(f"The losses do not agree in {', '.join(broken)}: this is not the same training.")
-    return 1 if broken else 0
+    session = Session(
+        group=given.group,
+        results=given.results,
+        repeats=given.repeats,
+        resume=given.resume,
+        toy=given.toy,
+        deadline=None if given.minutes is None else time.monotonic() + 60 * given.minutes,
+    )
+    chosen = [cells[name] for name in names]
+    if given.group == "gpu" and not session.device().probed:
+        # What a speed is worth hangs on them.
+        chosen = [ProbeCell(toy=given.toy), *(one for one in chosen if one.name != "probes")]
+    return measure(session, chosen)
 
 
-def hold(cell: Cell, repeats: int) -> dict[str, Any]:
-    """Measure a cell; return its results."""
-    if isinstance(cell, ComponentCell):
-        return component.hold(cell, repeats)
-    if isinstance(cell, ParityCell):
-        return parity.hold(cell)
-    return training.hold(cell, repeats)
+def measure(session: Session, cells: list[Cell]) -> int:
+    """Measure cell by cell; a cell that fails does not keep the others from their turn."""
+    failed = []
+    for cell in cells:
+        say(f"\n{cell.name}")
+        try:
+            if not session.measure(cell):
+                failed.append(
+                    f"{cell.name}: the losses do not agree, this is not the same training"
+                )
+        except OutOfTimeError:
+            say("time is up; the same command with --resume goes on here")
+            return AGAIN
+        except ContestantFailedError as error:
+            failed.append(f"{cell.name}: Stoker failed: {error}")
+            say(failed[-1])
+    for line in failed:
+        say(line)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """What is measured: each cell is a piece of work and those who do it."""
 
+import importlib.util
 from dataclasses import dataclass
 
 from benchmarks.workloads import LLAMA_11M, LLAMA_23M, Workload
@@ -12,14 +13,22 @@ OURS_TUNED = "Stoker, tuned"
 class Contestant:
     """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`.
 
+    `module` None: a toolkit that nothing here drives yet. `variant` is for the module to read;
     `environment` holds variables of its process.
     """
 
     name: str
-    module: str
+    module: str | None
     tuned: bool = True
     needs: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    variant: str = ""
+
+    def reason_not_to_run(self) -> str | None:
+        """Say why it cannot run here; None: it can."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"{self.needs} is not installed"
+        return None if self.module else "there is no adapter for it"
 
 
 STOKER = Contestant(OURS, "stoker", tuned=False)
@@ -29,11 +38,18 @@ TUNED_TRAINER = Contestant("Trainer, tuned", "hf_trainer")
 SFT_TRAINER = Contestant("SFTTrainer, as documented", "trl_sft", tuned=False)
 TUNED_SFT_TRAINER = Contestant("SFTTrainer, tuned", "trl_sft")
 PLAIN_LOOP = Contestant("plain loop, tuned", "plain_loop")
+LITGPT = Contestant("litgpt, as documented", "litgpt", tuned=False, needs="litgpt")
+TUNED_LITGPT = Contestant("litgpt, tuned", "litgpt", needs="litgpt")
 
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """Contestants that train the same model on the same documents in the same precision."""
+    """Contestants that train the same model on the same documents in the same precision.
+
+    `precision` is "fp32", "bf16" (mixed: weights in fp32) or "bf16_weights" (everything in bf16).
+    `lora_rank` above 0: the weights are frozen, adapters of that rank on all linear layers but the
+    last are trained. `trace`: a step more shows which kernels ran.
+    """
 
     name: str
     title: str
@@ -43,6 +59,10 @@ class TrainingCell:
     contestants: tuple[Contestant, ...]
     steps: int = 10
     warmup_steps: int = 3
+    learning_rate: float = 1e-3
+    lora_rank: int = 0
+    checkpointing: bool = False
+    trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,32 @@ class ParityCell:
     variants: tuple[Variant, ...]
 
 
-Cell = TrainingCell | ComponentCell | ParityCell
+@dataclass(frozen=True)
+class SweepCell:
+    """A training cell with one thing growing, as long as a contestant can.
+
+    `grows` is "sequence_length" or "num_hidden_layers". Each size is taken once.
+    """
+
+    base: TrainingCell
+    grows: str
+    sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What the command line and the results call it."""
+        return self.base.name
+
+
+@dataclass(frozen=True)
+class ProbeCell:
+    """What the device can do at best: matrix products and copies."""
+
+    name: str = "probes"
+    toy: bool = False
+
+
+Cell = TrainingCell | ComponentCell | ParityCell | SweepCell | ProbeCell
 
 
 def _stoker_with(name: str, **variables: str) -> Contestant:
@@ -91,7 +136,9 @@ def _stoker_with(name: str, **variables: str) -> Contestant:
 _HEAP_ONLY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's
 _ROWS = Workload(LLAMA_23M, sequence_length=512, documents=64)
 _CHATS = Workload(LLAMA_11M, sequence_length=2048, documents=400, mean_length=300)
-_PRETRAINING = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
+_PRETRAINING = (
+    STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, LITGPT, TUNED_LITGPT, PLAIN_LOOP,
+)  # fmt: skip
 _FINE_TUNING = (STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, TUNED_TRAINER)
 
 CPU_CELLS: tuple[Cell, ...] = (
@@ -106,6 +153,14 @@ CPU_CELLS: tuple[Cell, ...] = (
     TrainingCell(
         "sft_bf16", "Fine-tuning, 11 M parameters, chats of 300 tokens, bf16",
         _CHATS, "bf16", 1, _FINE_TUNING,
+    ),
+    SweepCell(
+        TrainingCell(
+            "pretrain_growth", "Pretraining, 23 M parameters, one row that grows, bf16",
+            Workload(LLAMA_23M, sequence_length=512, documents=8), "bf16", 1,
+            (STOKER, TRAINER, PLAIN_LOOP), steps=8, warmup_steps=3,
+        ),
+        "sequence_length", (256, 512, 1024, 2048),
     ),
     ComponentCell("loss_head"),
     ComponentCell("attention"),

@@ -3,10 +3,13 @@
 import datetime
 import os
 import platform
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from benchmarks.device import gpu_facts
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
@@ -37,9 +40,9 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "amx": bool(torch.cpu._is_amx_tile_supported()),
     }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["gpus"] = torch.cuda.device_count()
+    if facts := gpu_facts():
+        found["gpu"] = facts.pop("name")
+        found["gpu_facts"] = facts
     return found
 
 
@@ -59,6 +62,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
     )

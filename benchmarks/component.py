@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import OURS, ComponentCell
-from benchmarks.contest import Turns, run_process
+from benchmarks.contest import Rounds, Turns, run_process
 from benchmarks.ratios import paired_ratio
 
 Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 
 
-def hold(cell: ComponentCell, repeats: int) -> dict[str, Any]:
+def hold(cell: ComponentCell, repeats: int, kept: Rounds | None = None) -> dict[str, Any]:
     """Let the contestants of a component do their work in turn; return its results."""
     module = importlib.import_module(f"benchmarks.components.{cell.module}")
     sizes = cell.sizes or module.SIZES
-    turns: Turns[Timings] = Turns({})
+    turns: Turns[Timings] = Turns({}, kept)
 
     def run(name: str, scratch: Path) -> Timings:
         outcome = scratch / "outcome.json"
@@ -35,7 +35,7 @@ def hold(cell: ComponentCell, repeats: int) -> dict[str, Any]:
         "ratios": {
             name: ratios(turns.outcomes[OURS], theirs)
             for name, theirs in turns.outcomes.items()
-            if name != OURS
+            if name != OURS and OURS in turns.outcomes
         },
         "not_run": turns.not_run,
     }
@@ -68,4 +68,5 @@ def ratios(ours: Sequence[Timings], theirs: Sequence[Timings]) -> Mapping[str, d
     return {
         size: paired_ratio([run[size] for run in left], [run[size] for run in right])._asdict()
         for size in right[0]
+        if size in left[0]
     }

@@ -8,11 +8,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.cells import OURS, OURS_TUNED
 from benchmarks.circumstances import ROOT
-from benchmarks.job import STARTED_AT
+from benchmarks.job import CANNOT_RUN, STARTED_AT
 
 LIMIT_S = 900
 Outcome = TypeVar("Outcome")
@@ -22,12 +22,32 @@ class ContestantFailedError(Exception):
     """A contestant's process ended without an outcome; the message ends with its last lines."""
 
 
-class Turns(Generic[Outcome]):
-    """All repeats of all contestants, and why some did not run."""
+class CannotRunHereError(ContestantFailedError):
+    """A contestant said that this machine lacks what it needs: a package, a GPU, memory."""
 
-    def __init__(self, not_run: Mapping[str, str]):
+
+class Rounds(Protocol):
+    """Where rounds are kept between commands (benchmarks/progress.py)."""
+
+    def load(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def begin_round(self) -> None: ...  # noqa: D102
+
+    def end_round(  # noqa: D102
+        self, rounds: int, outcomes: Mapping[str, Any], not_run: Mapping[str, str]
+    ) -> None: ...
+
+
+class Turns(Generic[Outcome]):
+    """All repeats of all contestants, and why some did not run.
+
+    With `kept` outcomes are JSON and outlive the command, round by round.
+    """
+
+    def __init__(self, not_run: Mapping[str, str], kept: Rounds | None = None):
         self.outcomes: dict[str, list[Outcome]] = {}
         self.not_run = dict(not_run)
+        self.kept = kept
 
     def take(
         self,
@@ -39,22 +59,40 @@ class Turns(Generic[Outcome]):
         """Let `run(name, directory)` do each contestant's work, `repeats` times around.
 
         A peer that fails once is out, with the reason. Raises ContestantFailedError when Stoker
-        itself fails.
+        itself fails, unless for want of memory or the like; and what `kept` raises.
         """
-        for repeat in range(repeats):
-            for name in [name for name in names if name not in self.not_run]:
-                with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
-                    try:
-                        outcome = run(name, Path(directory))
-                    except ContestantFailedError as error:
-                        if name in (OURS, OURS_TUNED):
-                            raise
-                        self.not_run[name] = str(error)
-                        self.outcomes.pop(name, None)
-                        say(f"{repeat + 1}/{repeats}  {name}: {error}")
-                        continue
-                self.outcomes.setdefault(name, []).append(outcome)
-                say(f"{repeat + 1}/{repeats}  {name}: {describe(outcome)}")
+        first = 0
+        if self.kept:
+            before = self.kept.load()
+            first, self.outcomes = before["rounds"], before["outcomes"]
+            self.not_run |= before["not_run"]
+        for repeat in range(first, repeats):
+            if self.kept:
+                self.kept.begin_round()
+            self._round(names, f"{repeat + 1}/{repeats}", run, describe)
+            if self.kept:
+                self.kept.end_round(repeat + 1, self.outcomes, self.not_run)
+
+    def _round(
+        self,
+        names: Sequence[str],
+        count: str,
+        run: Callable[[str, Path], Outcome],
+        describe: Callable[[Outcome], str],
+    ) -> None:
+        for name in [name for name in names if name not in self.not_run]:
+            with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
+                try:
+                    outcome = run(name, Path(directory))
+                except ContestantFailedError as error:
+                    if name in (OURS, OURS_TUNED) and not isinstance(error, CannotRunHereError):
+                        raise
+                    self.not_run[name] = str(error)
+                    self.outcomes.pop(name, None)
+                    say(f"{count}  {name}: {error}")
+                    continue
+            self.outcomes.setdefault(name, []).append(outcome)
+            say(f"{count}  {name}: {describe(outcome)}")
 
 
 def run_process(
@@ -67,7 +105,7 @@ def run_process(
 
     `variables` come on top of the environment.
 
-    Raises ContestantFailedError when it fails or does not end.
+    Raises ContestantFailedError when it fails or does not end, CannotRunHereError when it says why.
     """
     with (directory / "log").open("w+") as log:
         environment = quiet_environment(directory) | {
@@ -88,6 +126,8 @@ def run_process(
             ending = f"exit code {done.returncode}"
         log.seek(0)
         said = log.read().splitlines()
+    if ending == f"exit code {CANNOT_RUN}":
+        raise CannotRunHereError(said[-1])
     if ending != "exit code 0":
         raise ContestantFailedError(f"{ending}: {' | '.join(said[-3:])}")
 

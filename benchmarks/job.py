@@ -1,16 +1,18 @@
 """What a contestant is given and what it gives back, as JSON files between processes."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # When the process was started, in seconds since 1970, as the process that started it saw it.
 STARTED_AT = "STOKER_BENCHMARK_STARTED_AT"
+CANNOT_RUN = 69  # EX_UNAVAILABLE of sysexits.h; the last line of output says why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,14 +20,17 @@ class Job:
     """A short training run.
 
     `workload` is a directory of `workloads.py`. `tuned`: with the best settings that we found,
-    not with those of the toolkit's documentation. Of `steps` optimizer steps the first
-    `warmup_steps` are not timed. A step takes one micro-batch. `settings` are Stoker's alone.
+    not with those of the toolkit's documentation; `variant` is for the contestant to read. Of
+    `steps` optimizer steps the first `warmup_steps` are not timed. A step takes one micro-batch.
+    `settings` are Stoker's alone.
+    With `trace` two more are taken: the first shows the kernels in use, for the last one of a run
+    does more than others.
     """
 
     workload: str
     scratch: str
     kind: str  # "pretrain" or "sft"
-    precision: str  # "fp32" or "bf16" (mixed: fp32 weights)
+    precision: str  # "fp32", "bf16" (mixed: fp32 weights) or "bf16_weights" (everything in bf16)
     sequence_length: int
     micro_batch_size: int
     steps: int
@@ -33,6 +38,15 @@ class Job:
     tuned: bool = True
     learning_rate: float = 1e-3
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lora_rank: int = 0  # above 0: adapters on all linear layers but the last, alpha the same
+    checkpointing: bool = False  # of activations
+    trace: bool = False
+    variant: str = ""
+
+    @property
+    def all_steps(self) -> int:
+        """The optimizer steps to take."""
+        return self.steps + 2 * self.trace
 
     @property
     def files(self) -> Path:
@@ -44,7 +58,8 @@ class Job:
 class Outcome:
     """What a run was measured to do.
 
-    `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only;
+    `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only, of which
+    `window_loss_tokens` bear loss;
     `first_step_s` counts from the start of the process to the end of its first step. `notes` says
     which settings and kernels were in use.
     """
@@ -55,6 +70,8 @@ class Outcome:
     losses: list[float]
     first_step_s: float
     peak_memory_bytes: int
+    reserved_memory_bytes: int = 0
+    window_loss_tokens: int = 0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -63,11 +80,31 @@ class Outcome:
         return self.window_tokens / self.window_s
 
 
+class CannotRunError(Exception):
+    """What is asked for is not installed here, or does not fit; the message says which."""
+
+
 def run_contestant(train: Callable[[Job], Outcome]) -> None:
     """Train as the command line says: the body of each contestant's `__main__`."""
     job_file, outcome_file = map(Path, sys.argv[1:])
-    outcome = train(Job(**json.loads(job_file.read_text())))
+    with saying_why_not():
+        outcome = train(Job(**json.loads(job_file.read_text())))
     outcome_file.write_text(json.dumps(dataclasses.asdict(outcome)))
+
+
+@contextlib.contextmanager
+def saying_why_not() -> Iterator[None]:
+    """End the process with CANNOT_RUN and the reason where its work cannot be done here."""
+    import torch
+
+    try:
+        yield
+    except CannotRunError as error:
+        print(error)  # noqa: T201 - read by the process that started this one
+        sys.exit(CANNOT_RUN)
+    except torch.OutOfMemoryError as error:
+        print(". ".join(str(error).split(". ")[:2]))  # noqa: T201 - what follows is advice
+        sys.exit(CANNOT_RUN)
 
 
 def seconds_since_start() -> float:

@@ -25,7 +25,12 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """
     assert len(ours) == len(theirs) > 0
     ratios = np.array(ours) / np.array(theirs)
+    return Ratio(statistics.median(ratios), *median_interval(ratios))
+
+
+def median_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the median (bootstrap); the value itself of one repeat."""
     random = np.random.default_rng(0)
-    drawn = random.choice(ratios, size=(RESAMPLES, len(ratios)))
+    drawn = random.choice(np.asarray(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return Ratio(statistics.median(ratios), float(low), float(high))
+    return float(low), float(high)

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.cells import CPU_CELLS, EXPERIMENTS, OURS, OURS_TUNED, Cell
 from benchmarks.circumstances import ROOT
+from benchmarks.gpu_cells import GPU_CELLS
 from benchmarks.marks import replace_between
 from benchmarks.table import ratio_text, table
 
@@ -29,7 +30,8 @@ def with_figures(document: str, figures: str) -> str:
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """Write one line a cell: Stoker, and the fastest of the others."""
+    """Write one line a cell in which Stoker ran beside others: Stoker, and the fastest of them."""
+    results = [one for one in results if one.get("ratios")]
     rows = [["", "Stoker", "the fastest of the others", "Stoker is faster by (times)"]]
     rows += [_component_row(one) if "sizes" in one else _training_row(one) for one in results]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
@@ -70,19 +72,28 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
 
 def _made(result: Mapping[str, Any]) -> str:
     hardware, versions = result["hardware"], result["versions"]
+    gpu = f"{hardware['gpu']}, " if "gpu" in hardware else ""
     return (
-        f"`{result['made_by']}`, {result['date']}, commit {result['commit']}: {hardware['cores']} "
+        f"`{result['made_by']}`, {result['date']}, commit {result['commit']}: {gpu}"
+        f"{hardware['cores']} "
         f"cores, {hardware['cpu']}{', AMX' if hardware['amx'] else ''}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}, trl {versions['trl']}."
     )
 
 
+def on_a_gpu(figures: str) -> str:
+    """Return the figures from a GPU, or that there are none."""
+    return figures or "No figures from a GPU are here yet: `make bench-gpu` makes them on one."
+
+
 def documents() -> dict[Path, str]:
     """Return the figures of each document that has some."""
-    measured = load_results("cpu", CPU_CELLS)
+    cpu, gpu = load_results("cpu", CPU_CELLS), load_results("gpu", GPU_CELLS)
     return {
-        ROOT / "README.md": summary(measured),
-        ROOT / "docs" / "performance.md": details(measured),
+        ROOT / "README.md": f"{summary(cpu)}\n\n{on_a_gpu(summary(gpu) if gpu else '')}",
+        ROOT / "docs" / "performance.md": (
+            f"## On one GPU\n\n{on_a_gpu(details(gpu))}\n\n## On two CPU cores\n\n{details(cpu)}"
+        ),
         ROOT / "docs" / "experiments.md": details(load_results("experiments", EXPERIMENTS)),
     }
 

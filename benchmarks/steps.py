@@ -1,31 +1,48 @@
 """Times, losses and tokens of training steps, taken alike from every contestant."""
 
 import resource
+import sys
 import time
 from typing import Any
 
 import torch
 
+from benchmarks.device import gpu_state
 from benchmarks.job import Job, Outcome, seconds_since_start
+from benchmarks.trace import KernelTrace
 from benchmarks.workloads import PAD_TOKEN_ID
+
+IGNORED_LABEL = -100
 
 
 class StepRecorder:
     """Records a run step by step; waits for the device only where the timed window begins and ends.
 
-    Losses and token counts stay on the device until `outcome`.
+    Losses and token counts stay on the device until `outcome`. On a GPU single steps are timed by
+    events on its stream.
     """
 
     def __init__(self, job: Job):
         self.job = job
         self.ends: list[float] = []
+        self.events: list[torch.cuda.Event] = []
         self.losses: list[torch.Tensor] = []
         self.tokens: list[torch.Tensor] = []
+        self.loss_tokens: list[torch.Tensor] = []
         self.first_step_s = 0.0
+        self.graphs_after_warmup = 0
+        self.trace = KernelTrace() if job.trace else None
+        self.seen: dict[str, Any] = {}
 
-    def saw_batch(self, input_ids: torch.Tensor) -> None:
-        """Count the real tokens of a step's batch."""
+    def saw_batch(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> None:
+        """Count the real tokens of a step's batch, and those that bear loss.
+
+        `labels` are not shifted; None: each token but a row's first bears loss.
+        """
         self.tokens.append(input_ids.ne(PAD_TOKEN_ID).sum())
+        targets = (input_ids if labels is None else labels)[:, 1:]
+        ignored = PAD_TOKEN_ID if labels is None else IGNORED_LABEL
+        self.loss_tokens.append(targets.ne(ignored).sum())
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a step's loss."""
@@ -33,27 +50,55 @@ class StepRecorder:
 
     def ended_step(self) -> None:
         """Take the time; called when the optimizer has stepped."""
-        if len(self.ends) in (0, self.job.warmup_steps - 1, self.job.steps - 1):
-            _wait_for_device()
+        if torch.cuda.is_available():
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+        place = len(self.ends)
+        if place in (0, self.job.warmup_steps - 1, self.job.steps - 1):
+            wait_for_device()
         self.ends.append(time.perf_counter())
-        if len(self.ends) == 1:
+        if place == 0:
             self.first_step_s = seconds_since_start()
+        if place == self.job.warmup_steps - 1:
+            self.graphs_after_warmup = compiled_graphs()
+        if place == self.job.steps - 1:
+            self._window_ended()
+        if place == self.job.steps and self.trace:
+            wait_for_device()
+            self.seen |= self.trace.stop()
+
+    def _window_ended(self) -> None:
+        """Note what the timed steps left, before the step that is traced."""
+        self.seen["compiled_in_window"] = compiled_graphs() - self.graphs_after_warmup
+        self.seen["memory"] = (peak_memory_bytes(), reserved_memory_bytes())
+        if state := gpu_state():
+            self.seen["gpu"] = state
+        if self.trace:
+            self.trace.start()
 
     def outcome(self, **notes: Any) -> Outcome:
         """Sum up; to be called when the run has ended."""
-        warm = self.job.warmup_steps
-        assert len(self.ends) == len(self.losses) == len(self.tokens) == self.job.steps
+        warm, end = self.job.warmup_steps, self.job.steps
+        assert len(self.ends) == len(self.losses) == len(self.tokens) == self.job.all_steps
+        allocated, reserved = self.seen.pop("memory")
         return Outcome(
-            window_s=self.ends[-1] - self.ends[warm - 1],
-            window_tokens=sum(int(tokens) for tokens in self.tokens[warm:]),
-            step_s=[
-                after - before for before, after in zip(self.ends, self.ends[1:], strict=False)
-            ],
-            losses=[float(loss) for loss in self.losses],
+            window_s=self.ends[end - 1] - self.ends[warm - 1],
+            window_tokens=sum(int(tokens) for tokens in self.tokens[warm:end]),
+            window_loss_tokens=sum(int(tokens) for tokens in self.loss_tokens[warm:end]),
+            step_s=self._step_seconds()[: end - 1],
+            losses=[float(loss) for loss in self.losses[:end]],
             first_step_s=self.first_step_s,
-            peak_memory_bytes=peak_memory_bytes(),
-            notes=notes,
+            peak_memory_bytes=allocated,
+            reserved_memory_bytes=reserved,
+            notes=notes | self.seen,
         )
+
+    def _step_seconds(self) -> list[float]:
+        """Return the seconds of each step but the first."""
+        if self.events:
+            pairs = zip(self.events, self.events[1:], strict=False)
+            return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
 
 
 def watch_trainer(recorder: StepRecorder) -> None:
@@ -64,7 +109,7 @@ def watch_trainer(recorder: StepRecorder) -> None:
     training_step, on_step_end = Trainer.training_step, CallbackHandler.on_step_end
 
     def watched_training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.saw_batch(inputs["input_ids"])
+        recorder.saw_batch(inputs["input_ids"], inputs["labels"])
         loss = training_step(self, model, inputs, *args, **kwargs)
         recorder.saw_loss(loss)
         return loss
@@ -87,6 +132,19 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _wait_for_device() -> None:
+def reserved_memory_bytes() -> int:
+    """Return the most that torch's allocator held on the GPU; 0 without one."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process so far."""
+    # Not imported for this: it takes a second, which would be of the timed ones.
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def wait_for_device() -> None:
+    """Wait until the GPU, if there is one, has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,37 +1,44 @@
 """The results of a cell as a Markdown table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from benchmarks.ratios import median_interval
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Write one line a contestant, or a contestant and size: speed, and Stoker's gain."""
-    rows = (
-        _component_rows(result)
-        if "sizes" in result
-        else _variant_rows(result)
-        if "variants" in result
-        else _training_rows(result)
-    )
+    if "probes" in result:
+        rows = _probe_rows(result["probes"])
+    elif "variants" in result:
+        rows = _variant_rows(result)
+    elif "stopped" in result:
+        rows = _sweep_rows(result)
+    else:
+        rows = _component_rows(result) if "sizes" in result else _training_rows(result)
+    width = max(len(rows[0]), 2)
     rows += [[name, f"not run: {why}"] for name, why in result["not_run"].items()]
-    width = len(rows[0])
     lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * width)
     return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
 
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    worth = any(one.get("mfu") is not None for one in result["contestants"].values())
     rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "first step after"]]
+    if worth:
+        rows[0] += ["MFU", "of the roofline"]
     for name, measured in result["contestants"].items():
-        rows.append(
-            [
-                name,
-                f"{measured['tokens_per_second']:,.0f}",
-                ratio_text(result["ratios"].get(name)),
-                f"{measured['peak_memory_bytes'] / 2**30:.2f} GiB",
-                f"{measured['first_step_s']:.1f} s",
-            ]
-        )
+        row = [
+            name,
+            speed_text(measured["tokens_per_second"], measured["repeats"]),
+            ratio_text(result["ratios"].get(name)),
+            f"{measured['peak_memory_bytes'] / 2**30:.2f} GiB",
+            f"{measured['first_step_s']:.1f} s",
+        ]
+        if worth:
+            row += [share_text(measured["mfu"]), share_text(measured["roofline_share"])]
+        rows.append(row)
     return rows
 
 
@@ -63,8 +70,48 @@ def _variant_rows(result: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _sweep_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    rows = _component_rows(result)
+    rows[0].append("stopped by")
+    for row in rows[1:]:
+        row.append(result["stopped"].get(row[0], ""))
+    return rows
+
+
+def _probe_rows(probes: Mapping[str, Any]) -> list[list[str]]:
+    matmul, copy = probes["matmul"], probes["bandwidth"]
+    shape = " x ".join(f"{size:,}" for size in matmul["shape"])
+    return [
+        ["", "reached"],
+        [
+            f"bf16 matrix products, best shape ({shape})",
+            f"{_tera(matmul['flops_per_second'])}FLOP/s",
+        ],
+        ["copy, bytes read and written", f"{_tera(copy['bytes_per_second'])}B/s"],
+    ]
+
+
+def _tera(value: float) -> str:
+    return f"{value / 1e12:,.3g} T"
+
+
+def speed_text(median: float, repeats: Sequence[float]) -> str:
+    """Write a median and its interval, where repeats leave one."""
+    if len(repeats) < 2:
+        return f"{median:,.0f}"
+    low, high = median_interval(repeats)
+    return f"{median:,.0f} ({low:,.0f}-{high:,.0f})"
+
+
+def share_text(share: float | None) -> str:
+    """Write a share in percent; nothing for None."""
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
 def ratio_text(ratio: Mapping[str, float] | None) -> str:
     """Write a ratio and its interval; nothing for None."""
     if ratio is None:
         return ""
+    if ratio["low"] == ratio["high"]:  # of a single repeat
+        return f"{ratio['median']:.2f}"
     return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

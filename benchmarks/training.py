@@ -1,6 +1,5 @@
 """Contests of whole toolkits: the same model, documents and precision, tokens a second."""
 
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -9,69 +8,104 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, OURS_TUNED, TrainingCell
-from benchmarks.contest import Turns, run_process
+from benchmarks.cells import OURS, OURS_TUNED, Contestant, TrainingCell
+from benchmarks.contest import Rounds, Turns, run_process
+from benchmarks.efficiency import Device, efficiency, reason_not_to_fit
 from benchmarks.job import Job, Outcome
 from benchmarks.ratios import paired_ratio
-from benchmarks.workloads import make_workload
+from benchmarks.workloads import Workload
 
 # Mean difference of losses from ours over the steps, as in the parity tests of mixed precision.
 PRETRAINING_PARITY = 2e-2
 # Of the first loss alone: other documents in other rows, the same weights.
 FINE_TUNING_PARITY = 5e-2
+# Of the share of tokens that bear loss: toolkits take other documents, whose prompts are alike.
+LOSS_SHARE_PARITY = 2e-2
 
 
-def hold(cell: TrainingCell, repeats: int) -> dict[str, Any]:
+def hold(
+    cell: TrainingCell, repeats: int, device: Device | None = None, kept: Rounds | None = None
+) -> dict[str, Any]:
     """Let the contestants of a cell train in turn; return its results.
 
-    A peer that is not installed, or fails, is named with the reason. Raises ContestantFailedError
-    when Stoker itself fails.
+    A peer that is not installed, does not fit, or fails, is named with the reason. Raises
+    ContestantFailedError when Stoker itself fails.
     """
+    device = device or Device()
     contestants = {one.name: one for one in cell.contestants}
-    turns: Turns[Outcome] = Turns(
-        {
-            name: f"{one.needs} is not installed"
-            for name, one in contestants.items()
-            if one.needs and importlib.util.find_spec(one.needs) is None
-        }
+    reasons = {name: one.reason_not_to_run() for name, one in contestants.items()}
+    if too_large := reason_not_to_fit(cell, device):
+        reasons = dict.fromkeys(contestants, too_large)
+    turns: Turns[dict[str, Any]] = Turns(
+        {name: reason for name, reason in reasons.items() if reason}, kept
     )
-    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
-        workload = make_workload(cell.workload, Path(directory))
+    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
+        workload = Path(scratch)
 
-        def run(name: str, scratch: Path) -> Outcome:
-            job = Job(
-                workload=str(workload),
-                scratch=str(scratch),
-                kind=cell.workload.kind,
-                precision=cell.precision,
-                sequence_length=cell.workload.sequence_length,
-                micro_batch_size=cell.micro_batch_size,
-                steps=cell.steps,
-                warmup_steps=cell.warmup_steps,
-                tuned=contestants[name].tuned,
-            )
-            job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
-            job_file.write_text(json.dumps(asdict(job)))
-            module = f"benchmarks.contestants.{contestants[name].module}"
-            run_process(
-                module,
-                [str(job_file), str(outcome_file)],
-                scratch,
-                dict(contestants[name].environment),
-            )
-            return Outcome(**json.loads(outcome_file.read_text()))
+        def run(name: str, directory: Path) -> dict[str, Any]:
+            if not (workload / "workload.json").exists():
+                made_in_process(cell.workload, workload)
+            return run_contestant_of(cell, contestants[name], workload, directory)
 
         turns.take(
-            list(contestants), repeats, run, lambda one: f"{one.tokens_per_second:,.0f} tokens/s"
+            list(contestants),
+            repeats,
+            run,
+            lambda one: f"{Outcome(**one).tokens_per_second:,.0f} tokens/s",
         )
+    outcomes = {name: [Outcome(**one) for one in runs] for name, runs in turns.outcomes.items()}
     return {
         "title": cell.title,
         "work": asdict(cell) | {"contestants": list(contestants)},
-        "contestants": {name: summary(runs) for name, runs in turns.outcomes.items()},
-        "ratios": ratios(turns.outcomes, [one.name for one in cell.contestants if one.tuned]),
-        "parity": parity(cell, turns.outcomes),
+        "contestants": {
+            name: summary(runs) | efficiency(cell, runs, device) for name, runs in outcomes.items()
+        },
+        "ratios": ratios(outcomes, [one.name for one in cell.contestants if one.tuned]),
+        "parity": parity(cell, outcomes),
         "not_run": turns.not_run,
     }
+
+
+def made_in_process(workload: Workload, directory: Path) -> None:
+    """Make a workload in a process of its own, which leaves nothing on the GPU."""
+    directory.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
+        given = Path(scratch) / "workload.json"
+        given.write_text(json.dumps(asdict(workload)))
+        run_process("benchmarks.workloads", [str(given), str(directory)], Path(scratch))
+
+
+def run_contestant_of(
+    cell: TrainingCell, contestant: Contestant, workload: Path, scratch: Path
+) -> dict[str, Any]:
+    """Let one contestant train in a fresh process; return its Outcome as JSON."""
+    job = job_of(cell, contestant, workload, scratch)
+    job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
+    job_file.write_text(json.dumps(asdict(job)))
+    module = f"benchmarks.contestants.{contestant.module}"
+    arguments = [str(job_file), str(outcome_file)]
+    run_process(module, arguments, scratch, dict(contestant.environment))
+    return json.loads(outcome_file.read_text())
+
+
+def job_of(cell: TrainingCell, contestant: Contestant, workload: Path, scratch: Path) -> Job:
+    """Return what the contestant is told."""
+    return Job(
+        workload=str(workload),
+        scratch=str(scratch),
+        kind=cell.workload.kind,
+        precision=cell.precision,
+        sequence_length=cell.workload.sequence_length,
+        micro_batch_size=cell.micro_batch_size,
+        steps=cell.steps,
+        warmup_steps=cell.warmup_steps,
+        tuned=contestant.tuned,
+        learning_rate=cell.learning_rate,
+        lora_rank=cell.lora_rank,
+        checkpointing=cell.checkpointing,
+        trace=cell.trace,
+        variant=contestant.variant,
+    )
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -82,6 +116,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "tokens_per_second": round(statistics.median(speeds), 1),
         "repeats": [round(speed, 1) for speed in speeds],
         "peak_memory_bytes": int(statistics.median(one.peak_memory_bytes for one in outcomes)),
+        "reserved_memory_bytes": int(
+            statistics.median(one.reserved_memory_bytes for one in outcomes)
+        ),
         "first_step_s": round(statistics.median(one.first_step_s for one in outcomes), 2),
         "step_s": [round(seconds, 4) for seconds in first.step_s],
         "losses": [round(loss, 5) for loss in first.losses],
@@ -92,7 +129,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def ratios(
     outcomes: Mapping[str, Sequence[Outcome]], tuned: Collection[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return how often faster Stoker is than each peer, tuned than tuned."""
+    """Return how often faster Stoker is than each peer, tuned than tuned; {} without Stoker."""
+    if OURS not in outcomes:
+        return {}
     ours_tuned = OURS_TUNED if OURS_TUNED in outcomes else OURS
     speeds = {name: [one.tokens_per_second for one in runs] for name, runs in outcomes.items()}
     return {
@@ -103,22 +142,36 @@ def ratios(
 
 
 def parity(cell: TrainingCell, outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """Return how far each peer's losses are from ours, and whether that is the same training."""
-    losses = {name: runs[0].losses for name, runs in outcomes.items()}
+    """Return how far each peer's losses are from ours, and whether that is the same training.
+
+    The share of tokens that bear loss has to agree too: with random weights the first loss does
+    not tell a wrong mask from a right one. Without Stoker nothing is compared.
+    """
     same_rows = cell.workload.kind == "pretrain"
     limit = PRETRAINING_PARITY if same_rows else FINE_TUNING_PARITY
-    compared = len(losses[OURS]) if same_rows else 1
+    ours = outcomes[OURS][0] if OURS in outcomes else None
+    others = {name: runs[0] for name, runs in outcomes.items() if ours and name != OURS}
+    compared = (cell.steps if same_rows else 1) if ours else 0
     differences = {
-        name: mean_difference(theirs[:compared], losses[OURS][:compared])
-        for name, theirs in losses.items()
-        if name != OURS
+        name: mean_difference(one.losses[:compared], ours.losses[:compared])
+        for name, one in others.items()
+        if ours
     }
+    shares = {name: abs(loss_share(one) - loss_share(ours)) for name, one in others.items() if ours}
     return {
         "compared_steps": compared,
         "limit": limit,
         "differences": differences,
-        "holds": all(difference <= limit for difference in differences.values()),
+        "loss_share_limit": LOSS_SHARE_PARITY,
+        "loss_share_differences": shares,
+        "holds": all(difference <= limit for difference in differences.values())
+        and all(difference <= LOSS_SHARE_PARITY for difference in shares.values()),
     }
+
+
+def loss_share(outcome: Outcome) -> float:
+    """Return the share of the real tokens that bore loss."""
+    return outcome.window_loss_tokens / outcome.window_tokens
 
 
 def mean_difference(losses: Sequence[float], others: Sequence[float]) -> float:

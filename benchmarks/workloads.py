@@ -6,6 +6,7 @@ that there is something to learn and losses tell contestants apart.
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,16 @@ class Workload:
 
     `mean_length` None: each document fills a row, so every toolkit trains on the same rows, and
     `order` says in which order. Otherwise lengths are log-normal (sigma 0.8), at most a row, and
-    the first third of a document is a prompt that bears no loss.
+    all but the last `loss_share` of a document is a prompt that bears no loss.
     """
 
     model: dict[str, Any]
     sequence_length: int
     documents: int
     mean_length: float | None = None
+    loss_share: float = 2 / 3
+    weights_dtype: str = "float32"
+    zeros: bool = False  # all weights: where nothing but room is asked for
 
     @property
     def kind(self) -> str:
@@ -63,15 +67,20 @@ def make_workload(workload: Workload, directory: Path) -> Path:
     order.npy: int64 (documents,), the document of each sample as Stoker takes them with SEED.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from benchmarks.initial_weights import save_random_weights, save_zero_weights
 
     documents = make_documents(workload)
-    save_documents(documents, workload.kind, directory / "documents")
+    save_documents(documents, workload.kind, directory / "documents", workload.loss_share)
     make_tokenizer(int(workload.model["vocab_size"]), directory / "tokenizer")
-    torch.manual_seed(SEED)
     ids: dict[str, Any] = {"pad_token_id": PAD_TOKEN_ID, "bos_token_id": None, "eos_token_id": 0}
     config = AutoConfig.for_model(**workload.model, **ids)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "weights")
+    dtype = getattr(torch, workload.weights_dtype)
+    if workload.zeros:
+        save_zero_weights(config, dtype, directory / "weights")
+    else:
+        save_random_weights(config, dtype, SEED, directory / "weights")
     if workload.kind == "pretrain":
         np.save(directory / "order.npy", sample_order(workload))
     (directory / "workload.json").write_text(json.dumps(dataclasses.asdict(workload)))
@@ -107,14 +116,17 @@ def document_lengths(workload: Workload, random: np.random.Generator) -> np.ndar
     return np.clip(lengths, 8, workload.sequence_length).astype(np.int64)
 
 
-def save_documents(documents: list[np.ndarray], kind: str, directory: Path) -> None:
+def save_documents(
+    documents: list[np.ndarray], kind: str, directory: Path, loss_share: float = 2 / 3
+) -> None:
     """Save them as a `datasets` folder, as all contestants read it."""
     import datasets
 
     columns: dict[str, list[np.ndarray]] = {"input_ids": documents}
     if kind == "sft":
         columns["completion_mask"] = [
-            (np.arange(len(tokens)) >= len(tokens) // 3).astype(np.int8) for tokens in documents
+            (np.arange(len(tokens)) >= len(tokens) * (1 - loss_share)).astype(np.int8)
+            for tokens in documents
         ]
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict(columns).save_to_disk(directory)
@@ -142,3 +154,9 @@ def sample_order(workload: Workload) -> np.ndarray:
     plan = plan_packing(lengths, workload.sequence_length)
     rows = SampleOrder([plan.rows], SEED).global_rows(np.arange(plan.rows))
     return plan.segments.document[plan.row_offsets[rows]].astype(np.int64)
+
+
+if __name__ == "__main__":
+    # In a process of its own: what a GPU was used for is given back when it ends.
+    given, where = map(Path, sys.argv[1:])
+    make_workload(Workload(**json.loads(given.read_text())), where)

@@ -1,28 +1,38 @@
 """transformers' Trainer, as its run_clm.py example uses it, or as well tuned as we can.
 
 Tuned: no search for NaN in each loss, batches made from numpy arrays, layers compiled one by one
-(accelerate's regional compilation) and, for chats, batches of documents of like lengths.
+(accelerate's regional compilation) and, for chats, batches of documents of like lengths; on a GPU
+also FlashAttention 2 where it is installed, loader workers, and copies that nobody waits for. The
+variant `liger`: with Liger's kernels.
 """
 
-import os
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.contestants.settings import (
+    LIGER,
+    common_settings,
+    load_model,
+    lora_config,
+    tuned_settings,
+    use_liger_kernels,
+)
 from benchmarks.job import Job, Outcome, run_contestant
 from benchmarks.steps import StepRecorder, watch_trainer
-from benchmarks.workloads import PAD_TOKEN_ID, SEED
+from benchmarks.workloads import PAD_TOKEN_ID
 
 CHATS_PER_BATCH = 8  # the default
 
 
 def train(job: Job) -> Outcome:
     """Train with Trainer on rows in Stoker's order, or on padded chats."""
+    settings = common_settings(job) | {"remove_unused_columns": False}
     if job.tuned:
-        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+        settings |= tuned_settings(job)
     from datasets import load_from_disk
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     recorder = StepRecorder(job)
     watch_trainer(recorder)
@@ -30,42 +40,31 @@ def train(job: Job) -> Outcome:
     packed = job.kind == "pretrain"
     if packed:
         documents = documents.select(np.load(job.files / "order.npy"))
-    settings: dict[str, Any] = {
+    settings |= {
         "per_device_train_batch_size": job.micro_batch_size if packed else CHATS_PER_BATCH,
         "train_sampling_strategy": "sequential" if packed else "random",
-        "remove_unused_columns": False,
     }
     if job.tuned:
         documents = documents.with_format("numpy")
-        settings |= {"logging_nan_inf_filter": False, "torch_compile": True}
         if not packed:
             documents = documents.add_column("length", [len(row) for row in documents["input_ids"]])
             settings |= {"train_sampling_strategy": "group_by_length"}
-    model = AutoModelForCausalLM.from_pretrained(job.files / "weights", dtype=torch.float32)
+    model = load_model(job)
+    attention = model.config._attn_implementation
+    if job.variant == LIGER:
+        use_liger_kernels(model)
+    if job.lora_rank:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora_config(job))
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(**common_settings(job), **settings),
+        args=TrainingArguments(**settings),
         train_dataset=documents,
         data_collator=collate,
     )
     trainer.train()
-    return recorder.outcome(attention=model.config._attn_implementation)
-
-
-def common_settings(job: Job) -> dict[str, Any]:
-    """Return what every Trainer is told: the same optimizer, precision, length and silence."""
-    return {
-        "output_dir": job.scratch,
-        "max_steps": job.steps,
-        "learning_rate": job.learning_rate,
-        "lr_scheduler_type": "constant",
-        "bf16": job.precision == "bf16",
-        "save_strategy": "no",
-        "report_to": "none",
-        "seed": SEED,
-        "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),
-    }
+    return recorder.outcome(attention=attention, variant=job.variant)
 
 
 def collate(documents: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -79,6 +78,8 @@ def collate(documents: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         bears_loss = torch.as_tensor(document.get("completion_mask", np.ones(len(tokens)))).bool()
         input_ids[row, : len(tokens)] = tokens
         labels[row, : len(tokens)] = torch.where(bears_loss, tokens, -100)
+    # Nothing predicts it, but Trainer would divide the loss by it too.
+    labels[:, 0] = -100
     batch = {"input_ids": input_ids, "labels": labels}
     if bool((input_ids == PAD_TOKEN_ID).any()):
         batch["attention_mask"] = input_ids.ne(PAD_TOKEN_ID).long()

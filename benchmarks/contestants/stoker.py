@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,13 +14,25 @@ from utils.cluster.environment import configure_environment
 
 
 def train(job: Job) -> Outcome:
-    """Run pretrain.py or sft_train.py."""
+    """Run pretrain.py or sft_train.py, without writing the final model: nobody else does."""
     configure_environment()  # as the scripts do before anything allocates memory
     import pretrain
     import sft_train
 
     run = Path(job.scratch) / "run"
-    settings = {
+    argv = [word for name, value in settings(job, run).items() for word in _flag(name, value)]
+    recorder = StepRecorder(job)
+    watch_trainer(recorder)
+    script = pretrain if job.kind == "pretrain" else sft_train
+    with mock.patch("utils.runs.finish.export_final", return_value=run):
+        assert script.main(argv) == 0
+    start = json.loads((run / "provenance.json").read_text())["starts"][-1]
+    return recorder.outcome(**{name: start[name] for name in ("attention", "loss_head")})
+
+
+def settings(job: Job, run: Path) -> dict[str, Any]:
+    """Return the command line."""
+    chosen: dict[str, Any] = {
         "output_dir": run,
         "model_name_or_path": job.files / "weights",
         "tokenizer_name_or_path": job.files / "tokenizer",
@@ -26,23 +40,28 @@ def train(job: Job) -> Outcome:
         "sequence_length": job.sequence_length,
         "global_batch_size": job.micro_batch_size,
         "per_device_train_batch_size": job.micro_batch_size,
-        "max_steps": job.steps,
+        "max_steps": job.all_steps,
         "learning_rate": job.learning_rate,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "seed": SEED,
-        "bf16": str(job.precision == "bf16").lower(),
-        "use_cpu": str(not torch.cuda.is_available()).lower(),
+        "bf16": job.precision == "bf16",
+        "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "no",
-        "compile": str(job.tuned).lower(),
-    } | job.settings
-    argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    recorder = StepRecorder(job)
-    watch_trainer(recorder)
-    script = pretrain if job.kind == "pretrain" else sft_train
-    assert script.main(argv) == 0
-    start = json.loads((run / "provenance.json").read_text())["starts"][-1]
-    return recorder.outcome(**{name: start[name] for name in ("attention", "loss_head")})
+        "compile": job.tuned,
+    }
+    if job.precision == "bf16_weights":
+        chosen["dtype"] = "bfloat16"
+    if job.checkpointing:
+        chosen["gradient_checkpointing"] = True
+    if job.lora_rank:
+        chosen |= {"use_peft": True, "lora_r": job.lora_rank, "lora_alpha": job.lora_rank}
+        chosen |= {"lora_target_modules": "all-linear"}
+    return chosen | job.settings
+
+
+def _flag(name: str, value: object) -> list[str]:
+    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What a contest comes to: ratios of pairs, their intervals, the same training or not."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,6 @@ from benchmarks.cells import (
     OURS_TUNED,
     STOKER,
     TUNED_STOKER,
-    ComponentCell,
     TrainingCell,
 )
 from benchmarks.contest import ContestantFailedError, Turns
@@ -53,6 +54,23 @@ def test_other_losses_break_the_parity():
     assert parity(cell, same)["differences"]["peer"] == pytest.approx(5e-4)
     other = {OURS: [outcome()], "peer": [outcome((4.0, 3.1))]}
     assert not parity(cell, other)["holds"]
+
+
+def test_another_share_of_tokens_that_bear_loss_breaks_the_parity():
+    """As SFTTrainer did, which trained on prompts too: of random weights the loss is the same."""
+    cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
+    ours = dataclasses.replace(outcome(), window_loss_tokens=66)
+    same = dataclasses.replace(outcome(), window_loss_tokens=67)
+    assert parity(cell, {OURS: [ours], "peer": [same]})["holds"]
+    found = parity(cell, {OURS: [ours], "peer": [dataclasses.replace(same, window_loss_tokens=99)]})
+    assert not found["holds"]
+    assert found["loss_share_differences"]["peer"] == pytest.approx(0.33)
+
+
+def test_without_stoker_nothing_is_compared():
+    cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
+    assert parity(cell, {"peer": [outcome()]})["compared_steps"] == 0
+    assert ratios({"peer": [outcome()]}) == {}
 
 
 def test_faster_is_above_one():
@@ -134,7 +152,7 @@ def test_names_of_cells_are_their_own_and_stoker_is_in_each():
     names = [cell.name for cell in CPU_CELLS]
     assert len(set(names)) == len(names)
     for cell in CPU_CELLS:
-        if isinstance(cell, ComponentCell):
+        if not isinstance(cell, TrainingCell):
             continue
         assert {STOKER, TUNED_STOKER} < set(cell.contestants)
         assert 0 < cell.warmup_steps < cell.steps

@@ -1,9 +1,11 @@
 """A contestant's process: its environment, its last words, its time limit."""
 
 import pytest
+import torch
 
 from benchmarks import contest
-from benchmarks.contest import ContestantFailedError, run_process
+from benchmarks.contest import CannotRunHereError, ContestantFailedError, run_process
+from benchmarks.job import CANNOT_RUN, saying_why_not
 
 
 @pytest.fixture
@@ -28,6 +30,18 @@ def test_a_contestant_has_variables_of_its_own(run, tmp_path):
 def test_a_failure_ends_with_the_last_lines(run):
     with pytest.raises(ContestantFailedError, match=r"^exit code 3: two \| three \| four$"):
         run("print('one\\ntwo\\nthree\\nfour'); raise SystemExit(3)")
+
+
+def test_what_a_contestant_lacks_is_told_in_its_own_words(run):
+    code = "from benchmarks.job import CannotRunError, saying_why_not\nwith saying_why_not():\n    "
+    with pytest.raises(CannotRunHereError, match=r"^no such kernel$"):
+        run(code + "raise CannotRunError('no such kernel')")
+
+
+def test_a_want_of_memory_is_told_without_its_advice(capsys):
+    with pytest.raises(SystemExit, match=str(CANNOT_RUN)), saying_why_not():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. See also")
+    assert capsys.readouterr().out == "CUDA out of memory. Tried to allocate 2 GiB\n"
 
 
 def test_who_does_not_end_is_told_so(run, monkeypatch):

@@ -35,3 +35,42 @@ def test_figures_replace_those_between_the_marks():
     document = f"before\n{speed_figures.BEGIN}\nold\n{speed_figures.END}\nafter"
     made = speed_figures.with_figures(document, "new \\1")
     assert made == f"before\n{speed_figures.BEGIN}\nnew \\1\n{speed_figures.END}\nafter"
+
+
+def test_the_documents_say_that_nothing_is_from_a_gpu_until_something_is(monkeypatch):
+    results = {"cpu": [TRAINING], "gpu": []}
+    monkeypatch.setattr(speed_figures, "load_results", lambda group, _: results.get(group, []))
+    monkeypatch.setattr(speed_figures, "_made", lambda _: "made")
+    monkeypatch.setattr(speed_figures, "table", lambda result: result["title"])
+    for text in list(speed_figures.documents().values())[:2]:
+        assert "No figures from a GPU are here yet" in text
+    results["gpu"] = [TRAINING | {"title": "Work on a GPU"}, {"title": "Probes", "probes": {}}]
+    readme, performance, _ = speed_figures.documents().values()
+    assert "| Work on a GPU | 100 tokens/s |" in readme
+    assert "Work on a GPU" in performance
+    assert "Probes" in performance
+    for text in (readme, performance):
+        assert "No figures from a GPU" not in text
+
+
+def test_a_table_from_a_gpu_has_shares_of_the_peaks():
+    measured = {
+        "tokens_per_second": 100.0, "repeats": [90.0, 100.0, 110.0], "peak_memory_bytes": 2**30,
+        "first_step_s": 9.0, "mfu": 0.5, "roofline_share": 0.912,
+    }  # fmt: skip
+    result = {"title": "Work", "contestants": {OURS: measured}, "ratios": {}, "not_run": {}}
+    assert speed_figures.table(result).splitlines()[4] == (
+        "| Stoker | 100 (90-110) |  | 1.00 GiB | 9.0 s | 50.0 % | 91.2 % |"
+    )
+
+
+def test_probes_have_a_table():
+    probes = {
+        "matmul": {"flops_per_second": 7.12e14, "shape": [8192, 4096, 2048]},
+        "bandwidth": {"bytes_per_second": 4.05e12},
+    }
+    lines = speed_figures.table({"title": "Peaks", "probes": probes, "not_run": {}}).splitlines()
+    assert lines[4:] == [
+        "| bf16 matrix products, best shape (8,192 x 4,096 x 2,048) | 712 TFLOP/s |",
+        "| copy, bytes read and written | 4.05 TB/s |",
+    ]

@@ -1,0 +1,95 @@
+"""What Trainer and SFTTrainer are told alike."""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.job import CannotRunError, Job
+from benchmarks.workloads import SEED
+
+LIGER = "liger"  # a variant: Liger's kernels in the place of torch's
+
+
+def common_settings(job: Job) -> dict[str, Any]:
+    """Return what every Trainer is told: the same optimizer, precision, length and silence."""
+    return {
+        "output_dir": job.scratch,
+        "max_steps": job.all_steps,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        "bf16": job.precision == "bf16",
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": SEED,
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+
+
+def tuned_settings(job: Job) -> dict[str, Any]:
+    """Return what tuning changes for both; to be called before accelerate is imported.
+
+    Layers are compiled one by one, which the environment alone can ask of accelerate: the whole
+    model in one graph would lose the flash kernels.
+    """
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    settings: dict[str, Any] = {
+        "logging_nan_inf_filter": False,
+        "torch_compile": True,
+        "gradient_checkpointing": job.checkpointing,
+    }
+    if torch.cuda.is_available():
+        settings |= {
+            "dataloader_num_workers": 2,
+            "dataloader_persistent_workers": True,
+            "dataloader_prefetch_factor": 4,
+            "accelerator_config": {"non_blocking": True},
+        }
+    return settings
+
+
+def load_model(job: Job) -> Any:
+    """Load the workload's weights; tuned: with FlashAttention 2 where that is installed."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if job.precision == "bf16_weights" else torch.float32
+    # Not by transformers' own choice, which would look for a kernel on the Hub.
+    flash = job.tuned and torch.cuda.is_available() and _installed("flash_attn")
+    attention = "flash_attention_2" if flash else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(
+        job.files / "weights", dtype=dtype, attn_implementation=attention
+    )
+
+
+def lora_config(job: Job) -> Any:
+    """Return PEFT's configuration of the job's adapters; None: every weight is trained."""
+    if not job.lora_rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=job.lora_rank,
+        lora_alpha=job.lora_rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
+def use_liger_kernels(model: Any, **kernels: bool) -> None:
+    """Put Liger's kernels into a loaded model, as transformers' own integration does.
+
+    Raises CannotRunError where Liger is not installed or there is no GPU.
+    """
+    if not _installed("liger_kernel"):
+        raise CannotRunError("liger_kernel is not installed")
+    if not torch.cuda.is_available():
+        raise CannotRunError("Liger's kernels need a GPU")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, **kernels)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,105 @@
+"""What a contestant's speed is worth: model FLOPs, their share of the peak, and of the roofline."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cells import TrainingCell
+from benchmarks.device import data_sheet_peak
+from benchmarks.flops import ModelSize, effective_length, model_size
+from benchmarks.job import Outcome
+from benchmarks.roofline import Peaks, StepWork, tokens_per_second
+from benchmarks.workloads import SEED, document_lengths
+
+PARAMETER_BYTES = {"fp32": 4, "bf16": 4, "bf16_weights": 2}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is known of the device: its name, FLOP/s on the data sheet, peaks that were probed."""
+
+    name: str | None = None
+    data_sheet: float | None = None
+    probed: Peaks | None = None
+    memory_bytes: int | None = None
+
+
+def known_device(hardware: dict[str, Any], probes: Path) -> Device:
+    """Put together what nvidia-smi said and what the probes of just this device reached."""
+    name = hardware.get("gpu")
+    peaks = None
+    if name and probes.exists():
+        result = json.loads(probes.read_text())
+        if result["hardware"].get("gpu") == name:
+            found = result["probes"]
+            peaks = Peaks(
+                found["matmul"]["flops_per_second"], found["bandwidth"]["bytes_per_second"]
+            )
+    memory_mib = hardware.get("gpu_facts", {}).get("memory.total")
+    memory = int(memory_mib * 2**20) if isinstance(memory_mib, float) else None
+    return Device(name, data_sheet_peak(name), peaks, memory)
+
+
+def state_bytes(size: ModelSize, precision: str) -> int:
+    """Return the bytes of weights, gradients and both moments, activations not among them."""
+    each = PARAMETER_BYTES[precision]
+    return each * (size.parameters + 3 * size.trained)
+
+
+def reason_not_to_fit(cell: TrainingCell, device: Device) -> str | None:
+    """Say why a cell cannot fit the device by its states alone; None: they leave some room."""
+    if device.memory_bytes is None:
+        return None
+    needed = state_bytes(model_size(cell.workload.model, cell.lora_rank), cell.precision)
+    if needed < device.memory_bytes:
+        return None
+    return (
+        f"weights, gradients and optimizer alone take {needed / 2**30:.0f} GiB, and the device has "
+        f"{device.memory_bytes / 2**30:.0f}"
+    )
+
+
+def efficiency(cell: TrainingCell, outcomes: Sequence[Outcome], device: Device) -> dict[str, Any]:
+    """Return the medians over the repeats; None for what this device's probes have to say first.
+
+    MFU is that of bf16, in the full-attention convention of flops.py and, as `causal`, with half
+    of attention.
+    """
+    size = model_size(cell.workload.model, cell.lora_rank)
+    lengths = document_lengths(cell.workload, np.random.default_rng(SEED)).tolist()
+    seen = effective_length(lengths)
+    timed = cell.steps - cell.warmup_steps
+    speed = statistics.median(one.tokens_per_second for one in outcomes)
+    step_s = np.concatenate([one.step_s[cell.warmup_steps - 1 :] for one in outcomes])
+    tokens = round(statistics.median(one.window_tokens for one in outcomes) / timed)
+    flops = size.flops(seen)
+    causal_flops = flops - size.attention_flops(seen) / 2
+    bound: dict[str, float] = {}
+    if device.probed:
+        work = StepWork(tokens, seen, PARAMETER_BYTES[cell.precision])
+        bound = tokens_per_second(size, work, device.probed)
+    return {
+        "loss_tokens_per_second": statistics.median(
+            one.window_loss_tokens / one.window_s for one in outcomes
+        ),
+        "step_median_s": float(np.median(step_s)),
+        "step_p99_s": float(np.percentile(step_s, 99)),
+        "effective_length": seen,
+        "model_flops_per_token": flops,
+        "mfu": _share(speed * flops, device.data_sheet),
+        "causal_mfu": _share(speed * causal_flops, device.data_sheet),
+        "mfu_of_probed_peak": _share(
+            speed * flops, device.probed.matmul if device.probed else None
+        ),
+        "roofline_tokens_per_second": bound,
+        "roofline_share": _share(speed, max(bound.values(), default=None)),
+    }
+
+
+def _share(value: float, whole: float | None) -> float | None:
+    return round(value / whole, 4) if whole else None

@@ -1,0 +1,126 @@
+"""What is measured on one GPU (H100 or H200), beside what other toolkits do there.
+
+Windows are short, so that a round of a cell, each contestant once, takes about a minute.
+"""
+
+from dataclasses import replace
+
+from benchmarks.cells import (
+    LITGPT,
+    PLAIN_LOOP,
+    SFT_TRAINER,
+    STOKER,
+    TRAINER,
+    TUNED_LITGPT,
+    TUNED_SFT_TRAINER,
+    TUNED_STOKER,
+    TUNED_TRAINER,
+    Cell,
+    ComponentCell,
+    Contestant,
+    ProbeCell,
+    SweepCell,
+    TrainingCell,
+)
+from benchmarks.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
+from benchmarks.workloads import Workload
+
+LIGER_TRAINER = Contestant(
+    "Trainer, tuned, Liger", "hf_trainer", needs="liger_kernel", variant="liger"
+)
+LIGER_SFT_TRAINER = Contestant(
+    "SFTTrainer, tuned, Liger", "trl_sft", needs="liger_kernel", variant="liger"
+)
+# Each size of a sweep would be compiled anew.
+_EAGER = (("TORCHDYNAMO_DISABLE", "1"),)
+UNCOMPILED_TRAINER = replace(TUNED_TRAINER, name="Trainer, tuned, not compiled", environment=_EAGER)
+UNCOMPILED_SFT_TRAINER = replace(
+    TUNED_SFT_TRAINER, name="SFTTrainer, tuned, not compiled", environment=_EAGER
+)
+# Nothing here drives them yet: they are named, so that nobody takes silence for a result.
+TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")
+OTHER_LITGPT = Contestant("litgpt", None, needs="litgpt")  # Llamas with tied embeddings have one
+UNSLOTH = Contestant("Unsloth", None, needs="unsloth")
+AXOLOTL = Contestant("axolotl", None, needs="axolotl")
+TORCHTUNE = Contestant("torchtune", None, needs="torchtune")
+
+_GPT2 = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP, TORCHTITAN, OTHER_LITGPT)
+_PRETRAINING = (*_GPT2[:4], LIGER_TRAINER, *_GPT2[4:])
+_LLAMA_PRETRAINING = (*_PRETRAINING[:-1], LITGPT, TUNED_LITGPT)
+_OTHERS = (UNSLOTH, AXOLOTL, TORCHTUNE, OTHER_LITGPT)
+_FINE_TUNING = (
+    STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, TUNED_TRAINER, *_OTHERS
+)  # fmt: skip
+# Of 8 B parameters each start loads 16 GB: fewer of them.
+_LARGE = (STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS)
+_LIMITS = (STOKER, UNCOMPILED_TRAINER, UNCOMPILED_SFT_TRAINER)
+
+
+def _rows(model: dict, length: int, micro_batch_size: int, steps: int) -> Workload:
+    """Return rows for so many steps, and the two for a trace."""
+    return Workload(model, length, documents=micro_batch_size * (steps + 2))
+
+
+def _chats(model: dict, documents: int) -> Workload:
+    return Workload(model, 4096, documents, mean_length=600, loss_share=0.25)
+
+
+_LARGE_CHATS = replace(_chats(LLAMA_8B, 400), weights_dtype="bfloat16")
+# Zeros take no room on disk and fit as any weights do.
+_LONG_ROWS = replace(_rows(LLAMA_1B, 8192, 1, 3), zeros=True)
+_LARGE_ROWS = replace(_rows(LLAMA_8B, 4096, 1, 3), zeros=True, weights_dtype="bfloat16")
+
+GPU_CELLS: tuple[Cell, ...] = (
+    ProbeCell(),
+    TrainingCell(
+        "gpt2_124m", "GPT-2 124M, 32 x 1,024 tokens, bf16",
+        _rows(GPT2_124M, 1024, 32, 65), "bf16", 32, _GPT2,
+        steps=65, warmup_steps=15, learning_rate=6e-4, trace=True,
+    ),
+    TrainingCell(
+        "qwen3_600m_pretrain", "Qwen3-0.6B shape, pretraining, 4 x 4,096 tokens, bf16",
+        _rows(QWEN3_600M, 4096, 4, 40), "bf16", 4, _PRETRAINING,
+        steps=40, warmup_steps=10, learning_rate=3e-4, trace=True,
+    ),
+    TrainingCell(
+        "qwen3_600m_sft",
+        "Qwen3-0.6B shape, fine-tuning, 4 x 4,096 tokens, chats of 600 tokens, bf16",
+        _chats(QWEN3_600M, 1600), "bf16", 4, _FINE_TUNING,
+        steps=40, warmup_steps=10, learning_rate=2e-5, trace=True,
+    ),
+    TrainingCell(
+        "llama_1b_pretrain", "Llama-3.2-1B shape, pretraining, 2 x 8,192 tokens, bf16",
+        _rows(LLAMA_1B, 8192, 2, 30), "bf16", 2, _LLAMA_PRETRAINING,
+        steps=30, warmup_steps=8, learning_rate=3e-4, trace=True,
+    ),
+    TrainingCell(
+        "llama_8b_sft",
+        "Llama-3.1-8B shape, full fine-tuning, 4,096 tokens, chats of 600 tokens, bf16 weights",
+        _LARGE_CHATS, "bf16_weights", 1, _LARGE,
+        steps=20, warmup_steps=5, learning_rate=1e-5, trace=True,
+    ),
+    TrainingCell(
+        "llama_8b_lora",
+        "Llama-3.1-8B shape, LoRA of rank 16, 4,096 tokens, chats of 600 tokens, bf16 weights",
+        _LARGE_CHATS, "bf16_weights", 1, _LARGE,
+        steps=20, warmup_steps=5, learning_rate=1e-4, lora_rank=16, trace=True,
+    ),
+    ComponentCell("gpu_loss_head"),
+    ComponentCell("gpu_packed_attention"),
+    ComponentCell("gpu_row_attention"),
+    SweepCell(
+        TrainingCell(
+            "longest_sequence", "Llama-3.2-1B shape, one row that grows, bf16",
+            _LONG_ROWS, "bf16", 1, _LIMITS, steps=3, warmup_steps=1,
+        ),
+        "sequence_length", (8192, 16384, 32768, 65536, 98304, 131072),
+    ),
+    SweepCell(
+        TrainingCell(
+            "largest_model",
+            "Llama-3.1-8B shape, layers that grow, 4,096 tokens, bf16 weights, checkpointing",
+            _LARGE_ROWS, "bf16_weights", 1, _LIMITS, steps=3, warmup_steps=1, checkpointing=True,
+        ),
+        "num_hidden_layers", (16, 32, 48, 64, 72, 80, 88),
+    ),
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Measures a cell under a command's settings and writes its result."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import component, parity, sweep, training
+from benchmarks.cells import Cell, ComponentCell, ParityCell, ProbeCell, SweepCell
+from benchmarks.circumstances import circumstances, hardware
+from benchmarks.contest import run_process, say
+from benchmarks.efficiency import Device, known_device
+from benchmarks.progress import Progress
+from benchmarks.table import table
+
+# What makes an earlier result one of the same machine and code.
+SAME = ("commit", "hardware", "python", "versions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the command line says of all cells. `deadline`: one of time.monotonic(), or None."""
+
+    group: str
+    results: Path
+    repeats: int = 5
+    resume: bool = False
+    toy: bool = False
+    deadline: float | None = None
+
+    def device(self) -> Device:
+        """Return what is known of the device so far."""
+        return known_device(hardware(), self._path("probes"))
+
+    def measure(self, cell: Cell) -> bool:
+        """Measure a cell and write its JSON; return whether its losses agree; a toy's need not.
+
+        Raises ContestantFailedError when Stoker itself fails, OutOfTimeError between two rounds.
+        """
+        found = circumstances(self._made_by(cell)) | ({"toy": True} if self.toy else {})
+        key = {name: found[name] for name in SAME} | {
+            "cell": dataclasses.asdict(cell),
+            "repeats": self.repeats,
+        }
+        path = self._path(cell.name)
+        done = json.loads(path.read_text()) if self.resume and path.exists() else {}
+        if done.get("key") == _plain(key):
+            say("is done already")
+            return self.toy or losses_agree(done)
+        rounds = path.parent / "unfinished" / path.name
+        if not self.resume:
+            rounds.unlink(missing_ok=True)
+        kept = Progress(rounds, key, self.deadline)
+        result = found | self._hold(cell, kept) | {"key": key}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        kept.forget()
+        say(table(result))
+        return self.toy or losses_agree(result)
+
+    def _hold(self, cell: Cell, kept: Progress) -> dict[str, Any]:
+        if isinstance(cell, ProbeCell):
+            kept.begin_round()
+            return probe(cell)
+        if isinstance(cell, ParityCell):
+            kept.begin_round()
+            return parity.hold(cell)
+        if isinstance(cell, ComponentCell):
+            return component.hold(cell, self.repeats, kept)
+        if isinstance(cell, SweepCell):
+            return sweep.hold(cell, self.device(), kept)
+        return training.hold(cell, self.repeats, self.device(), kept)
+
+    def _path(self, name: str) -> Path:
+        return self.results / self.group / f"{name}.json"
+
+    def _made_by(self, cell: Cell) -> str:
+        command = f"python -m benchmarks {self.group} --cells {cell.name}"
+        if not isinstance(cell, ProbeCell | SweepCell | ParityCell):  # taken once
+            command += f" --repeats {self.repeats}"
+        return command + (" --toy" if self.toy else "")
+
+
+def losses_agree(result: Mapping[str, Any]) -> bool:
+    """Return whether a cell's contestants trained the same; True where nobody trains."""
+    return bool(result.get("parity", {"holds": True})["holds"])
+
+
+def probe(cell: ProbeCell) -> dict[str, Any]:
+    """Return what the device reaches at best, measured in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
+        outcome = Path(directory) / "outcome.json"
+        arguments = [str(outcome), *(["--toy"] if cell.toy else [])]
+        run_process("benchmarks.probes", arguments, Path(directory))
+        probes = json.loads(outcome.read_text())
+    return {"title": "What the device reaches", "probes": probes, "not_run": {}}
+
+
+def _plain(value: Any) -> Any:
+    """Return it as JSON gives it back: lists for tuples."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,151 @@
+"""The cells for a GPU, cut down to toys on this CPU: whatever can run here runs.
+
+Contestants train in this process, not in their own, for time's sake; tests/integration/
+test_benchmarks.py starts processes.
+"""
+
+import importlib
+import math
+import os
+import re
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
+
+from benchmarks.cells import TUNED_STOKER, ComponentCell, SweepCell, TrainingCell
+from benchmarks.components.__main__ import time_sizes
+from benchmarks.components.attention_inputs import make_states
+from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.job import STARTED_AT, CannotRunError
+from benchmarks.sweep import grown
+from benchmarks.toy import toy
+from benchmarks.training import job_of, parity
+from benchmarks.workloads import make_workload
+
+pytestmark = pytest.mark.slow
+
+ORIGINAL_STEP, ORIGINAL_STEP_END = Trainer.training_step, CallbackHandler.on_step_end
+TOYS = {cell.name: toy(cell) for cell in GPU_CELLS}
+# Without compilation --compile trains as without it, which one cell of each kind shows.
+REPEATED = ("qwen3_600m_pretrain", "llama_8b_sft", "llama_8b_lora")
+
+
+def trained_cells() -> dict[str, TrainingCell]:
+    """All that trains; the 1B cell is the 0.6B's but for its shape, which the sweeps have."""
+    cells = {name: cell for name, cell in TOYS.items() if isinstance(cell, TrainingCell)}
+    del cells["llama_1b_pretrain"]
+    return cells | {
+        name: grown(cell, cell.sizes[-1])
+        for name, cell in TOYS.items()
+        if isinstance(cell, SweepCell)
+    }
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own():
+    """What a contestant changes in its process is as before for the next one."""
+    variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
+    # Compiling takes longer than all else here; tests/integration/test_compiled_runs.py does it.
+    with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
+        yield
+    put_back()
+
+
+def put_back():
+    Trainer.training_step, CallbackHandler.on_step_end = ORIGINAL_STEP, ORIGINAL_STEP_END
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(cell, contestant, workload, scratch):
+    """Train as the contestant's own process would."""
+    put_back()
+    module = importlib.import_module(f"benchmarks.contestants.{contestant.module}")
+    scratch.mkdir()
+    return module.train(job_of(cell, contestant, workload, scratch))
+
+
+@pytest.mark.parametrize("cell", trained_cells().values(), ids=lambda cell: cell.name)
+def test_everybody_trains_the_same_model(cell, tmp_path):
+    (tmp_path / "workload").mkdir()
+    workload = make_workload(cell.workload, tmp_path / "workload")
+    outcomes = {}
+    for number, contestant in enumerate(cell.contestants):
+        if contestant.reason_not_to_run() or (contestant is TUNED_STOKER and cell.name in REPEATED):
+            continue
+        outcome = train(cell, contestant, workload, tmp_path / str(number))
+        assert all(math.isfinite(loss) for loss in outcome.losses)
+        assert outcome.window_tokens >= outcome.window_loss_tokens > 0
+        assert len(outcome.losses) == len(outcome.step_s) + 1 == cell.steps
+        assert bool(outcome.notes.get("kernels")) is cell.trace
+        outcomes[contestant.name] = [outcome]
+    assert len(outcomes) >= 2
+    if not cell.workload.zeros:
+        found = parity(cell, outcomes)
+        # Other chats than ours, a few tokens of them: of a toy the losses are near, no more.
+        limit = found["limit"] if cell.workload.kind == "pretrain" else 0.3
+        assert max(found["differences"].values()) <= limit, found
+        assert found["compared_steps"] == (3 if cell.workload.kind == "pretrain" else 1)
+        # Toys see few documents, whose prompts are rounded to whole tokens.
+        assert max(found["loss_share_differences"].values()) < 0.08, found
+
+
+@pytest.mark.parametrize(
+    "cell", [cell for cell in TOYS.values() if isinstance(cell, ComponentCell)], ids=str
+)
+def test_every_part_runs_or_says_why_not(cell):
+    module = importlib.import_module(f"benchmarks.components.{cell.module}")
+    assert "Stoker" in module.CONTESTANTS
+    ran, reasons = [], []
+    for name, prepare in module.CONTESTANTS.items():
+        try:
+            seconds, units = time_sizes(prepare, cell.sizes, shortest_s=0.0)
+        except CannotRunError as error:
+            reasons.append(str(error))
+            continue
+        assert [*seconds] == [*units] == list(cell.sizes)
+        ran.append(name)
+    assert len(ran) >= 2
+    for reason in reasons:
+        assert re.search(r"is not installed|no module named|needs a GPU|on a CPU", reason)
+
+
+@pytest.mark.parametrize("name", ["gpu_packed_attention", "gpu_row_attention"])
+def test_who_attends_here_attends_alike(name):
+    module = importlib.import_module(f"benchmarks.components.{name}")
+    length = 128
+    rows = int(module.boundaries(length)[-1]) // length
+    attended = {}
+    for contestant, attending in module.ATTENDING.items():
+        states = make_states(rows, length)
+        try:
+            attend = attending(length)
+        except CannotRunError:
+            continue
+        attended[contestant] = attend(*states)
+    assert len(attended) >= 2
+    for theirs in attended.values():
+        torch.testing.assert_close(theirs, attended["Stoker"], atol=2e-2, rtol=2e-2)
+
+
+def test_losses_of_the_heads_here_are_alike():
+    from benchmarks.components.gpu_loss_head import LOSSES, make_inputs
+
+    hidden, weight, targets = make_inputs(96, 64, 200)
+    losses, gradients = {}, {}
+    for name, prepare in LOSSES.items():
+        try:
+            loss_of = prepare()
+        except CannotRunError:
+            continue
+        losses[name] = loss_of(hidden, weight, targets)
+        gradients[name] = torch.autograd.grad(losses[name], weight)[0]
+    assert set(losses) >= {"Stoker", "all logits", "TRL's chunked head"}
+    for name in losses:
+        torch.testing.assert_close(
+            losses[name].float(), losses["Stoker"].float(), atol=1e-2, rtol=1e-3
+        )
+        torch.testing.assert_close(gradients[name], gradients["Stoker"], atol=2e-4, rtol=5e-2)

@@ -1,0 +1,121 @@
+"""What a speed is worth on a device, and what is said where that is not known."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import device as device_module
+from benchmarks.cells import TrainingCell
+from benchmarks.circumstances import hardware
+from benchmarks.device import data_sheet_peak, gpu_facts, gpu_state
+from benchmarks.efficiency import Device, efficiency, known_device, reason_not_to_fit, state_bytes
+from benchmarks.flops import model_size
+from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.job import Outcome
+from benchmarks.roofline import Peaks
+from benchmarks.shapes import LLAMA_8B
+
+CELLS = {cell.name: cell for cell in GPU_CELLS}
+H200 = Device("NVIDIA H200", 989e12, Peaks(700e12, 4e12), 143_771 * 2**20)
+
+
+def outcome(cell: TrainingCell, step_s: float) -> Outcome:
+    timed = cell.steps - cell.warmup_steps
+    tokens = timed * cell.micro_batch_size * cell.workload.sequence_length
+    return Outcome(
+        window_s=timed * step_s,
+        window_tokens=tokens,
+        window_loss_tokens=tokens // 4,
+        step_s=[9.0] * (cell.warmup_steps - 1) + [step_s] * timed,
+        losses=[4.0] * cell.steps,
+        first_step_s=9.0,
+        peak_memory_bytes=2**30,
+    )
+
+
+def test_shares_of_the_peaks():
+    cell = CELLS["llama_1b_pretrain"]
+    found = efficiency(cell, [outcome(cell, 0.4)], H200)
+    flops = model_size(cell.workload.model).flops(8192)
+    speed = 2 * 8192 / 0.4
+    assert found["model_flops_per_token"] == flops
+    assert found["mfu"] == pytest.approx(speed * flops / 989e12, abs=1e-4)
+    assert found["mfu_of_probed_peak"] == pytest.approx(speed * flops / 700e12, abs=1e-4)
+    assert found["causal_mfu"] < found["mfu"]
+    bounds = found["roofline_tokens_per_second"]
+    assert found["roofline_share"] == pytest.approx(speed / max(bounds.values()), abs=1e-4)
+    assert found["loss_tokens_per_second"] == pytest.approx(speed / 4)
+    assert found["step_median_s"] == found["step_p99_s"] == 0.4  # the warm-up is not of them
+
+
+def test_packed_documents_see_no_further_than_themselves():
+    cell = CELLS["qwen3_600m_sft"]
+    found = efficiency(cell, [outcome(cell, 0.4)], H200)
+    assert 600 < found["effective_length"] < 1400
+
+
+def test_nothing_is_made_up_for_an_unknown_device():
+    cell = CELLS["llama_1b_pretrain"]
+    found = efficiency(cell, [outcome(cell, 0.4)], Device())
+    assert found["roofline_tokens_per_second"] == {}
+    for name in ("mfu", "causal_mfu", "mfu_of_probed_peak", "roofline_share"):
+        assert found[name] is None
+    assert data_sheet_peak("NVIDIA A100-SXM4-80GB") is None
+
+
+def test_what_cannot_fit_is_known_before_it_is_tried():
+    whole, adapters = CELLS["llama_8b_sft"], CELLS["llama_8b_lora"]
+    assert state_bytes(model_size(LLAMA_8B), "bf16_weights") == 8 * 8_030_261_248
+    assert reason_not_to_fit(whole, H200) is None
+    small = replace(H200, memory_bytes=40 * 2**30)
+    assert reason_not_to_fit(adapters, small) is None
+    assert "alone take 60 GiB, and the device has 40" in str(reason_not_to_fit(whole, small))
+    mixed = replace(whole, precision="bf16")
+    assert "alone take 120 GiB" in str(reason_not_to_fit(mixed, replace(H200, memory_bytes=2**36)))
+
+
+def test_probes_count_on_their_own_device_alone(tmp_path):
+    probes = tmp_path / "probes.json"
+    peaks = {"matmul": {"flops_per_second": 7e14}, "bandwidth": {"bytes_per_second": 4e12}}
+    probes.write_text(json.dumps({"hardware": {"gpu": "NVIDIA H200"}, "probes": peaks}))
+    facts = {"gpu": "NVIDIA H200", "gpu_facts": {"memory.total": 143771.0}}
+    assert known_device(facts, probes) == H200
+    assert known_device({"gpu": "NVIDIA H100 80GB HBM3"}, probes).probed is None
+    assert known_device(facts, tmp_path / "none.json").probed is None
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A stand-in that knows the newer name of the reasons alone, as drivers since 535 may."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/bash\n"
+        'case "$1" in\n'
+        '--query-gpu=name*) echo "NVIDIA H200, 143771, 570.86, 1980, 700.00";;\n'
+        '--query-gpu=clocks.sm*) echo "1755, 3201, 650.12, 55";;\n'
+        '--query-gpu=clocks_event_reasons.active) echo "0x0000000000000004";;\n'
+        "*) echo 'not a valid field'; exit 2;;\n"
+        "esac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def test_a_gpu_is_asked_for_its_state(nvidia_smi):
+    assert hardware()["gpu"] == "NVIDIA H200"
+    assert hardware()["gpu_facts"]["memory.total"] == 143771.0
+    assert gpu_state() == {
+        "clocks.sm": 1755.0,
+        "clocks.mem": 3201.0,
+        "power.draw": 650.12,
+        "temperature.gpu": 55.0,
+        "throttled": True,  # 0x4: the power limit
+        "reasons": "0x4",
+    }
+
+
+def test_without_nvidia_smi_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(device_module.shutil, "which", lambda _: None)
+    assert gpu_facts() == gpu_state() == {}
+    assert "gpu" not in hardware()

@@ -1,0 +1,133 @@
+"""Rounds that one command leaves are those that the next one goes on with."""
+
+import time
+
+import pytest
+
+from benchmarks import measure
+from benchmarks.__main__ import AGAIN, main
+from benchmarks.__main__ import measure as measure_cells
+from benchmarks.cells import OURS, ComponentCell, ProbeCell, TrainingCell
+from benchmarks.contest import CannotRunHereError, ContestantFailedError, Turns
+from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.measure import Session
+from benchmarks.progress import OutOfTimeError, Progress
+
+KEY = {"cell": (1, 2)}
+
+
+def take(kept: Progress, repeats: int, failing: str = "") -> Turns:
+    def run(name, directory):
+        if name == failing:
+            raise CannotRunHereError("no such package")
+        return {"name": name}
+
+    turns: Turns = Turns({}, kept)
+    turns.take([OURS, "peer"], repeats, run, str)
+    return turns
+
+
+def test_rounds_go_on_where_they_ended(tmp_path, capsys):
+    path = tmp_path / "unfinished" / "cell.json"
+    take(Progress(path, KEY), 2, failing="peer")
+    turns = take(Progress(path, KEY), 5)
+    assert turns.outcomes == {OURS: [{"name": OURS}] * 5}
+    assert turns.not_run == {"peer": "no such package"}  # out once, out for good
+    assert "3/5" in capsys.readouterr().out
+
+
+def test_rounds_of_another_machine_or_commit_do_not_count(tmp_path, capsys):
+    path = tmp_path / "cell.json"
+    take(Progress(path, KEY), 2)
+    capsys.readouterr()
+    take(Progress(path, {"cell": "another"}), 3)
+    assert capsys.readouterr().out.startswith("1/3")
+
+
+def test_no_round_begins_that_would_not_end(tmp_path, capsys):
+    path = tmp_path / "cell.json"
+    take(Progress(path, KEY), 1)
+    late = Progress(path, KEY, deadline=time.monotonic())
+    with pytest.raises(OutOfTimeError):
+        take(late, 2)
+    assert Progress(path, KEY).load()["rounds"] == 1
+
+
+def test_a_want_of_memory_is_a_result_even_of_ours(tmp_path, capsys):
+    turns = take(Progress(tmp_path / "cell.json", KEY), 1, failing=OURS)
+    assert turns.not_run == {OURS: "no such package"}
+    assert list(turns.outcomes) == ["peer"]
+
+
+def session(tmp_path, **settings) -> Session:
+    return Session(group="gpu", results=tmp_path, repeats=1, **settings)
+
+
+def test_time_that_is_up_asks_for_the_same_command_again(tmp_path, capsys):
+    late = session(tmp_path, deadline=time.monotonic() - 1)
+    assert measure_cells(late, [ProbeCell(toy=True)]) == AGAIN
+    assert "--resume" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_does_not_keep_the_others_from_their_turn(tmp_path, capsys, monkeypatch):
+    def hold(self, cell, kept):
+        if cell.name == "broken":
+            raise ContestantFailedError("exit code 1: no")
+        parity = {"holds": cell.name != "another training"}
+        return {"title": cell.name, "probes": PROBES, "not_run": {}, "parity": parity}
+
+    monkeypatch.setattr(Session, "_hold", hold)
+    cells = [ComponentCell("broken"), ComponentCell("sound")]
+    assert measure_cells(session(tmp_path), cells) == 1
+    assert "broken: Stoker failed: exit code 1: no" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "gpu").iterdir()] == ["sound.json"]
+    assert measure_cells(session(tmp_path), [ComponentCell("another training")]) == 1
+    # What is done is not measured again, and no better for that.
+    monkeypatch.setattr(Session, "_hold", None)
+    assert session(tmp_path, resume=True).measure(ComponentCell("sound"))
+    assert not session(tmp_path, resume=True).measure(ComponentCell("another training"))
+
+
+def test_losses_of_toys_are_by_chance(tmp_path, capsys, monkeypatch):
+    result = {"title": "", "probes": PROBES, "not_run": {}, "parity": {"holds": False}}
+    monkeypatch.setattr(Session, "_hold", lambda *_: result)
+    assert session(tmp_path, toy=True).measure(ComponentCell("cell"))
+    assert not session(tmp_path).measure(ComponentCell("cell"))
+
+
+PROBES = {
+    "matmul": {"flops_per_second": 7e14, "shape": [1, 2, 3]},
+    "bandwidth": {"bytes_per_second": 4e12},
+}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gpu"], "needs an NVIDIA GPU, and nvidia-smi shows none; see --toy"),
+        (["gpu", "--toy"], "give --results a directory of its own"),
+        (["cpu", "--toy", "--results", "x"], "rehearses the group gpu"),
+        (["gpu", "--toy", "--results", "x", "--cells", "none"], "no cell none; there are probes,"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.hardware", dict)
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_probes_come_first(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Session, "measure", lambda _, cell: seen.append(cell.name) or True)
+    arguments = ["gpu", "--toy", "--results", str(tmp_path), "--cells", "gpt2_124m"]
+    assert main(arguments) == 0
+    assert seen == ["probes", "gpt2_124m"]
+
+
+def test_every_peer_that_was_promised_is_named():
+    named = {
+        one.name for cell in GPU_CELLS if isinstance(cell, TrainingCell) for one in cell.contestants
+    }
+    assert {"torchtitan", "Unsloth", "axolotl", "torchtune", "litgpt"} < named
+    assert measure.SAME == ("commit", "hardware", "python", "versions")
