@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         eval_rows=data.evaluation,
         sampler=plan.sampler,
         loss_head=plan.loss_head,
+        activation_checkpointing=plan.memory.choice,
         compiled=plan.compiled,
         optimizer_cls_and_kwargs=optimizer_of(settings.training, plan.optimizer_states),
         checkpoints=run.checkpoints,

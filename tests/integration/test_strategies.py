@@ -97,6 +97,21 @@ def test_compiled_layers_of_two_processes_train_as_one_process(
     assert_same_run(run, pretrained_alone)
 
 
+@pytest.mark.parametrize(
+    ("name", "choice", "compiled"),
+    [("multi_gpu", "selective", False), ("fsdp2", "selective", True), ("zero3", "auto", False)],
+)
+def test_recomputation_in_two_processes_equals_none_in_one(
+    name, choice, compiled, pretraining, workspace, pretrained_alone, tmp_path
+):
+    run = tmp_path / "run"
+    settings = {"per_device_train_batch_size": 1, "compile": compiled}
+    settings |= {"activation_checkpointing": choice, **evaluation(workspace, "heldout")}
+    shown = succeed(run_two_processes(name, "pretrain.py", pretraining(run, **settings)))
+    assert f"activation checkpointing: {choice}" in shown
+    assert_same_run(run, pretrained_alone)
+
+
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero3"])
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
 def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, workspace, tmp_path):

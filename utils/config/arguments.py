@@ -31,6 +31,10 @@ ATTENTION_IMPLEMENTATIONS = (
 )
 
 
+# What is computed again in the backward pass instead of kept; true is full, false none.
+CHECKPOINTING = ("none", "selective", "full", "auto")
+
+
 @dataclass
 class DataArguments:
     """The token datasets and how they become sequences."""
@@ -185,6 +189,18 @@ class _ChangedDefaults:
             "trains weights in float32, off elsewhere"
         },
     )
+    # transformers knows full alone. What the plan makes of "auto" is a boolean again for Trainer.
+    activation_checkpointing: bool | str | None = field(
+        default=None,
+        metadata={
+            "help": "what the backward pass computes again to save memory: none (the default), "
+            "selective (norms, activation functions and casts; products and attention are kept), "
+            "full (whole layers), or auto: as little of it as the device's memory allows",
+            "choices": (*CHECKPOINTING, True, False),
+            "nargs": "?",
+            "const": True,
+        },
+    )
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
@@ -216,25 +232,33 @@ class _ChangedDefaults:
         with alone():  # the processes that WORLD_SIZE stands for are not there to be met
             return cls(**given)
 
+    def _name_checkpointing(self) -> None:
+        """Turn the two words that transformers has as booleans into them."""
+        known = {"none": False, "full": True}
+        if isinstance(self.activation_checkpointing, str):
+            word = self.activation_checkpointing
+            self.activation_checkpointing = known.get(word, word)
+
     def _settle(self, device_type: str) -> None:
         if device_type == "cpu":
             self.dataloader_pin_memory = False  # nothing to copy to; torch would only warn
 
 
 @dataclass
-class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # bf16 may be null
+class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # a wider type
     """transformers' TrainingArguments with the defaults above."""
 
     _argument_group_name = "training (transformers.TrainingArguments)"
     refused_settings: ClassVar[Mapping[str, str]] = REFUSED_TRAINING_SETTINGS
 
     def __post_init__(self) -> None:
+        self._name_checkpointing()
         TrainingArguments.__post_init__(self)
         self._settle(self.device.type)
 
 
 @dataclass
-class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # as above
+class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
     """TRL's SFTConfig with the defaults above, for data that is tokenized and packed already."""
 
     _argument_group_name = "training (trl.SFTConfig)"
@@ -251,5 +275,6 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # as ab
     )
 
     def __post_init__(self) -> None:
+        self._name_checkpointing()
         SFTConfig.__post_init__(self)
         self._settle(self.device.type)

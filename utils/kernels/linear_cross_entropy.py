@@ -7,6 +7,8 @@ products 1.6 times as fast as (tokens, V) does (docs/experiments.md), and the so
 blocks that stay in the cache.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +29,8 @@ BLOCK_ELEMENTS = 2**18
 
 # Rows of the weight whose gradient's product is in half precision at a time, before it is added up.
 PRODUCT_WORDS = 8192
+
+_computes = True
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ def working_bytes(tokens: int, vocabulary: int, width: int, device: str, compute
     return taken + (vocabulary + min(vocabulary, PRODUCT_WORDS)) * width * compute_bytes
 
 
+@contextmanager
+def buffers_alone() -> Iterator[None]:
+    """Within, calls make their buffers and compute nothing: for who counts bytes."""
+    global _computes  # noqa: PLW0603 - autograd calls forward, which has no other way to know
+    _computes = False
+    try:
+        yield
+    finally:
+        _computes = True
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
@@ -94,7 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         bears_loss = targets != IGNORED
         targets = targets.clamp(min=0)
-        for rows in _slices(len(hidden), work.chunk_rows):
+        chunks = _slices(len(hidden), work.chunk_rows) if _computes else []
+        for rows in chunks:
             losses[rows] = work.chunk(rows, targets[rows], bears_loss[rows])
         ctx.save_for_backward(work.hidden_gradient, work.weight_gradient, work.bias_gradient)
         return losses.sum()

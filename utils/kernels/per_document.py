@@ -44,6 +44,17 @@ def per_document_sdpa(
     the device when `cu_seq_lens` is not on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
+    return attend_by_lengths(query, key, value, lengths, terms)
+
+
+def attend_by_lengths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Attend in documents of these lengths, which lie end to end: (tokens, heads, dim)."""
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
     same_length: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):

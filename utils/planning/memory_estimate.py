@@ -1,5 +1,9 @@
-"""What a run will need on each device, from sizes alone: no weight is loaded."""
+"""What a run will need on each device, by its choice of activation checkpointing.
 
+No weight is loaded. What a micro-batch takes is counted on the model itself (memory_trace.py).
+"""
+
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +15,22 @@ from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
 from utils.config.run_settings import RunSettings
 from utils.kernels.linear_cross_entropy import working_bytes
-from utils.kernels.loss_head import LossHeadChoice
-from utils.kernels.probe_model import causal_lm_class
+from utils.kernels.probe_model import MISFITS, causal_lm_class
+from utils.planning.activations import Phases, most_alive
+from utils.planning.memory_trace import Workload, trace
 from utils.planning.models import weights_dtype
 from utils.planning.optimizer_states import optimizer_bytes_per_parameter
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
-# Stored per layer, token and hidden unit at 16 bits, attention scores recomputed (Korthikanti et
-# al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1).
-ACTIVATION_BYTES_16_BIT = 34
-CHECKPOINT_BYTES_16_BIT = 2  # with recomputation only each layer's input stays
+# Without a trace: stored per layer, token and hidden unit at 16 bits, attention scores recomputed
+# (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1). Of
+# these 34 bytes products and attention give 22; with full recomputation each layer's input stays.
+FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
+# What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and what
+# malloc keeps of what was freed (docs/memory.md).
+PROCESS_BYTES = 150 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
     "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
@@ -30,30 +40,44 @@ SHARDED_BY = {
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB on each device, and the parameters they come from."""
+    """Bytes on each device when most are in use, and the parameters they come from.
+
+    `working` comes and goes within an operation or a layer (the loss head's logits, for one);
+    `process` is what a process on a CPU takes that no tensor accounts for.
+    """
 
     parameters: int
     trainable: int
-    weights_gib: float
-    gradients_gib: float
-    optimizer_gib: float
-    activations_gib: float
-    loss_gib: float
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    process: int
+    counted: bool
+
+    @property
+    def total(self) -> int:
+        """Return all of it together."""
+        return sum(bytes_ for _, bytes_ in self._parts())
+
+    def _parts(self) -> list[tuple[str, int]]:
+        parts = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("working", self.working),
+        ]
+        return [*parts, ("process", self.process)] if self.process else parts
 
     def __str__(self) -> str:
-        total = (
-            self.weights_gib
-            + self.gradients_gib
-            + self.optimizer_gib
-            + self.activations_gib
-            + self.loss_gib
-        )
         trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
+        parts = " + ".join(f"{name} {bytes_ / GIB:.2f}" for name, bytes_ in self._parts())
+        how = "counted on the model" if self.counted else "a rule of thumb"
         return (
-            f"{self.parameters:,} parameters{trainable}; about {total:.2f} GiB a device = weights "
-            f"{self.weights_gib:.2f} + gradients {self.gradients_gib:.2f} + AdamW "
-            f"{self.optimizer_gib:.2f} + activations {self.activations_gib:.2f} + loss "
-            f"{self.loss_gib:.2f}"
+            f"{self.parameters:,} parameters{trainable}; at most {self.total / GIB:.2f} GiB a "
+            f"device = {parts} ({how})"
         )
 
 
@@ -61,45 +85,83 @@ def estimate_memory(
     settings: RunSettings,
     config: PreTrainedConfig,
     launch: LaunchFacts,
-    loss_head: LossHeadChoice,
+    work: Workload,
+    choice: str,
 ) -> MemoryEstimate:
-    """Estimate the memory of one device; a rule of thumb, the memory callback measures.
+    """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    The launch's strategy says what is sharded over the ranks. Activations follow the formula for a
-    dense transformer. All logits count in float32 with their gradient and once more in the
-    precision of the matrix product; with the fused head a part of them and the last layer's
-    gradient do.
+    The launch's strategy says what is sharded over the ranks. Where the architecture cannot run
+    without data a formula for dense transformers takes the place of the count, aloud.
     """
     parameters, trainable = count_parameters(settings.model, config)
-    weights = weights_dtype(settings.model, config)
-    weight_bytes = weights.itemsize
-    state_bytes = optimizer_bytes_per_parameter(settings.run.optim_states, weights)
-    training = settings.training
-    micro_batch_tokens = training.per_device_train_batch_size * settings.data.sequence_length
+    training, mixed = settings.training, work.autocast is not None
     shards = {
         kind: launch.world_size if launch.strategy in strategies else 1
         for kind, strategies in SHARDED_BY.items()
     }
-    text = config.get_text_config()
-    compute_bytes = 4 if training.mixed_precision == "no" and weight_bytes == 4 else 2
-    if loss_head.name == "fused":
-        loss_bytes = working_bytes(
-            micro_batch_tokens, text.vocab_size, text.hidden_size, launch.device, compute_bytes
-        )
-    else:
-        loss_bytes = micro_batch_tokens * text.vocab_size * (8 + compute_bytes)
-    recompute = training.gradient_checkpointing  # both of its names, old and new, in transformers 5
-    stored = CHECKPOINT_BYTES_16_BIT if recompute else ACTIVATION_BYTES_16_BIT
-    layer_bytes = micro_batch_tokens * text.hidden_size * stored * compute_bytes / 2
+    dtype = weights_dtype(settings.model, config)
+    weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
+    moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
+    states = round(trainable * optimizer_bytes(training.optim, moments))
+    if launch.strategy.startswith("zero") and mixed:
+        # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
+        # arXiv 1910.02054, section 3.1).
+        weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
+    gradients //= shards["gradients"]
+    held = gradients if training.gradient_accumulation_steps > 1 else 0
+    step = None
+    try:
+        step = trace(settings, config, work, choice)
+        phases = most_alive(step.stretches, step.layer_gradients, shards["gradients"], held=held)
+    except MISFITS as error:
+        logger.warning(
+            "memory: %s does not run without data (%s: %.200s); a rule of thumb takes the place of "
+            "the count",
+            type(config).__name__, type(error).__name__, error,
+        )  # fmt: skip
+        phases = _by_formula(config, work, choice, held or gradients)
+    if phases.peak < gradients:  # more is in use while the optimizer steps
+        phases = Phases(gradients, 0, gradients, 0)
+    buckets = gradients if launch.strategy == "ddp" else 0  # DDP reduces copies
+    gathered = 0
+    if shards["weights"] > 1 and step is not None:
+        # Two layers at a time, and what is in none of them, whole and in the type of the products.
+        gathered = step.gathered_weights
     return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
-        weights_gib=parameters * weight_bytes / shards["weights"] / GIB,
-        gradients_gib=trainable * weight_bytes / shards["gradients"] / GIB,
-        optimizer_gib=trainable * state_bytes / shards["optimizer"] / GIB,
-        activations_gib=layer_bytes * text.num_hidden_layers / GIB,
-        loss_gib=loss_bytes / GIB,
+        weights=weights // shards["weights"],
+        gradients=phases.gradients + buckets,
+        optimizer=states // shards["optimizer"],
+        activations=phases.activations,
+        working=phases.working + gathered,
+        process=PROCESS_BYTES if work.device == "cpu" and work.attention is not None else 0,
+        counted=step is not None,
     )
+
+
+def optimizer_bytes(name: str, both_moments: float) -> float:
+    """Return what an optimizer keeps for each weight that it trains; AdamW's where not known.
+
+    both_moments: the bytes of AdamW's two.
+    """
+    name = str(getattr(name, "value", name))
+    if name in ("sgd", "adafactor", "lomo", "adalomo"):
+        return 0
+    kept = 2 if "8bit" in name else both_moments
+    return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
+
+
+def _by_formula(config: PreTrainedConfig, work: Workload, choice: str, gradients: int) -> Phases:
+    text, tokens = config.get_text_config(), work.rows * work.sequence_length
+    size = (work.autocast or work.weights).itemsize
+    layer = tokens * text.hidden_size * FORMULA_16_BIT[choice] * size // 2
+    if work.fused_head:
+        head = working_bytes(tokens, text.vocab_size, text.hidden_size, work.device, size)
+    else:
+        head = tokens * text.vocab_size * (8 + size)
+    kept = layer * text.num_hidden_layers
+    return Phases(kept + gradients + head, kept, gradients, head)
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:

@@ -20,7 +20,8 @@ from utils.kernels.compilation import prepare_compilation
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.planning.job_plan import report_job
-from utils.planning.memory_estimate import checkpoint_bytes, estimate_memory
+from utils.planning.memory_estimate import checkpoint_bytes
+from utils.planning.memory_plan import MemoryPlan, plan_memory
 from utils.planning.models import weights_dtype
 from utils.planning.optimizer_states import (
     OptimizerStates,
@@ -42,6 +43,7 @@ class RunPlan:
     total_steps: int
     attention: AttentionChoice | None
     loss_head: LossHeadChoice
+    memory: MemoryPlan
     compiled: bool
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
@@ -52,9 +54,9 @@ def plan_run(
 ) -> RunPlan:
     """Work out accumulation, steps, kernels and memory; log the arithmetic.
 
-    Hands Trainer the two numbers that follow from the settings (gradient_accumulation_steps and
-    max_steps). Raises ConfigurationError when the global batch does not divide, the data is
-    smaller than one global batch, or no attention keeps packed documents apart.
+    Hands Trainer what follows from the settings (gradient_accumulation_steps, max_steps and
+    whether activations are checkpointed). Raises ConfigurationError when the global batch does not
+    divide, the data is smaller than one global batch, or no attention keeps packed documents apart.
     """
     run, training = settings.run, settings.training
     micro_batch = training.per_device_train_batch_size
@@ -97,14 +99,13 @@ def plan_run(
     if settings.model.compile:
         where = prepare_compilation(launch.strategy)
         logger.info("compile: layer by layer, static shapes, kept in %s", where)
-    memory = estimate_memory(settings, config, launch, loss_head)
-    logger.info("memory: %s (a rule of thumb)", memory)
+    memory = plan_memory(settings, data, config, launch, attention, loss_head)
     if run.dry_run:
         report_job(settings, launch, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     compiled = settings.model.compile
     return RunPlan(
-        sampler, total_steps, attention, loss_head, compiled, optimizer_states, saved_bytes
+        sampler, total_steps, attention, loss_head, memory, compiled, optimizer_states, saved_bytes
     )
 
 

@@ -87,6 +87,7 @@ def start_run(
         "script": script,
         "attention": dataclasses.asdict(plan.attention),
         "loss_head": dataclasses.asdict(plan.loss_head),
+        "activation_checkpointing": plan.memory.facts(),
         "compiled": plan.compiled,
         **identity_facts(settings, data),
     }

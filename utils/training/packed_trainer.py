@@ -20,6 +20,7 @@ from utils.data.batches import Batch, model_inputs
 from utils.data.loader import TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.data.packed_rows import PackedDataset
+from utils.kernels.activation_checkpointing import keep_products
 from utils.kernels.compilation import compile_layers
 from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
@@ -44,6 +45,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         eval_rows: Mapping[str, PackedDataset],
         sampler: GlobalBatchSampler,
         loss_head: LossHeadChoice,
+        activation_checkpointing: str,
         compiled: bool,
         **kwargs: Any,
     ):
@@ -53,6 +55,8 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         self.fused_head = loss_head.name == "fused"
         if self.fused_head:
             fuse_loss_head(kwargs["model"])  # before PEFT wraps it
+        if activation_checkpointing == "selective":
+            keep_products(kwargs["model"])
         if compiled:
             compile_layers(kwargs["model"])  # before FSDP2 shards them
         kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}

@@ -294,6 +294,21 @@ CONTRADICTIONS = [
         "gradient_checkpointing True .* and activation_checkpointing False .* are one setting",
     ),
     (
+        {"activation_checkpointing": "some"},
+        "activation_checkpointing: invalid choice: 'some'",
+    ),
+    (
+        {"activation_checkpointing": "auto", "activation_checkpointing_kwargs": '{"offload": 1}'},
+        "activation_checkpointing_kwargs .* goes with activation_checkpointing: full alone",
+    ),
+    (
+        {
+            "activation_checkpointing": "full",
+            "activation_checkpointing_kwargs": '{"selective": true}',
+        },
+        "activation_checkpointing_kwargs .*: activation_checkpointing: selective says so",
+    ),
+    (
         {"dataloader_prefetch_factor": "2"},
         "dataloader_prefetch_factor 2 .* has no effect without dataloader_num_workers",
     ),

@@ -64,11 +64,24 @@ def check_train_data(values: SettingValues) -> Iterator[str]:
 
 
 def check_activation_checkpointing(values: SettingValues) -> Iterator[str]:
-    """Refuse both of the two names that transformers has for it: the old one would lose."""
+    """Refuse a second word on one thing: old names, and options of what full alone has."""
     for kind in ("checkpointing", "checkpointing_kwargs"):
         old, new = f"gradient_{kind}", f"activation_{kind}"
         if new in values and values.changed(old) and values.changed(new):
             yield f"{values.shown(old)} and {values.shown(new)} are one setting: keep the second"
+    word = values["activation_checkpointing"]
+    full = True in (word, values["gradient_checkpointing"]) or word == "full"
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        options = values[name] or {}
+        if "selective" in options:
+            yield f"{values.shown(name)}: activation_checkpointing: selective says so"
+        elif options and not full:
+            yield f"{values.shown(name)} goes with activation_checkpointing: full alone"
+    if word == "auto" and values.changed("activation_offloading"):
+        yield (
+            f"{values.shown('activation_offloading')}: what auto predicts knows nothing of it; say "
+            "which activation_checkpointing you want"
+        )
 
 
 def check_loader(values: SettingValues) -> Iterator[str]:

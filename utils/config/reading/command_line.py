@@ -151,7 +151,14 @@ def _field_for_argparse(declaration: Declaration) -> dataclasses.Field:
         field.default = None
     origins = [get_origin(member) or member for member in union_members(declaration.hint)]
     field.type = str | None if dict in origins else declaration.hint
+    if {bool, str} <= set(origins):
+        # argparse takes any function for a type, and this is more than its annotations know.
+        field.type = _truth_or_word
     return field
+
+
+def _truth_or_word(word: str) -> bool | str:
+    return {"true": True, "false": False}.get(word.lower(), word)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

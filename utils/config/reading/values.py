@@ -60,8 +60,10 @@ def shown(value: Any) -> str:
 
 
 def _check_choice(choices: tuple[Any, ...], value: Any) -> None:
-    if not isinstance(value, str | int) or isinstance(value, bool) or value not in choices:
-        allowed = ", ".join(map(str, choices))
+    # 1 and true are equal, and one of them is no choice of the other.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        words = (json.dumps(each) if isinstance(each, bool) else str(each) for each in choices)
+        allowed = ", ".join(words)
         raise WrongValueError(f"expected one of {allowed}; got {shown(value)}")
 
 

@@ -1,0 +1,99 @@
+"""Memory as predicted beside memory as measured, into benchmarks/results/memory/.
+
+    python -m benchmarks.memory                    every shape on the device that is here
+    python -m benchmarks.memory --cells recipe_shape --choices none,full
+
+Each run is a process of its own of a few steps. Documents fill their rows, for with documents of
+all lengths malloc's heap grows for many steps (docs/memory.md).
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.circumstances import ROOT, circumstances
+from benchmarks.contest import run_process, say
+from benchmarks.workloads import LLAMA_11M, LLAMA_23M, Workload, make_workload
+from utils.kernels.activation_checkpointing import CHOICES
+
+BOUND = {"cpu": 0.15, "cuda": 0.10}
+STEPS = 3
+LLAMA_6M = LLAMA_11M | {  # recipes/model/llama_6m.yaml
+    "intermediate_size": 1024, "num_key_value_heads": 2, "vocab_size": 8192,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with a micro-batch, and the settings that make a difference."""
+
+    model: dict[str, Any]
+    rows: int
+    length: int
+    settings: tuple[str, ...] = ()
+    script: str = "pretrain"
+
+
+SHAPES = {
+    "recipe_shape": Shape(LLAMA_6M, 4, 512),
+    "fp32": Shape(LLAMA_23M, 4, 512),
+    "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true")),
+    "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16")),
+    "long_rows": Shape(LLAMA_23M, 2, 2048),
+    "lora": Shape(LLAMA_23M, 4, 512, ("--use_peft", "true"), "sft_train"),
+}
+
+
+def measure(shape: Shape, choice: str) -> dict[str, Any]:
+    """Train a few steps in a process of its own; return bytes, and measured over predicted."""
+    with tempfile.TemporaryDirectory(prefix="stoker-memory-") as scratch:
+        directory = Path(scratch)
+        work = make_workload(Workload(shape.model, shape.length, shape.rows * STEPS), directory)
+        weights = ["--model_name_or_path", f"{work}/weights"]
+        outcome = directory / "outcome.json"
+        arguments = [
+            shape.script, str(outcome), *weights, *shape.settings,
+            "--train_data", f"{work}/documents", "--tokenizer_name_or_path", f"{work}/tokenizer",
+            "--sequence_length", str(shape.length), "--max_steps", str(STEPS),
+            "--global_batch_size", str(shape.rows),
+            "--per_device_train_batch_size", str(shape.rows),
+            "--output_dir", str(directory / "run"), "--activation_checkpointing", choice,
+            *([] if torch.cuda.is_available() else ["--use_cpu", "true"]),
+        ]  # fmt: skip
+        run_process("benchmarks.memory_run", arguments, directory)
+        found: dict[str, Any] = json.loads(outcome.read_text())
+    return found | {"ratio": found["measured"] / found["predicted"]}
+
+
+def main() -> int:
+    """Measure what the command line names; 1 where a prediction is further off than the bound."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
+    parser.add_argument("--cells", default=",".join(SHAPES))
+    parser.add_argument("--choices", default=",".join(CHOICES))
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cells: dict[str, dict[str, Any]] = {}
+    off: list[str] = []
+    made_by = f"python -m benchmarks.memory --cells {given.cells} --choices {given.choices}"
+    result = circumstances(made_by) | {"bound": BOUND[device], "off": off, "cells": cells}
+    path = given.results / "memory" / f"{device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in given.cells.split(","):
+        for choice in given.choices.split(","):
+            found = measure(SHAPES[name], choice)
+            cells.setdefault(name, {})[choice] = found
+            if abs(found["ratio"] - 1) > BOUND[device]:
+                off.append(f"{name} {choice}")
+            say(f"{name:14} {choice:10} measured / predicted = {found['ratio']:.2f}")
+            path.write_text(json.dumps(result, indent=2) + "\n")  # what is measured stays
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+"""A run takes the memory that was predicted; recomputation changes none of its losses."""
+
+import pytest
+import tiny
+import torch
+
+import pretrain
+import sft_train
+from benchmarks.memory import BOUND, SHAPES, measure
+from utils.planning import memory_plan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_a_cpu_takes_what_was_predicted(choice):
+    found = measure(SHAPES["fp32"], choice)
+    assert found["choice"] == choice
+    assert abs(found["ratio"] - 1) < BOUND["cpu"], found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("choice", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_gpu_takes_what_was_predicted(name, choice):
+    found = measure(SHAPES[name], choice)
+    assert abs(found["ratio"] - 1) < BOUND["cuda"], found
+
+
+def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, monkeypatch, capfd):
+    for choice in ("none", "selective"):
+        argv = pretraining(tmp_path / choice, activation_checkpointing=choice, max_steps=2)
+        assert pretrain.main(argv) == 0
+    monkeypatch.setattr(memory_plan, "device_room", lambda _: 2**20)
+    capfd.readouterr()
+    argv = pretraining(tmp_path / "auto", activation_checkpointing="auto", max_steps=2)
+    assert pretrain.main(argv) == 0
+    said = capfd.readouterr().out
+    assert "activation checkpointing: auto: full; predicted GiB: none " in said
+    assert "nothing fits with that margin" in said
+    assert "it will probably run out" in said
+    losses = [tiny.losses(tmp_path / choice) for choice in ("none", "selective", "auto")]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1] == losses[2]
+    record = tiny.starts(tmp_path / "auto")[0]["activation_checkpointing"]
+    assert (record["requested"], record["choice"]) == ("auto", "full")
+    assert [*record["predicted_bytes"]] == ["none", "selective", "full"]
+    assert record["room_bytes"] == 2**20
+
+
+def test_adapters_train_alike(fine_tuning, tmp_path):
+    for choice in ("none", "selective", "full"):
+        changes = {"use_peft": True, "lora_dropout": 0.1, "max_steps": 2}
+        argv = fine_tuning(tmp_path / choice, activation_checkpointing=choice, **changes)
+        assert sft_train.main(argv) == 0
+    losses = [tiny.losses(tmp_path / choice) for choice in ("none", "selective", "full")]
+    assert losses[0] == losses[1] == losses[2]

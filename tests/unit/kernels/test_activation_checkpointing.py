@@ -1,0 +1,107 @@
+"""Recomputation changes no bit, and selective keeps products and attention alone."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoConfig, PreTrainedModel
+
+from utils.kernels.activation_checkpointing import CHOICES, keep_products, kept
+from utils.kernels.compilation import compile_layers
+from utils.kernels.fused_head import fuse_loss_head
+from utils.kernels.packed_varlen import NAME, register_packed_varlen
+from utils.kernels.probe_model import causal_lm_class
+from utils.kernels.varlen import PER_DOCUMENT
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2}
+GPT2_WITH_DROPOUT = {
+    "model_type": "gpt2", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+}  # fmt: skip
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator._schema.name.rpartition("::")[2]
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return operator(*args, **(kwargs or {}))
+
+
+def build(config: dict, choice: str) -> PreTrainedModel:
+    values = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3} | {
+        "num_attention_heads": 4, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    settings = AutoConfig.for_model(**values | config)
+    torch.manual_seed(0)
+    model = causal_lm_class(settings)(settings)
+    register_packed_varlen(PER_DOCUMENT)
+    model.set_attn_implementation(NAME)
+    fuse_loss_head(model)
+    if choice == "selective":
+        keep_products(model)
+    if choice != "none":
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+def step(model: PreTrainedModel, autocast: bool) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return loss and gradients of a packed micro-batch, and what ran."""
+    tokens = torch.arange(2 * 24).view(2, 24) % 61
+    bounds = torch.tensor([0, 5, 24, 31, 48, 48], dtype=torch.int32)
+    starts = bounds[torch.searchsorted(bounds, torch.arange(48), right=True) - 1]
+    places = (torch.arange(48) - starts).view(2, 24)
+    torch.manual_seed(1)
+    with Operators() as operators:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(
+                input_ids=tokens, labels=tokens, position_ids=places, use_cache=False,
+                cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=24, max_length_k=24,
+            ).loss  # fmt: skip
+        loss.backward()
+    found = {name: value.grad for name, value in model.named_parameters()}
+    return {"loss": loss.detach(), **found}, operators.counts
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2_WITH_DROPOUT], ids=["llama", "gpt2_with_dropout"])
+def test_recomputation_changes_no_bit(config, autocast):
+    expected, _ = step(build(config, "none"), autocast)
+    for choice in CHOICES[1:]:
+        actual, _ = step(build(config, choice), autocast)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value), (choice, name)
+
+
+def test_selective_computes_no_product_and_no_attention_again():
+    ran = {choice: step(build(LLAMA, choice), autocast=False)[1] for choice in CHOICES}
+    for operator in ("mm", ATTENTION):
+        assert ran["none"][operator] == ran["selective"][operator] < ran["full"][operator]
+    for cheap in ("silu", "rsqrt"):
+        assert ran["none"][cheap] < ran["selective"][cheap] == ran["full"][cheap]
+
+
+def test_compiled_layers_keep_the_same():
+    torch._dynamo.reset()
+    expected, eager = step(build(LLAMA, "none"), autocast=False)
+    model = build(LLAMA, "selective")
+    compile_layers(model)
+    actual, ran = step(model, autocast=False)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert ran[ATTENTION] == eager[ATTENTION]
+    torch._dynamo.reset()
+
+
+def test_what_draws_random_numbers_is_drawn_again():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    states = (None, None, None)
+    assert kept(None, attention, *states) is CheckpointPolicy.MUST_SAVE
+    assert kept(None, attention, *states, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    dropout = torch.ops.aten.native_dropout.default
+    assert kept(None, dropout, None, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,185 @@
+"""Chooses the activation checkpointing of a run by what it will need and what there is."""
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from utils.cluster.decisions import gathered
+from utils.cluster.host import host_name
+from utils.cluster.launch import LaunchFacts
+from utils.cluster.memory_room import memory_room_bytes
+from utils.config.errors import ConfigurationError
+from utils.config.run_settings import RunSettings
+from utils.kernels.activation_checkpointing import CHOICES
+from utils.kernels.attention import AttentionChoice
+from utils.kernels.loss_head import LossHeadChoice
+from utils.planning.counted_attention import typical_lengths
+from utils.planning.memory_estimate import GIB, MemoryEstimate, estimate_memory
+from utils.planning.memory_trace import Workload
+from utils.planning.models import weights_dtype
+from utils.planning.run_data import RunData
+
+logger = logging.getLogger(__name__)
+
+# Of a GPU: its context, NCCL's buffers, the kernels' workspaces and what lies between tensors. Of
+# a host: whatever else runs there.
+RESERVED = {"cuda": 0.06, "cpu": 0.05}
+# How much more than predicted may be needed; what the prediction is held to in the tests.
+MARGIN = {"cuda": 1.10, "cpu": 1.15}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DOCUMENTS = 10_000  # of each source, to tell short from long ones
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The choice of activation checkpointing, the word of the settings, and what it rests on.
+
+    `predicted` holds bytes a device by choice. `room_bytes` is the least of all ranks', None where
+    no device was asked.
+    """
+
+    choice: str
+    requested: str
+    reason: str
+    predicted: dict[str, MemoryEstimate]
+    room_bytes: int | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the record of a start holds of it."""
+        return {
+            "choice": self.choice,
+            "requested": self.requested,
+            "reason": self.reason,
+            "predicted_bytes": {name: each.total for name, each in self.predicted.items()},
+            "room_bytes": self.room_bytes,
+        }
+
+
+def plan_memory(
+    settings: RunSettings,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    attention: AttentionChoice | None,
+    loss_head: LossHeadChoice,
+) -> MemoryPlan:
+    """Predict the memory of one device, choose the activation checkpointing, and say both.
+
+    Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
+    the smallest room. What does not fit is warned of, not refused: a prediction can be wrong.
+    """
+    requested = requested_choice(settings, launch)
+    possible = [choice for choice in CHOICES if choice != "selective" or launch.strategy != "zero3"]
+    work = _workload(settings, data, config, launch, attention, loss_head)
+    wanted = possible if requested == "auto" else [requested]
+    predicted = {
+        choice: estimate_memory(settings, config, launch, work, choice) for choice in wanted
+    }
+    own_room = None if attention is None else device_room(launch)
+    rooms = [room for room in gathered(own_room) if room is not None]
+    room = min(rooms, default=None)
+    totals = {choice: estimate.total for choice, estimate in predicted.items()}
+    choice, reason = choose(requested, totals, room, MARGIN.get(launch.device, 1.1))
+    logger.info("memory: %s", predicted[choice])
+    logger.info("activation checkpointing: %s", reason)
+    if room is not None and totals[choice] > room:
+        logger.warning(
+            "memory: %.2f GiB predicted for a device that has %.2f GiB of room: it will probably "
+            "run out. Lower per_device_train_batch_size (the global batch stays)%s",
+            totals[choice] / GIB,
+            room / GIB,
+            ", or shard over more GPUs (fsdp2.yaml)"
+            if choice == "full"
+            else ", or set activation_checkpointing: auto",
+        )
+    training = settings.training
+    training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
+    return MemoryPlan(choice, requested, reason, predicted, room)
+
+
+def requested_choice(settings: RunSettings, launch: LaunchFacts) -> str:
+    """Return none, selective, full or auto as the settings have it; raises ConfigurationError."""
+    value = settings.training.activation_checkpointing
+    word = value if isinstance(value, str) else CHOICES[-1] if value else CHOICES[0]
+    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
+    if launch.strategy.startswith("fsdp") and by_launch:
+        raise ConfigurationError(
+            "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
+            "(activation_checkpointing: full), which says so for every strategy."
+        )
+    if word == "selective" and launch.strategy == "zero3":
+        raise ConfigurationError(
+            "activation_checkpointing: selective does not go with ZeRO-3, whose hooks gather "
+            "weights within each layer: take fsdp2.yaml, which shards as much, or full."
+        )
+    return word
+
+
+def choose(
+    requested: str, totals: dict[str, int], room: int | None, margin: float
+) -> tuple[str, str]:
+    """Return the choice and a line that says why; `totals` and `room` in bytes.
+
+    auto takes the first of `totals` (least recomputation first) that fits `margin` times, and the
+    last where none does.
+    """
+    if requested != "auto":
+        return requested, f"{requested}, as set"
+    listed = ", ".join(f"{choice} {total / GIB:.2f}" for choice, total in totals.items())
+    if room is None:
+        last = list(totals)[-1]
+        return last, f"auto: settled on the compute node; predicted GiB: {listed}"
+    fits = (choice for choice, total in totals.items() if total * margin <= room)
+    choice = next(fits, list(totals)[-1])
+    fitting = "" if totals[choice] * margin <= room else "; nothing fits with that margin"
+    return choice, (
+        f"auto: {choice}; predicted GiB: {listed}; room {room / GIB:.2f} GiB, "
+        f"of which a prediction may take {1 / margin:.0%}{fitting}"
+    )
+
+
+def device_room(launch: LaunchFacts) -> int | None:
+    """Return the bytes that this rank's share of its device has left; None where unknown."""
+    if launch.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return free - int(RESERVED["cuda"] * total)
+    if launch.device != "cpu":
+        return None
+    ranks = max(1, launch.hosts.count(host_name()))
+    return int(memory_room_bytes() * (1 - RESERVED["cpu"])) // ranks
+
+
+def _workload(
+    settings: RunSettings,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    attention: AttentionChoice | None,
+    loss_head: LossHeadChoice,
+) -> Workload:
+    training, length = settings.training, settings.data.sequence_length
+    rows = training.per_device_train_batch_size
+    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
+    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
+        weights = mixed  # the strategy gathers or keeps what is computed with in this type
+    return Workload(
+        rows=rows,
+        sequence_length=length,
+        weights=weights,
+        autocast=mixed,
+        device="cuda" if launch.device == "cuda" else "cpu",
+        attention=attention,
+        fused_head=loss_head.name == "fused",
+        lengths=typical_lengths(_lengths(data), rows * length),
+    )
+
+
+def _lengths(data: RunData) -> Sequence[int]:
+    found = (plan.segments.lengths[:DOCUMENTS].tolist() for plan in data.train.plans)
+    return list(itertools.chain.from_iterable(found))

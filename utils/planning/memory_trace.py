@@ -1,0 +1,134 @@
+"""The user's model without data, gone through once for each choice of activation checkpointing."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
+from trl import get_peft_config
+
+from utils.config.run_settings import RunSettings
+from utils.kernels.activation_checkpointing import keep_products
+from utils.kernels.attention import AttentionChoice
+from utils.kernels.fused_head import fuse_loss_head
+from utils.kernels.linear_cross_entropy import buffers_alone
+from utils.kernels.packed_varlen import NAME as PACKED
+from utils.kernels.probe_model import causal_lm_class
+from utils.planning.activations import layer_gradients, layers_of, trace_step
+from utils.planning.counted_attention import register_counted_attention
+from utils.planning.live_bytes import Stretch
+
+WITH_SCORES = ("sdpa", "eager")  # they run as they are: masks and scores may be in memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A micro-batch and the types of its numbers; `lengths` of its documents on a CPU."""
+
+    rows: int
+    sequence_length: int
+    weights: torch.dtype
+    autocast: torch.dtype | None
+    device: str
+    attention: AttentionChoice | None
+    fused_head: bool
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The stretches of a step, and the bytes of each layer's gradients by backward stretch.
+
+    `gathered_weights` are those of two layers and of what is in none: whole on each rank, where a
+    strategy gathers weights.
+    """
+
+    stretches: list[Stretch]
+    layer_gradients: dict[str, int]
+    gathered_weights: int
+
+
+def trace(
+    settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
+) -> StepTrace:
+    """Count a step's memory on the model itself; no weight is made and nothing is computed.
+
+    Raises what the architecture raises where it cannot run without data: routers, for one, ask
+    where their numbers are not zero.
+    """
+    config = copy.deepcopy(config)
+    # Where the compute node's kernel is not known yet it is a flash kernel, if it is any.
+    implementation = PACKED if work.attention is None else work.attention.name
+    if implementation not in WITH_SCORES:
+        on_cpu = work.device == "cpu" and work.attention is not None
+        implementation = register_counted_attention(work.lengths if on_cpu else None)
+    config._attn_implementation = implementation
+    with torch.device("meta"):
+        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        model_class: Any = causal_lm_class(config)
+        model = model_class(config).to(work.weights)
+        if work.fused_head:
+            fuse_loss_head(model)
+        if choice == "selective":
+            keep_products(model)
+        if choice != "none":
+            options = settings.training.activation_checkpointing_kwargs or {}
+            every = options.get("every_n_layers", 1) if isinstance(options, dict) else 1
+            model.activation_checkpointing_enable(every_n_layers=every)
+        adapters = get_peft_config(settings.model)
+        if adapters is not None:
+            model = get_peft_model(model, adapters)
+    with FakeTensorMode(), torch.device(work.device), buffers_alone():
+        _put_on_device(model)
+        stretches = trace_step(model.train(), _inputs(work), work.autocast)
+    return StepTrace(stretches, layer_gradients(model), _gathered(model))
+
+
+def _gathered(model: nn.Module) -> int:
+    sizes = [_bytes(layer) for layer in layers_of(model)]
+    return _bytes(model) - sum(sizes) + 2 * max(sizes, default=0)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.itemsize for weight in module.parameters())
+
+
+def _put_on_device(model: nn.Module) -> None:
+    """Put tensors of a device for those of the meta device; both are without data."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if old not in made:  # tied weights stay one
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    weight = isinstance(old, nn.Parameter)
+                    made[old] = nn.Parameter(new, old.requires_grad) if weight else new
+                tensors[name] = made[old]  # type: ignore[assignment] # of its own kind
+
+
+def _inputs(work: Workload) -> dict[str, Any]:
+    """Return a micro-batch as the loader makes it (utils/data/loader.py), without data."""
+    shape = work.rows, work.sequence_length
+    tokens = work.rows * work.sequence_length
+    bounds = torch.zeros(len(work.lengths) + 1, dtype=torch.int32)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.zeros(shape, dtype=torch.int64),
+        "position_ids": torch.zeros(shape, dtype=torch.int64),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds.clone(),
+        "max_length_q": work.sequence_length,
+        "max_length_k": work.sequence_length,
+        "use_cache": False,
+        "num_items_in_batch": torch.zeros((), dtype=torch.int64),
+    }
+    if work.fused_head:
+        inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
+    return inputs
