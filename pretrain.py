@@ -20,16 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     from utils.config.run_settings import parse_pretraining
 
     settings = parse_pretraining(argv, description=__doc__)  # the rest is imported if it is sound
-    from utils.cluster.launch import check_strategy
     from utils.planning.models import load_model, load_model_config, load_run_tokenizer
     from utils.planning.plan import plan_run
     from utils.planning.run_data import load_run_data
-    from utils.runs.finish import finish_run
-    from utils.runs.reporting import run_callbacks
-    from utils.runs.start import start_run
     from utils.runs.startup import start_process
-    from utils.training.low_precision_adam import optimizer_of
-    from utils.training.pretrain_trainer import PretrainTrainer
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
@@ -37,7 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     config = load_model_config(settings, tokenizer)
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
-        return 0
+        return 0  # what trains is imported for who trains
+    from utils.cluster.launch import check_strategy
+    from utils.runs.finish import finish_run
+    from utils.runs.reporting import run_callbacks
+    from utils.runs.start import start_run
+    from utils.training.low_precision_adam import optimizer_of
+    from utils.training.pretrain_trainer import PretrainTrainer
+
     run = start_run(settings, plan, data, launch, script="pretrain.py")
     if run.finished:
         return 0

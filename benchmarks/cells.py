@@ -102,6 +102,20 @@ class ParityCell:
 
 
 @dataclass(frozen=True)
+class DurationCell:
+    """A wait that a user sees: `module` of benchmarks/durations/, at its own sizes."""
+
+    module: str
+    sizes: tuple[int, ...] = ()  # others than the module's
+    most_repeats: int = 3  # each takes the better part of a minute
+
+    @property
+    def name(self) -> str:
+        """What the command line and the results call it."""
+        return self.module
+
+
+@dataclass(frozen=True)
 class SweepCell:
     """A training cell with one thing growing, as long as a contestant can.
 
@@ -126,7 +140,7 @@ class ProbeCell:
     toy: bool = False
 
 
-Cell = TrainingCell | ComponentCell | ParityCell | SweepCell | ProbeCell
+Cell = TrainingCell | ComponentCell | ParityCell | DurationCell | SweepCell | ProbeCell
 
 
 def _stoker_with(name: str, **variables: str) -> Contestant:
@@ -167,6 +181,8 @@ CPU_CELLS: tuple[Cell, ...] = (
     ComponentCell("loader"),
     ComponentCell("packing"),
     ComponentCell("tokenization"),
+    DurationCell("start_up", most_repeats=2),
+    DurationCell("checkpoint_stall"),
 )  # fmt: skip
 
 _LLAMA_1M = LLAMA_11M | {

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import component, parity, sweep, training
-from benchmarks.cells import Cell, ComponentCell, ParityCell, ProbeCell, SweepCell
+from benchmarks import component, duration, parity, sweep, training
+from benchmarks.cells import Cell, ComponentCell, DurationCell, ParityCell, ProbeCell, SweepCell
 from benchmarks.circumstances import circumstances, hardware
 from benchmarks.contest import run_process, say
 from benchmarks.efficiency import Device, known_device
@@ -67,6 +67,9 @@ class Session:
         if isinstance(cell, ParityCell):
             kept.begin_round()
             return parity.hold(cell)
+        if isinstance(cell, DurationCell):
+            kept.begin_round()
+            return duration.hold(cell, self.repeats)
         if isinstance(cell, ComponentCell):
             return component.hold(cell, self.repeats, kept)
         if isinstance(cell, SweepCell):

@@ -12,7 +12,7 @@ from benchmarks.cells import CPU_CELLS, EXPERIMENTS, OURS, OURS_TUNED, Cell
 from benchmarks.circumstances import ROOT
 from benchmarks.gpu_cells import GPU_CELLS
 from benchmarks.marks import replace_between
-from benchmarks.table import ratio_text, table
+from benchmarks.table import component_figure, ratio_text, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"
@@ -62,10 +62,11 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
     size = max((size for ratios in result["ratios"].values() for size in ratios), key=int)
     ratios = {name: by_size[size] for name, by_size in result["ratios"].items() if size in by_size}
     closest = min(ratios, key=lambda name: ratios[name]["median"])
+    unit = "s" if result["unit"] == "s" else f"{result['unit']}/s"
     return [
         f"{result['title']}; size {int(size):,}",
-        f"{contestants[OURS]['per_second'][size]:,.0f} {result['unit']}/s",
-        f"{closest}: {contestants[closest]['per_second'][size]:,.0f}",
+        f"{component_figure(contestants[OURS], size)} {unit}",
+        f"{closest}: {component_figure(contestants[closest], size)}",
         ratio_text(ratios[closest]),
     ]
 

@@ -44,12 +44,14 @@ def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
     sizes = [str(size) for size in result["sizes"]]
-    rows = [[f"{result['unit']}/s at size", *(f"{int(size):,}" for size in sizes)]]
+    waits = result["unit"] == "s"
+    heading = "seconds" if waits else f"{result['unit']}/s"
+    rows = [[f"{heading} at size", *(f"{int(size):,}" for size in sizes)]]
     for name, measured in result["contestants"].items():
-        speeds = measured["per_second"]
-        rows.append([name, *(f"{speeds[size]:,.0f}" if size in speeds else "" for size in sizes)])
+        rows.append([name, *(component_figure(measured, size) for size in sizes)])
     for name, ratios in result["ratios"].items():
-        rows.append([f"Stoker / {name}", *(ratio_text(ratios.get(size)) for size in sizes)])
+        title = f"{name} / Stoker" if waits else f"Stoker / {name}"
+        rows.append([title, *(ratio_text(ratios.get(size)) for size in sizes)])
     return rows
 
 
@@ -106,6 +108,13 @@ def speed_text(median: float, repeats: Sequence[float]) -> str:
 def share_text(share: float | None) -> str:
     """Write a share in percent; nothing for None."""
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+def component_figure(measured: Mapping[str, Any], size: str) -> str:
+    """Write what was measured at a size, a speed or a wait; nothing where nothing was."""
+    if "seconds" in measured:
+        return f"{measured['seconds'][size]:.2f}" if size in measured["seconds"] else ""
+    return f"{measured['per_second'][size]:,.0f}" if size in measured["per_second"] else ""
 
 
 def ratio_text(ratio: Mapping[str, float] | None) -> str:

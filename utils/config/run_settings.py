@@ -6,16 +6,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from utils.config.arguments import (
-    DataArguments,
-    FineTuneConfig,
-    ModelArguments,
-    PretrainConfig,
-)
+from utils.config.arguments import DataArguments, ModelArguments
 from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check
 from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
 from utils.config.run_arguments import RunArguments
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class PackPlan:
         return int(self.row_tokens.sum())
 
     @property
+    def one_document_a_row(self) -> bool:
+        """Whether no row holds more than one segment, its padded tail aside."""
+        return len(self.segments.document) == self.rows
+
+    @property
     def fill(self) -> float:
         """Share of real tokens among all places of all rows."""
         return self.tokens / (self.rows * self.sequence_length)

@@ -46,12 +46,14 @@ def choose_attention(
     device_type: str,
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
+    whole_rows: bool = False,
 ) -> AttentionChoice:
     """Choose the attention for packed training, or refuse; registers `packed_varlen` if chosen.
 
     `requested` is one of CHOICES, None means auto. `dtype` is the weights'; `compute_dtype` is
-    mixed precision's, when there is any. Never lets transformers reach for the Hub: a flash
-    kernel that is not installed is refused here. Raises ConfigurationError.
+    mixed precision's, when there is any; `whole_rows`: no row holds more than one document. Never
+    lets transformers reach for the Hub: a flash kernel that is not installed is refused here.
+    Raises ConfigurationError.
     """
     name = requested or "auto"
     if name not in CHOICES:
@@ -63,7 +65,7 @@ def choose_attention(
     needs = observe_attention(probe_config(model_config))
     dtype = compute_dtype or dtype
     if name in ("auto", NAME) and needs is not None:
-        return _choose_packed(name, device_type, dtype, needs)
+        return _choose_packed(name, device_type, dtype, needs, whole_rows)
     if name == "auto":
         return _choose_masked(model_class)
     if name == NAME:
@@ -83,10 +85,10 @@ def choose_attention(
 
 
 def _choose_packed(
-    name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds
+    name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
     """Take the best kernel for packed_varlen; say why when it is not one of the fast ones."""
-    usable, refusals = find_kernels(device_type, dtype, needs)
+    usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
     kernel = usable[0]
     register_packed_varlen(kernel)
     where = device_type.upper()

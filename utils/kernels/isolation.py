@@ -12,6 +12,8 @@ from utils.kernels.probe_model import VOCABULARY, build_probe_model, observe_att
 
 # Two rows of three and two documents and a tail each; lengths differ so that nothing lines up.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
+# One document a row and a tail.
+WHOLE_ROWS = ((17, 7), (24,))
 ROW_LENGTH = sum(ROWS[0])
 # Documents of the equivalence check are longer than this window, so that it cuts.
 WINDOW = 4
@@ -34,6 +36,8 @@ def check_isolation(
     attn_implementation: str,
     device: torch.device | str,
     dtype: torch.dtype,
+    *,
+    whole_rows: bool = False,
 ) -> IsolationReport:
     """Prove that no packed document changes another's logits, bit for bit.
 
@@ -41,31 +45,40 @@ def check_isolation(
     `use_cache` included) on `device` in `dtype`, the type that training computes in, packs
     documents and perturbs each one in turn. Then, where `attn_implementation` also runs on the CPU,
     compares the packed logits with those of each document alone under eager attention, in fp32 and
-    with windows cut short. The state of the random number generators stays as it was. Raises
-    ConfigurationError on a leak or a difference.
+    with windows cut short. `whole_rows`: rows of one document, for which there is a path of their
+    own, are perturbed as well; the padding behind a document may see it. The state of the random
+    number generators stays as it was. Raises ConfigurationError on a leak or a difference.
     """
     started = time.perf_counter()
     config = probe_config(model_config)
     model = build_probe_model(config, attn_implementation, device, dtype)
-    batch = {name: _to(value, device) for name, value in packed_batch().items()}
-    _check_leaks(model, batch)
+    for rows in (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,):
+        batch = {name: _to(value, device) for name, value in packed_batch(rows).items()}
+        _check_leaks(model, batch, rows)
     if attn_implementation in RUN_ON_CPU:
         _check_equivalence(config, attn_implementation)
     seconds = time.perf_counter() - started
-    documents = len(list(_segments()))
+    documents = len(list(_segments(ROWS)))
     return IsolationReport(config.model_type, attn_implementation, documents, seconds)
 
 
-def packed_batch() -> dict[str, torch.Tensor | int]:
-    """Return two packed rows as the loader makes them, the tail a segment of its own."""
+Rows = tuple[tuple[int, ...], ...]
+
+
+def packed_batch(rows: Rows = ROWS) -> dict[str, torch.Tensor | int]:
+    """Return packed rows as the loader makes them, the tail a segment of its own."""
     generator = torch.Generator().manual_seed(0)
-    shape = (len(ROWS), ROW_LENGTH)
+    shape = (len(rows), ROW_LENGTH)
     # 0 is the padding id, whose embedding is all zeros; the last id is what perturbs.
     input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
-    for row, lengths in enumerate(ROWS):
-        input_ids[row, -lengths[-1] :] = 1
-    segments = [length for row in ROWS for length in row]
-    ends = torch.tensor([0, *segments, 0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    for row, lengths in enumerate(rows):
+        if len(lengths) > 1:
+            input_ids[row, -lengths[-1] :] = 1
+    segments = [length for row in rows for length in row]
+    missing = len(rows) * max(map(len, rows)) - len(segments)
+    ends = torch.tensor([0, *segments, *[0] * missing], dtype=torch.int32).cumsum(
+        0, dtype=torch.int32
+    )
     positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
     return {
         "input_ids": input_ids,
@@ -77,9 +90,9 @@ def packed_batch() -> dict[str, torch.Tensor | int]:
     }
 
 
-def _segments() -> Iterator[tuple[int, int, int]]:
+def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
     """Yield (row, start, stop) of every segment, tails included."""
-    for row, lengths in enumerate(ROWS):
+    for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
             yield row, start, start + length
@@ -103,13 +116,15 @@ def _logits(model: PreTrainedModel, batch: dict[str, torch.Tensor | int]) -> tor
         ) from error
 
 
-def _check_leaks(model: PreTrainedModel, batch: dict[str, torch.Tensor | int]) -> None:
+def _check_leaks(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor | int], rows: Rows = ROWS
+) -> None:
     """Perturb the first token of each segment in turn: its own later logits change, no others."""
     reference = _logits(model, batch)
     name, attention = model.config.model_type, model.config._attn_implementation
     tokens = batch["input_ids"]
     assert isinstance(tokens, torch.Tensor)
-    for row, start, stop in _segments():
+    for row, start, stop in _segments(rows):
         perturbed = tokens.clone()
         perturbed[row, start] = VOCABULARY - 1
         changed = (_logits(model, {**batch, "input_ids": perturbed}) != reference).any(dim=-1)
@@ -119,7 +134,8 @@ def _check_leaks(model: PreTrainedModel, batch: dict[str, torch.Tensor | int]) -
                 "left the later logits of its own document unchanged, so nothing can be said about "
                 "leaks between documents; use --attn_implementation sdpa or eager"
             )
-        changed[row, start:stop] = False
+        own = ROW_LENGTH if rows is WHOLE_ROWS else stop
+        changed[row, start:own] = False
         if changed.any():
             raise ConfigurationError(_leak_message(model.config, attention))
 
@@ -146,7 +162,7 @@ def _check_equivalence(config: PretrainedConfig, attn_implementation: str) -> No
     alone = build_probe_model(config, "eager")
     tokens = batch["input_ids"]
     assert isinstance(tokens, torch.Tensor)
-    for row, start, stop in _segments():
+    for row, start, stop in _segments(ROWS):
         expected = _logits(alone, {"input_ids": tokens[row : row + 1, start:stop]})[0]
         worst = (packed[row, start:stop] - expected).abs().max() / expected.abs().max()
         if not worst < TOLERANCE:

@@ -117,8 +117,8 @@ def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
         _run(build_probe_model(config, OBSERVER).train())
     if not calls:
         return None
-    head_dims, softcaps, sinks, dropouts = zip(*calls, strict=True)
-    return AttentionNeeds(max(head_dims), any(softcaps), any(sinks), max(dropouts))
+    head_dims, softcaps, sinks, dropouts, windows = zip(*calls, strict=True)
+    return AttentionNeeds(max(head_dims), any(softcaps), any(sinks), max(dropouts), any(windows))
 
 
 @torch.no_grad()
@@ -130,7 +130,8 @@ def _observer(calls: list[AttentionNeeds]) -> Callable[..., tuple[torch.Tensor, 
     def attention(*arguments: Any, **terms: Any) -> tuple[torch.Tensor, None]:
         _, query, _, value = arguments[:4]
         softcap, sinks = terms.get("softcap") is not None, terms.get("s_aux") is not None
-        calls.append(AttentionNeeds(query.shape[-1], softcap, sinks, terms.get("dropout", 0.0)))
+        dropout, window = terms.get("dropout", 0.0), terms.get("sliding_window") is not None
+        calls.append(AttentionNeeds(query.shape[-1], softcap, sinks, dropout, window))
         rows, heads, length, _ = query.shape
         return query.new_zeros(rows, length, heads, value.shape[-1]), None
 

@@ -13,9 +13,25 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from utils.kernels.per_document import HALF_TYPES, Documents, ScoreTerms, per_document_sdpa
+from utils.kernels.per_document import (
+    HALF_TYPES,
+    Documents,
+    ScoreTerms,
+    causal_sdpa,
+    per_document_sdpa,
+)
 
+# On Hopper torch would take FlashAttention 2 first, cuDNN's kernel being about twice as fast there
+# (transformers#48163).
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+ROW_SDPA = "row_sdpa"
 # Above this FlashAttention 2, 3 and torch's copy of it have no kernel.
 MAX_FLASH_HEAD_DIM = 256
 
@@ -27,6 +43,7 @@ class AttentionNeeds(NamedTuple):
     softcap: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    windows: bool = False
 
 
 KernelFunction = Callable[
@@ -151,6 +168,48 @@ def load_torch_varlen() -> VarlenKernel | str:
     return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)
 
 
+def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | str:
+    """Return SDPA over whole rows, cuDNN's kernel first, or say why not.
+
+    For rows that hold one document and perhaps padding behind it, which no token of the document
+    sees; the padding bears no loss, so it may see the document. Batches whose boundaries leave room
+    for more than that, as the leak probe's, go through `packed`.
+    """
+    if needs != AttentionNeeds(needs.head_dim):
+        return "not for windows, soft caps, sinks or dropout"
+    backend = sdpa_backend(needs.head_dim)
+    if backend != SDPBackend.CUDNN_ATTENTION:
+        return f"torch would take {backend.name} for a head dimension of {needs.head_dim}"
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents,
+        terms: ScoreTerms,
+    ) -> torch.Tensor:
+        rows = query.shape[0] // documents.max_length
+        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding a row
+            return packed.run(query, key, value, documents, terms)
+        query, key, value = (
+            states.unflatten(0, (rows, documents.max_length)).transpose(1, 2)
+            for states in (query, key, value)
+        )
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            attended = causal_sdpa(query, key, value, terms)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return VarlenKernel(ROW_SDPA, "SDPA by row, cuDNN first", frozenset(), run)
+
+
+def sdpa_backend(head_dim: int) -> SDPBackend:
+    """Ask torch which kernel SDPA takes on this GPU in training, cuDNN's being preferred."""
+    states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
+    states.requires_grad_()
+    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+        return SDPBackend(torch._fused_sdp_choice(states, states, states, is_causal=True))
+
+
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
     """Load the CUDA kernels, best first, each with its label and why it cannot run."""
     if dtype not in HALF_TYPES:
@@ -158,7 +217,7 @@ def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         return [("flash kernels", f"compute capability {major}.{minor}, below 8.0")]
-    hopper = load_flash_attention(3) if major == 9 else "not a Hopper GPU"
+    hopper = load_flash_attention(3) if _is_hopper() else "not a Hopper GPU"
     return [
         ("FlashAttention 3", hopper),
         ("FlashAttention 2", load_flash_attention(2)),
@@ -167,9 +226,12 @@ def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
 
 
 def find_kernels(
-    device_type: str, dtype: torch.dtype, needs: AttentionNeeds
+    device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Find the kernels that compute all of `needs` here, best first, and why others do not."""
+    """Find the kernels that compute all of `needs` here, best first, and why others do not.
+
+    whole_rows: no row of the run holds more than one document.
+    """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
     for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT)]:
@@ -179,4 +241,16 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
+    # FlashAttention 3 is as fast as cuDNN's kernel, and the rest of CUDA's kernels are for half
+    # precision: where there are none, there is no such kernel either.
+    if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
+        by_row = load_row_sdpa(needs, packed=usable[0])
+        if isinstance(by_row, str):
+            refusals.append(f"SDPA by row: {by_row}")
+        else:
+            usable.insert(0, by_row)
     return usable, refusals
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9

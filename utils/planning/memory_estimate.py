@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from peft import get_peft_model
 from transformers import PreTrainedConfig
-from trl import get_peft_config
 
 from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
@@ -192,8 +191,11 @@ def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[i
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
         built: torch.nn.Module = causal_lm_class(config)(config)
-        adapters = get_peft_config(model)
-        if adapters is not None:
+        if model.use_peft:
+            from trl import get_peft_config  # brings datasets and pandas along
+
+            adapters = get_peft_config(model)
+            assert adapters is not None
             built = get_peft_model(built, adapters)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

@@ -10,15 +10,16 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
-from utils.config.arguments import FineTuneConfig
 from utils.config.batch import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
+from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.compilation import prepare_compilation
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
+from utils.kernels.varlen import ROW_SDPA
 from utils.planning.job_plan import report_job
 from utils.planning.memory_estimate import checkpoint_bytes
 from utils.planning.memory_plan import MemoryPlan, plan_memory
@@ -94,7 +95,7 @@ def plan_run(
     )
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states))
-    attention = _attention(settings, config, launch)
+    attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
     if settings.model.compile:
         where = prepare_compilation(launch.strategy)
@@ -110,7 +111,7 @@ def plan_run(
 
 
 def _attention(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+    settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
@@ -123,10 +124,18 @@ def _attention(
         return None
     weights = weights_dtype(model, config)
     compute = MIXED_PRECISIONS.get(training.mixed_precision)
-    choice = choose_attention(
-        model.attn_implementation, config, launch.device, weights, compute_dtype=compute
+    whole_rows = all(
+        plan.one_document_a_row
+        for rows in (data.train, *data.evaluation.values())
+        for plan in rows.plans
     )
-    report = check_isolation(config, choice.name, training.device, compute or weights)
+    choice = choose_attention(
+        model.attn_implementation, config, launch.device, weights, compute, whole_rows
+    )
+    by_row = choice.kernel == ROW_SDPA
+    report = check_isolation(
+        config, choice.name, training.device, compute or weights, whole_rows=by_row
+    )
     logger.info(
         "attention: %s; keeps packed documents apart (%d perturbed one by one, %.1f s)",
         choice.reason,

@@ -11,6 +11,9 @@ from typing_extensions import override
 from utils.callbacks.nonfinite import guard_among
 from utils.config.errors import ConfigurationError
 
+# Where each rank has all gradients as plain tensors.
+WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
 
 class FiniteTrainerMixin(Trainer):
     """Keeps, evaluates and exports no weights of a step that was not finite.
@@ -34,6 +37,9 @@ class FiniteTrainerMixin(Trainer):
         self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
     ) -> torch.Tensor | float | None:
         """Return the norm of the step's gradient; the step's figures are complete with it."""
+        if grad_norm is None and self.accelerator.distributed_type in WHOLE_GRADIENTS:
+            self.accelerator.unscale_gradients()
+            grad_norm = gradient_norm(model)
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.guard.take_step(self.state.global_step, norm)
         return norm
@@ -63,6 +69,15 @@ class FiniteTrainerMixin(Trainer):
             # Trainer takes the sum of losses off itself: of NaN and infinities NaN would stay.
             self._tr_loss.zero_()
         super().log(logs, start_time)
+
+
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Return the norm of all gradients, on their device, and leave them as they are.
+
+    For `max_grad_norm: 0`: Trainer clips to infinity then, which multiplies every gradient by one.
+    """
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def check_skipping(distributed_type: DistributedType, mixed_precision: str) -> None:

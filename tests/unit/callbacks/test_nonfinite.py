@@ -19,12 +19,12 @@ from utils.callbacks.nonfinite_report import Finding, named_documents, write_rep
 from utils.callbacks.weights import spoilt_weights
 from utils.cluster.notes import read_notes
 from utils.cluster.script import run_script
-from utils.config.arguments import PretrainConfig
 from utils.config.checks.nonfinite import check_nonfinite
 from utils.config.errors import ConfigurationError, NotFiniteError
 from utils.config.reading.declarations import declared_settings
 from utils.config.reading.settings import SettingValues
 from utils.config.run_arguments import RunArguments
+from utils.config.trainer_arguments import PretrainConfig
 from utils.data.packed_rows import DocumentPart
 from utils.jobs.verdict import judge
 from utils.training.finite import check_skipping

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from utils.config import cpu_precision
-from utils.config.arguments import (
-    DataArguments,
-    FineTuneConfig,
-    ModelArguments,
-    PretrainConfig,
-)
+from utils.config.arguments import DataArguments, ModelArguments
 from utils.config.checks.contradictions import (
     FINE_TUNING_CHECKS,
     PRETRAINING_CHECKS,
@@ -25,6 +20,7 @@ from utils.config.reading.parsing import parse_arguments
 from utils.config.reading.settings import SettingValues
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_arguments import RunArguments
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 BASE = {
     "global_batch_size": "8",

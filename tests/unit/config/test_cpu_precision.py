@@ -5,8 +5,8 @@ import torch
 from test_arguments_and_checks import parse, parse_training_settings, problems_of
 
 from utils.config import cpu_precision
-from utils.config.arguments import FineTuneConfig, PretrainConfig
 from utils.config.reading.strict_yaml import dump_yaml
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 LAUNCHER = (
     "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP",

@@ -6,7 +6,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, PretrainConfig
+from utils.config.arguments import DataArguments, ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.reading.command_line import SettingsParser
 from utils.config.reading.declarations import declared_settings
@@ -16,6 +16,7 @@ from utils.config.refusals import (
     REFUSED_MODEL_SETTINGS,
     REFUSED_TRAINING_SETTINGS,
 )
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 
 def names(argument_class):

@@ -195,3 +195,9 @@ def test_a_million_documents_are_planned_in_seconds_and_fill_the_rows():
     assert packed.tokens - (len(packed.segments.document) - np.count_nonzero(lengths >= 2)) == (
         lengths[lengths >= 2].sum()
     )
+
+
+def test_rows_of_one_document_are_told():
+    assert plan([5, 8, 3], 8, "none").one_document_a_row
+    assert plan([8, 8], 8).one_document_a_row
+    assert not plan([5, 8, 3], 8).one_document_a_row

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
+from utils.kernels import isolation
 from utils.kernels.isolation import check_isolation
 from utils.kernels.packed_varlen import register_packed_varlen
 from utils.kernels.probe_model import build_probe_model, observe_attention, probe_config
@@ -183,8 +184,8 @@ def test_the_probe_keeps_what_attention_sees():
     ("name", "needs"),
     [
         ("llama", AttentionNeeds(128)),
-        ("gemma2", AttentionNeeds(256, softcap=True)),
-        ("gpt_oss", AttentionNeeds(64, sinks=True)),
+        ("gemma2", AttentionNeeds(256, softcap=True, windows=True)),
+        ("gpt_oss", AttentionNeeds(64, sinks=True, windows=True)),
         ("gpt2", AttentionNeeds(64, dropout=0.1)),
     ],
 )
@@ -194,6 +195,23 @@ def test_what_a_model_asks_of_its_attention_is_seen(name, needs):
 
 def test_a_model_without_the_attention_interface_is_seen_as_such():
     assert observe_attention(probe_config(transformers.MambaConfig(hidden_size=64))) is None
+
+
+def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
+    """Padding may see the document of its row; no row may see another."""
+    check_isolation(config_of("llama"), "packed_varlen", "cpu", torch.float32, whole_rows=True)
+    logits = isolation._logits
+
+    def leaking(model, batch):
+        found = logits(model, batch)
+        if len(batch.get("cu_seq_lens_q", range(9))) - 1 <= 2 * len(found):
+            found[1] += batch["input_ids"][0, 0]
+        return found
+
+    monkeypatch.setattr(isolation, "_logits", leaking)
+    check_isolation(config_of("llama"), "packed_varlen", "cpu", torch.float32)
+    with pytest.raises(ConfigurationError, match="see each other"):
+        check_isolation(config_of("llama"), "packed_varlen", "cpu", torch.float32, whole_rows=True)
 
 
 @pytest.mark.gpu

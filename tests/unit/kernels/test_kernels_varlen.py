@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from utils.kernels import per_document, varlen
 from utils.kernels.per_document import Documents, ScoreTerms, per_document_sdpa
@@ -14,6 +15,7 @@ from utils.kernels.varlen import (
     PER_DOCUMENT,
     AttentionNeeds,
     find_kernels,
+    load_row_sdpa,
     load_torch_varlen,
 )
 
@@ -241,6 +243,95 @@ def test_a_kernel_that_lacks_what_the_model_needs_is_passed_over(monkeypatch, dt
     usable, refusals = find_kernels("cuda", dtype, needs)
     assert usable == [PER_DOCUMENT]
     assert re.search(why, "; ".join(refusals))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Return a function that makes this machine look like one with a Hopper GPU."""
+
+    def pretend(backend=SDPBackend.CUDNN_ATTENTION, capability=(9, 0), installed=()):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(varlen, "sdpa_backend", lambda _: backend)
+        for module in ("flash_attn", "flash_attn_interface"):
+            monkeypatch.setitem(sys.modules, module, None)
+        for module in installed:
+            install(monkeypatch, module, flash_like())
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("machine", "needs", "expected"),
+    [
+        ({}, AttentionNeeds(64), "row_sdpa"),
+        ({"installed": ("flash_attn",)}, AttentionNeeds(64), "row_sdpa"),
+        ({"installed": ("flash_attn_interface",)}, AttentionNeeds(64), "flash_attention_3"),
+        ({"capability": (8, 0)}, AttentionNeeds(64), "torch_varlen"),
+        ({"capability": (10, 0)}, AttentionNeeds(64), "torch_varlen"),
+        ({"backend": SDPBackend.FLASH_ATTENTION}, AttentionNeeds(64), "torch_varlen"),
+        ({}, AttentionNeeds(64, windows=True), "torch_varlen"),
+        ({}, AttentionNeeds(64, sinks=True), "per_document_sdpa"),
+    ],
+)
+def test_where_each_row_is_one_document_hopper_takes_cudnn(hopper, machine, needs, expected):
+    hopper(**machine)
+    usable, refusals = find_kernels("cuda", torch.bfloat16, needs, whole_rows=True)
+    assert usable[0].name == expected
+    if expected == "torch_varlen" and machine.get("capability", (9, 0)) == (9, 0):
+        assert "SDPA by row: " in "; ".join(refusals)
+    packed, _ = find_kernels("cuda", torch.bfloat16, needs)
+    assert packed[0].name != "row_sdpa"
+    assert find_kernels("cuda", torch.float32, needs, whole_rows=True)[0] == [PER_DOCUMENT]
+
+
+def row_sdpa(needs=None):
+    kernel = load_row_sdpa(needs or AttentionNeeds(HEAD_DIM), packed=PER_DOCUMENT)
+    assert not isinstance(kernel, str), kernel
+    return kernel
+
+
+def assert_rows_are_documents(kernel, dtype, device, tolerance):
+    """Two rows of 24: a document with padding behind it, and one that fills its row."""
+    ends = torch.tensor([0, 17, 24, 48, 48], dtype=torch.int32, device=device)
+    real = torch.tensor([*range(17), *range(24, 48)], device=device)
+    results = []
+    for run, made in ((PER_DOCUMENT.run, torch.float32), (kernel.run, dtype)):
+        inputs = states(48, dtype=made, device=device)
+        output = run(*inputs, Documents(ends, 24), ScoreTerms(scale=0.3))[real].float()
+        gradients = torch.autograd.grad(output.sin().sum(), inputs)
+        results.append([output, *(gradient.float()[real] for gradient in gradients)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_by_row_documents_are_attended_to_as_alone(hopper):
+    hopper()
+    assert_rows_are_documents(row_sdpa(), torch.float32, "cpu", 1e-5)
+
+
+def test_by_row_windows_are_honoured_all_the_same(hopper):
+    hopper()
+    inputs, terms = states(48), ScoreTerms(window=3)
+    rows = Documents(torch.tensor([0, 24, 48], dtype=torch.int32), 24)
+    expected = per_document_sdpa(*inputs, rows, terms)
+    torch.testing.assert_close(row_sdpa().run(*inputs, rows, terms), expected)
+
+
+def test_batches_of_several_documents_a_row_do_not_go_by_row(hopper):
+    hopper()
+    inputs = states(sum(LENGTHS) * 2)
+    packed = documents(LENGTHS * 2)._replace(max_length=sum(LENGTHS))
+    expected = per_document_sdpa(*inputs, packed, ScoreTerms())
+    torch.testing.assert_close(row_sdpa().run(*inputs, packed, ScoreTerms()), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_by_row_a_gpu_computes_the_same(dtype):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    assert_rows_are_documents(row_sdpa(), dtype, "cuda", 3e-2)
 
 
 def test_a_broken_flash_attention_is_told_from_a_missing_one(monkeypatch, tmp_path):

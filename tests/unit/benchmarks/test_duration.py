@@ -1,0 +1,57 @@
+"""What a contest of waits comes to."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from benchmarks import duration, speed_figures
+from benchmarks.cells import DurationCell
+from benchmarks.table import table
+
+
+@pytest.fixture
+def result(monkeypatch, capsys):
+    """Three contestants; one waits at the largest size alone, one twice as long as Stoker."""
+    module = types.ModuleType("benchmarks.durations.waiting")
+    module.TITLE, module.SIZES = "Waiting", (10, 2000)
+    module.prepare = lambda directory, sizes: (directory / "prepared").write_text(str(sizes))
+
+    def waits(seconds):
+        def wait(sizes, prepared: Path, scratch: Path):
+            assert (prepared / "prepared").read_text() == str(sizes)
+            assert scratch.is_dir()
+            return seconds
+
+        return wait
+
+    module.CONTESTANTS = {
+        "Stoker": waits({10: 1.0, 2000: 2.0}),
+        "Stoker, again": waits({2000: 0.5}),
+        "peer": waits({10: 2.0, 2000: 4.0}),
+    }
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return duration.hold(DurationCell("waiting", most_repeats=2), repeats=5)
+
+
+def test_seconds_and_who_waits_longer(result):
+    assert result["contestants"]["Stoker"]["repeats"] == {"10": [1.0, 1.0], "2000": [2.0, 2.0]}
+    assert result["contestants"]["Stoker, again"]["seconds"] == {"2000": 0.5}
+    assert {name: set(sizes) for name, sizes in result["ratios"].items()} == {
+        "peer": {"10", "2000"}
+    }
+    assert result["ratios"]["peer"]["10"]["median"] == 2.0
+
+
+def test_a_table_of_seconds(result):
+    lines = table(result).splitlines()
+    assert "| seconds at size | 10 | 2,000 |" in lines
+    assert "| Stoker, again |  | 0.50 |" in lines
+    assert "| peer / Stoker | 2.00 | 2.00 |" in lines
+
+
+def test_the_summary_has_seconds(result):
+    assert speed_figures.summary([result]).splitlines()[2:] == [
+        "| Waiting; size 2,000 | 2.00 s | peer: 4.00 | 2.00 |"
+    ]
