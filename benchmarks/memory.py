@@ -39,13 +39,14 @@ class Shape:
     script: str = "pretrain"
 
 
+FP32 = ("--bf16", "false")
 SHAPES = {
-    "recipe_shape": Shape(LLAMA_6M, 4, 512),
-    "fp32": Shape(LLAMA_23M, 4, 512),
+    "recipe_shape": Shape(LLAMA_6M, 4, 512, FP32),
+    "fp32": Shape(LLAMA_23M, 4, 512, FP32),
     "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true")),
     "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16")),
-    "long_rows": Shape(LLAMA_23M, 2, 2048),
-    "lora": Shape(LLAMA_23M, 4, 512, ("--use_peft", "true"), "sft_train"),
+    "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
+    "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
 }
 
 

@@ -108,8 +108,13 @@ def watch_trainer(recorder: StepRecorder) -> None:
 
     training_step, on_step_end = Trainer.training_step, CallbackHandler.on_step_end
 
+    def labels_of(inputs: Any) -> torch.Tensor:
+        if "labels" in inputs:
+            return inputs["labels"]
+        return torch.where(inputs["bears_loss"], inputs["input_ids"], IGNORED_LABEL)  # Stoker's
+
     def watched_training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.saw_batch(inputs["input_ids"], inputs["labels"])
+        recorder.saw_batch(inputs["input_ids"], labels_of(inputs))
         loss = training_step(self, model, inputs, *args, **kwargs)
         recorder.saw_loss(loss)
         return loss

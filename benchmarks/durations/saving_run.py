@@ -52,6 +52,7 @@ def train_stoker(prepared: Path, size: int, run: Path, *, async_save: bool) -> N
         "per_device_train_batch_size": 2,
         "max_steps": STEPS,
         "save_steps": SAVED_STEP,
+        "bf16": False,  # as Trainer
         "use_cpu": True,
         "async_save": async_save,
     }

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.planning.live_bytes import LiveBytes, Stretch
@@ -192,7 +191,7 @@ def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stre
     return result
 
 
-def layer_gradients(model: PreTrainedModel) -> dict[str, int]:
+def layer_gradients(model: nn.Module) -> dict[str, int]:
     """Return the bytes of each layer's gradients by the name of its backward stretch."""
     return {
         f"{BACKWARD}{number}": sum(

@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from peft import get_peft_model
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts
@@ -16,6 +15,7 @@ from utils.config.run_settings import RunSettings
 from utils.kernels.linear_cross_entropy import working_bytes
 from utils.kernels.probe_model import MISFITS, causal_lm_class
 from utils.planning.activations import Phases, most_alive
+from utils.planning.adapters import with_adapters
 from utils.planning.memory_trace import Workload, trace
 from utils.planning.models import weights_dtype
 from utils.planning.optimizer_states import optimizer_bytes_per_parameter
@@ -190,12 +190,6 @@ def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[i
     """Return (all, trained) parameters, counted on the meta device."""
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
-        built: torch.nn.Module = causal_lm_class(config)(config)
-        if model.use_peft:
-            from trl import get_peft_config  # brings datasets and pandas along
-
-            adapters = get_peft_config(model)
-            assert adapters is not None
-            built = get_peft_model(built, adapters)
+        built = with_adapters(causal_lm_class(config)(config), model)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
-from trl import get_peft_config
 
 from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import keep_products
@@ -20,6 +18,7 @@ from utils.kernels.linear_cross_entropy import buffers_alone
 from utils.kernels.packed_varlen import NAME as PACKED
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.activations import layer_gradients, layers_of, trace_step
+from utils.planning.adapters import with_adapters
 from utils.planning.counted_attention import register_counted_attention
 from utils.planning.live_bytes import Stretch
 
@@ -80,9 +79,7 @@ def trace(
             options = settings.training.activation_checkpointing_kwargs or {}
             every = options.get("every_n_layers", 1) if isinstance(options, dict) else 1
             model.activation_checkpointing_enable(every_n_layers=every)
-        adapters = get_peft_config(settings.model)
-        if adapters is not None:
-            model = get_peft_model(model, adapters)
+        model = with_adapters(model, settings.model)
     with FakeTensorMode(), torch.device(work.device), buffers_alone():
         _put_on_device(model)
         stretches = trace_step(model.train(), _inputs(work), work.autocast)
