@@ -14,7 +14,7 @@ FINE_TUNING_ALONE = {"trl.trainer.sft_trainer", "trl.trainer.utils"}
 TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.training.packed_trainer"}
 FORBIDDEN = {
     "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.planning"},
-    "dry run": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"utils.runs.start"},
+    "dry run": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pandas", "utils.runs.start"},
     "start": NEVER | FINE_TUNING_ALONE,
 }
 # One process for all: each command imports what the one before did, and more.

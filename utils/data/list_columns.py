@@ -45,7 +45,7 @@ class ListColumn:
 
         Columns that share their offsets share their bounds.
         """
-        chunks = np.searchsorted(self.first_rows, documents, side="right") - 1
+        chunks = self.first_rows.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_rows[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
@@ -97,7 +97,7 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
                 "damaged. Copy or prepare it again."
             )
         _refuse_null_values(name, flat, chunk_lengths, row, where)
-        values.append(flat.to_numpy(zero_copy_only=True))
+        values.append(_numbers(flat))
         first_rows.append(row)
         lengths.append(chunk_lengths)
         row += len(chunk)
@@ -154,10 +154,19 @@ def _flat_values(chunk: pa.Array) -> tuple[pa.Array, np.ndarray]:
     if pa.types.is_fixed_size_list(chunk.type):
         width = chunk.type.list_size
         return chunk.flatten(), np.full(len(chunk), width, dtype=np.int64)
-    offsets = chunk.offsets.to_numpy(zero_copy_only=True).astype(np.int64)
+    offsets = _numbers(chunk.offsets).astype(np.int64)
     # Clipped, so that damaged offsets end as a length that does not match, not as an IndexError.
     first, last = np.clip(offsets[[0, -1]], 0, len(chunk.values)).tolist()
     return chunk.values.slice(first, max(last - first, 0)), np.diff(offsets)
+
+
+def _numbers(integers: pa.Array) -> np.ndarray:
+    """Return a view of integers without nulls; pyarrow's own brings pandas along."""
+    kind = np.dtype(str(integers.type))
+    _, buffer = integers.buffers()
+    if buffer is None:
+        return np.empty(0, dtype=kind)
+    return np.frombuffer(buffer, kind, len(integers), integers.offset * kind.itemsize)
 
 
 def _refuse_nulls(name: str, chunk: pa.Array, first_row: int, where: str) -> None:

@@ -80,8 +80,8 @@ class PackedDataset(Dataset):
         cu_seq_lens = np.full(len(rows) * self.max_segments_per_row + 1, places, dtype=np.int32)
         cu_seq_lens[: len(begins)] = begins
         return {
-            "input_ids": torch.from_numpy(input_ids).view(shape),
-            "bears_loss": torch.from_numpy(bears_loss).view(shape),
+            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
+            "bears_loss": torch.from_numpy(bears_loss.reshape(shape)),
             "cu_seq_lens": torch.from_numpy(cu_seq_lens),
             # No row begins with a token that bears loss.
             "loss_positions": torch.from_numpy(bears_loss.nonzero()[0] - 1),
@@ -144,10 +144,10 @@ class PackedDataset(Dataset):
             tokens.append(self._padding[:length])
             bearing.append(self._lossless[:length])
         unordered = np.concatenate(begins)
-        order = np.argsort(unordered)
+        order = unordered.argsort()
         numbers = order.tolist()
         return unordered[order], [tokens[i] for i in numbers], [bearing[i] for i in numbers]
 
 
 def _sums_before(counts: np.ndarray) -> np.ndarray:
-    return np.cumsum(counts) - counts
+    return counts.cumsum() - counts

@@ -94,7 +94,7 @@ class PackPlan:
         """Return the segments of several rows in order, and for each its place in `rows`."""
         first = self.row_offsets[rows]
         counts = self.row_offsets[rows + 1] - first
-        return np.repeat(np.arange(len(rows)), counts), self.segments.take(ranges(first, counts))
+        return np.arange(len(rows)).repeat(counts), self.segments.take(ranges(first, counts))
 
 
 def plan_packing(
@@ -140,8 +140,8 @@ def plan_packing(
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ...: ragged aranges."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+    before = counts.cumsum() - counts
+    return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 
 
 def _check(sequence_length: int, packing: str, on_overlong: str) -> None:
