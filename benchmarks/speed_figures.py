@@ -60,7 +60,11 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
     contestants = result["contestants"]
     # The largest that somebody else did as well.
     size = max((size for ratios in result["ratios"].values() for size in ratios), key=int)
-    ratios = {name: by_size[size] for name, by_size in result["ratios"].items() if size in by_size}
+    ratios = {
+        name: by_size[size]
+        for name, by_size in result["ratios"].items()
+        if size in by_size and not name.startswith(OURS)  # ours with other settings
+    }
     closest = min(ratios, key=lambda name: ratios[name]["median"])
     unit = "s" if result["unit"] == "s" else f"{result['unit']}/s"
     return [

@@ -114,7 +114,10 @@ def component_figure(measured: Mapping[str, Any], size: str) -> str:
     """Write what was measured at a size, a speed or a wait; nothing where nothing was."""
     if "seconds" in measured:
         return f"{measured['seconds'][size]:.2f}" if size in measured["seconds"] else ""
-    return f"{measured['per_second'][size]:,.0f}" if size in measured["per_second"] else ""
+    if size not in measured["per_second"]:
+        return ""
+    speed = measured["per_second"][size]
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
 
 
 def ratio_text(ratio: Mapping[str, float] | None) -> str:
