@@ -29,11 +29,11 @@ class CannotRunHereError(ContestantFailedError):
 class Rounds(Protocol):
     """Where rounds are kept between commands (benchmarks/progress.py)."""
 
-    def load(self) -> dict[str, Any]: ...  # noqa: D102
+    def load(self) -> dict[str, Any]: ...  # noqa: D102 - described there
 
-    def begin_round(self) -> None: ...  # noqa: D102
+    def begin_round(self) -> None: ...  # noqa: D102 - described there
 
-    def end_round(  # noqa: D102
+    def end_round(  # noqa: D102 - described there
         self, rounds: int, outcomes: Mapping[str, Any], not_run: Mapping[str, str]
     ) -> None: ...
 

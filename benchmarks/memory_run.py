@@ -39,7 +39,7 @@ def main() -> int:
         found["before"] = resident("VmRSS")
         return load_model(*given, **named)
 
-    plan.plan_memory = note_plan  # type: ignore[assignment]
+    plan.plan_memory = note_plan  # type: ignore[assignment] # watched, not changed
     models.load_model = start_measuring
     if code := importlib.import_module(script).main([*argv, "--save_strategy", "no"]):
         return code

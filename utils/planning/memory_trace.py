@@ -111,7 +111,7 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _inputs(work: Workload) -> dict[str, Any]:
-    """Return a micro-batch as the loader makes it (utils/data/loader.py), without data."""
+    """Return a micro-batch as the model takes it (utils/data/batches.py), without data."""
     shape = work.rows, work.sequence_length
     tokens = work.rows * work.sequence_length
     bounds = torch.zeros(len(work.lengths) + 1, dtype=torch.int32)
@@ -120,7 +120,7 @@ def _inputs(work: Workload) -> dict[str, Any]:
         "labels": torch.zeros(shape, dtype=torch.int64),
         "position_ids": torch.zeros(shape, dtype=torch.int64),
         "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds.clone(),
+        "cu_seq_lens_k": bounds,
         "max_length_q": work.sequence_length,
         "max_length_k": work.sequence_length,
         "use_cache": False,
