@@ -20,14 +20,14 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     From pinned memory nobody waits for the copies. input_ids, labels, position_ids: (B, T) int64.
     Labels are unshifted: -100 where a token bears no loss. Positions count from 0 in each segment.
     cu_seq_lens_q and _k: `cu_seq_lens`. max_length_q and _k: T, a bound that does not change.
-    loss_positions as they are.
+    loss_positions as they are, if they are given.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids = moved["input_ids"].long()
     starts, places = moved["cu_seq_lens"][:-1], input_ids.numel()
     segment_starts = starts.repeat_interleave(moved["cu_seq_lens"].diff(), output_size=places)
     positions = torch.arange(places, device=device) - segment_starts
-    return {
+    inputs: dict[str, Any] = {
         "input_ids": input_ids,
         "labels": torch.where(moved["bears_loss"], input_ids, IGNORED_LABEL),
         "position_ids": positions.view_as(input_ids),
@@ -35,5 +35,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
         "cu_seq_lens_k": moved["cu_seq_lens"],
         "max_length_q": input_ids.shape[1],
         "max_length_k": input_ids.shape[1],
-        "loss_positions": moved["loss_positions"],
     }
+    if "loss_positions" in moved:
+        inputs["loss_positions"] = moved["loss_positions"]
+    return inputs

@@ -108,10 +108,9 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
         Trainer's own waits for each tensor, and so for all that was started before it.
         """
-        prepared = model_inputs(inputs, self.args.device)
-        if not self.fused_head:
-            del prepared["loss_positions"]
-        return prepared
+        if not self.fused_head:  # all logits need no positions: they are not moved
+            inputs = {name: value for name, value in inputs.items() if name != "loss_positions"}
+        return model_inputs(inputs, self.args.device)
 
     @override
     def _get_num_items_in_batch(
