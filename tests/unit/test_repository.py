@@ -228,3 +228,9 @@ def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script)
 
     program = f"import sys, {script}; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_each_test_module_has_a_name_of_its_own():
+    """Two of one name are collected together or not, as the order of the folders has it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
