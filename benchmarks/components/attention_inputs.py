@@ -45,9 +45,9 @@ def timed(rows: int, length: int, attend: Attend) -> tuple[Callable[[], object],
     return call, rows * length
 
 
-def chosen_kernel() -> VarlenKernel:
-    """Return the kernel that Stoker's models would have here."""
-    return find_kernels(device(), torch.bfloat16, AttentionNeeds(HEAD_DIM))[0][0]
+def chosen_kernel(whole_rows: bool = False) -> VarlenKernel:
+    """Return the kernel that Stoker's models would have here; `whole_rows`: one document each."""
+    return find_kernels(device(), torch.bfloat16, AttentionNeeds(HEAD_DIM), whole_rows)[0][0]
 
 
 def needed_kernel(load: Callable[[], VarlenKernel | str]) -> VarlenKernel:

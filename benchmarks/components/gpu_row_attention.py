@@ -33,7 +33,7 @@ def boundaries(length: int) -> torch.Tensor:
 
 def stoker(length: int) -> Attend:
     """Attend as our models do."""
-    return through(chosen_kernel(), boundaries(length), length)
+    return through(chosen_kernel(whole_rows=True), boundaries(length), length)
 
 
 def kernel(load: Callable[[], VarlenKernel | str], length: int) -> Attend:

@@ -2,8 +2,8 @@
 
 Tuned: no search for NaN in each loss, batches made from numpy arrays, layers compiled one by one
 (accelerate's regional compilation) and, for chats, batches of documents of like lengths; on a GPU
-also FlashAttention 2 where it is installed, loader workers, and copies that nobody waits for. The
-variant `liger`: with Liger's kernels.
+also FlashAttention 2 for chats and cuDNN's attention for whole rows (Hopper), loader workers, and
+copies that nobody waits for. The variant `liger`: with Liger's kernels.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from benchmarks.contestants.settings import (
     LIGER,
     common_settings,
+    fastest_sdpa,
     load_model,
     lora_config,
     tuned_settings,
@@ -63,7 +64,8 @@ def train(job: Job) -> Outcome:
         train_dataset=documents,
         data_collator=collate,
     )
-    trainer.train()
+    with fastest_sdpa(job):
+        trainer.train()
     return recorder.outcome(attention=attention, variant=job.variant)
 
 

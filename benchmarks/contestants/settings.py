@@ -1,13 +1,16 @@
 """What Trainer and SFTTrainer are told alike."""
 
+import contextlib
 import importlib.util
 import os
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from benchmarks.job import CannotRunError, Job
 from benchmarks.workloads import SEED
+from utils.kernels.varlen import CUDNN_FIRST
 
 LIGER = "liger"  # a variant: Liger's kernels in the place of torch's
 
@@ -51,16 +54,29 @@ def tuned_settings(job: Job) -> dict[str, Any]:
 
 
 def load_model(job: Job) -> Any:
-    """Load the workload's weights; tuned: with FlashAttention 2 where that is installed."""
+    """Load the workload's weights; tuned, for chats: with FlashAttention 2, at least torch's."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if job.precision == "bf16_weights" else torch.float32
     # Not by transformers' own choice, which would look for a kernel on the Hub.
-    flash = job.tuned and torch.cuda.is_available() and _installed("flash_attn")
+    flash = job.tuned and torch.cuda.is_available() and job.kind == "sft"
     attention = "flash_attention_2" if flash else "sdpa"
+    if flash and not _installed("flash_attn"):
+        from benchmarks.contestants.torch_flash import stand_in_for_flash_attn
+
+        stand_in_for_flash_attn()
     return AutoModelForCausalLM.from_pretrained(
         job.files / "weights", dtype=dtype, attn_implementation=attention
     )
+
+
+def fastest_sdpa(job: Job) -> contextlib.AbstractContextManager:
+    """Return where SDPA takes its fastest kernel: tuned on a Hopper GPU, cuDNN's."""
+    if not job.tuned or not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    if torch.cuda.get_device_capability()[0] != 9:
+        return contextlib.nullcontext()
+    return sdpa_kernel(CUDNN_FIRST, set_priority=True)
 
 
 def lora_config(job: Job) -> Any:

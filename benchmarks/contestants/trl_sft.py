@@ -2,9 +2,8 @@
 
 Defaults: padded batches of 8 and activation checkpointing. Tuned: packed (best fit), checkpointing
 only where the cell has it, layers compiled one by one (accelerate's regional compilation); on a GPU
-also FlashAttention 2 where it is installed (packing needs it to be fast), loader workers, and
-copies that nobody waits for. The variant `liger`: Liger's kernels for all but the loss, which TRL
-computes itself.
+also FlashAttention 2 (packing needs it to be fast), loader workers, and copies that nobody waits
+for. The variant `liger`: Liger's kernels for all but the loss, which TRL computes itself.
 """
 
 from typing import Any
