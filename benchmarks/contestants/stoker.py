@@ -27,7 +27,11 @@ def train(job: Job) -> Outcome:
     with mock.patch("utils.runs.finish.export_final", return_value=run):
         assert script.main(argv) == 0
     start = json.loads((run / "provenance.json").read_text())["starts"][-1]
-    return recorder.outcome(**{name: start[name] for name in ("attention", "loss_head")})
+    plan = start["activation_checkpointing"]
+    return recorder.outcome(
+        **{name: start[name] for name in ("attention", "loss_head")},
+        predicted_memory_bytes=plan["predicted_bytes"][plan["choice"]],
+    )
 
 
 def settings(job: Job, run: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 
 
-def fuse_loss_head(model: PreTrainedModel) -> None:
-    """Let `model(labels=...)` compute its loss a few tokens at a time.
+def fuse_loss_head(model: PreTrainedModel, compiled: bool = False) -> None:
+    """Let `model(labels=...)` compute its loss a few tokens at a time, `compiled` on a GPU.
 
     The output then has a loss and no logits; without labels nothing changes. With
     `loss_positions=find_loss_positions(labels)` no GPU has to be waited for. The head's weight is
@@ -33,7 +33,9 @@ def fuse_loss_head(model: PreTrainedModel) -> None:
     ) -> torch.Tensor:
         if targets is None:
             return functional.linear(hidden, self.weight, self.bias)
-        return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, terms=terms)
+        return linear_cross_entropy(
+            hidden, self.weight, targets, bias=self.bias, terms=terms, compiled=compiled
+        )
 
     @functools.wraps(original)
     def forward(

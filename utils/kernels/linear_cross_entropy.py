@@ -4,7 +4,8 @@ The gradients are computed in the forward pass, while a chunk's logits are at ha
 head costs three matrix products and not four. On CPUs what a plain head spends beyond those
 products is memory traffic: buffers are made once, logits lie as (V, tokens), which makes the bf16
 products 1.6 times as fast as (tokens, V) does (docs/experiments.md), and the softmax goes over
-blocks that stay in the cache.
+blocks that stay in the cache. On GPUs the softmax is compiled where layers are: eager it takes half
+as long again as the products do.
 """
 
 from collections.abc import Iterator
@@ -15,17 +16,24 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from typing_extensions import override
+
+from utils.kernels.softmax_derivative import by_tokens, by_words, compiled_by_tokens
 
 IGNORED = -100
 
-# Logits in memory at a time: enough rows for full speed of the matrix products, no more.
+# Logits in memory at a time: enough rows for full speed of the matrix products, no more. A GPU's
+# are slower for a number of rows that no tile divides.
 CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}
+COMPILED_CHUNK_ROWS = 2048
 CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}
+TILE_ROWS = {"cpu": 1, "cuda": 128}
 
-# Where logits lie as (V, tokens), and how much of them is in float32 at a time: 1 MiB.
+# Where logits lie as (V, tokens), and how much of them is in float32 at a time: 1 MiB for a CPU's
+# cache, two times 128 MiB on a GPU, which has no use for small blocks.
 BY_WORDS = {"cpu"}
-BLOCK_ELEMENTS = 2**18
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
 # Rows of the weight whose gradient's product is in half precision at a time, before it is added up.
 PRODUCT_WORDS = 8192
@@ -51,6 +59,7 @@ def linear_cross_entropy(
     *,
     bias: torch.Tensor | None = None,
     terms: LogitTerms = PLAIN,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
@@ -58,25 +67,29 @@ def linear_cross_entropy(
     loss. Products are computed in autocast's type, or else in that of the weight; everything
     between them, and the sum over tokens of the weight's gradient, in float32. Waits for no device.
     Same result as `torch.nn.functional.cross_entropy(..., reduction="sum")`, to rounding.
+    `compiled`: the softmax in one function that torch compiles, on GPUs.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     wanted = torch.is_grad_enabled()  # inside the function it never is
+    way = _Way(terms, wanted, compiled and device not in BY_WORDS)
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, terms, wanted)
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, way)
 
 
 def working_bytes(tokens: int, vocabulary: int, width: int, device: str, compute_bytes: int) -> int:
     """Return what a training call takes beside its inputs: logits, softmax, weight's gradient.
 
-    width is that of the hidden states, `compute_bytes` the size of the products' type.
+    width is that of the hidden states, `compute_bytes` the size of the products' type. Not
+    compiled, which takes less.
     """
-    rows = _chunk_rows(tokens, vocabulary, device)
-    block = rows * _block_words(rows, vocabulary, device)
-    taken = vocabulary * (rows * compute_bytes + width * 4) + block * 4
+    rows = _chunk_rows(tokens, vocabulary, device, compiled=False)
+    buffers = (1 if device in BY_WORDS else 2) * _block_elements(rows, vocabulary, device)
+    taken = vocabulary * (rows * compute_bytes + width * 4) + buffers * 4
     if compute_bytes == 4:
         return taken
-    return taken + (vocabulary + min(vocabulary, PRODUCT_WORDS)) * width * compute_bytes
+    widened = 0 if device == "cuda" else min(vocabulary, PRODUCT_WORDS)
+    return taken + (vocabulary + widened) * width * compute_bytes
 
 
 @contextmanager
@@ -90,6 +103,15 @@ def buffers_alone() -> Iterator[None]:
         _computes = True
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How a call computes: what happens to the logits, whether gradients are made, by what."""
+
+    terms: LogitTerms
+    gradients: bool
+    compiled: bool
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
@@ -100,12 +122,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         dtype: torch.dtype,
-        terms: LogitTerms,
-        gradients: bool,
+        way: _Way,
     ) -> torch.Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
-        work = _Work(hidden.to(dtype), weight.to(dtype), bias, terms, needed)
+        needed = tuple(way.gradients and needs for needs in ctx.needs_input_grad)
+        work = _Work(hidden.to(dtype), weight.to(dtype), bias, way, needed)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         bears_loss = targets != IGNORED
         targets = targets.clamp(min=0)
@@ -125,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if own is None else own.mul_(scale).to(dtype)
             for own, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None
 
 
 class _Work:
@@ -136,25 +157,26 @@ class _Work:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        terms: LogitTerms,
+        way: _Way,
         needed: tuple[bool, ...],
     ):
-        self.hidden, self.weight, self.scale = hidden, weight, terms.scale
+        self.hidden, self.weight, self.scale = hidden, weight, way.terms.scale
         self.bias = None if bias is None else bias.to(hidden.dtype) * self.scale
         device, vocabulary = hidden.device.type, len(weight)
-        self.chunk_rows = _chunk_rows(len(hidden), vocabulary, device)
-        self.block_words = _block_words(self.chunk_rows, vocabulary, device)
-        self.words_first = device in BY_WORDS
+        self.words_first, self.compiled = device in BY_WORDS, way.compiled
+        self.chunk_rows = _chunk_rows(len(hidden), vocabulary, device, self.compiled)
         self.logits = hidden.new_empty(self.chunk_rows * vocabulary)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        self.block = zeros(self.chunk_rows * self.block_words)
-        self.cap = terms.softcap
+        elements = _block_elements(self.chunk_rows, vocabulary, device)
+        buffers = 0 if self.compiled else 1 if self.words_first else 2
+        self.buffers = [zeros(elements) for _ in range(buffers)]
+        self.cap = way.terms.softcap
         self.hidden_gradient = torch.zeros_like(hidden) if needed[0] else None
         self.weight_gradient = zeros(weight.shape) if needed[1] else None
         self.bias_gradient = zeros(vocabulary) if needed[2] else None
         self.needed = any(needed)
-        # A product in half precision has to be widened to be added up.
-        widen = self.weight_gradient is not None and hidden.dtype != torch.float32
+        # But for CUDA's a product in half precision has to be widened to be added up.
+        widen = needed[1] and hidden.dtype != torch.float32 and not hidden.is_cuda
         self.product = torch.empty_like(weight[:PRODUCT_WORDS]) if widen else None
 
     def chunk(self, rows: slice, targets: torch.Tensor, bears_loss: torch.Tensor) -> torch.Tensor:
@@ -162,8 +184,7 @@ class _Work:
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
-        differentiate = self._by_words if self.words_first else self._by_tokens
-        losses, derivative = differentiate(hidden, targets)
+        losses, derivative = self._losses(hidden, targets)
         own = bears_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:
             gradient = self.hidden_gradient[rows]
@@ -175,72 +196,40 @@ class _Work:
             self.bias_gradient += torch.mv(derivative.T, own[:, 0] * self.scale)
         return losses * bears_loss
 
-    def _by_words(
+    def _losses(
         self, hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses (C,) and their derivatives by the logits (C, V), a view of (V, C)."""
-        tokens = len(hidden)
-        logits = self.logits[: len(self.weight) * tokens].view(-1, tokens)
-        torch.mm(self.weight, hidden.T, out=logits)
-        if self.bias is not None:
-            logits += self.bias[:, None]
-        blocks = logits.split(self.block_words)
-        highest = torch.full((tokens,), torch.finfo(torch.float32).min)
-        total = torch.zeros(tokens)
-        for block in blocks:
-            wide = self._capped(self._widened(block))
-            before, highest = highest, torch.maximum(highest, wide.amax(0))
-            total.mul_((before - highest).exp_()).add_(wide.sub_(highest).exp_().sum(0))
-        normalizer = highest + total.log()
-        places = targets, torch.arange(tokens)
-        chosen = self._capped(logits[places].float())
-        losses = normalizer - chosen
-        if not self.needed:
+        """Return the losses (C,) and their derivatives by the logits (C, V), perhaps a view."""
+        tokens, vocabulary = len(hidden), len(self.weight)
+        flat = self.logits[: tokens * vocabulary]
+        if self.words_first:
+            logits = torch.mm(self.weight, hidden.T, out=flat.view(-1, tokens))
+            if self.bias is not None:
+                logits += self.bias[:, None]
+            (buffer,) = self.buffers
+            words = len(buffer) // self.chunk_rows
+            losses = by_words(logits, targets, buffer, words, self.cap, self.needed)
             return losses, logits.T
-        for block in blocks:
-            wide = self._capped(self._widened(block))
-            slope = self._slope(wide)
-            wide.sub_(normalizer).exp_()
-            block.copy_(wide if slope is None else wide.mul_(slope))
-        slope = self._slope(chosen)
-        at_target = losses.neg().exp_().sub_(1)
-        logits[places] = (at_target if slope is None else at_target.mul_(slope)).to(logits.dtype)
-        return losses, logits.T
-
-    def _by_tokens(
-        self, hidden: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses (C,) and their derivatives by the logits (C, V)."""
-        logits = self.logits[: len(hidden) * len(self.weight)].view(len(hidden), -1)
-        torch.mm(hidden, self.weight.T, out=logits)
+        logits = torch.mm(hidden, self.weight.T, out=flat.view(tokens, -1))
         if self.bias is not None:
             logits += self.bias
-        targets = targets[:, None]
-        capped = None if self.cap is None else self._capped(logits.float())
-        slope = None if capped is None else self._slope(capped)
-        wide = self.block[: logits.numel()].view_as(logits)
-        torch.log_softmax(logits if capped is None else capped, -1, dtype=torch.float32, out=wide)
-        losses = -wide.gather(-1, targets).squeeze(-1)
-        if self.needed:
-            wide.exp_()
-            wide.scatter_(-1, targets, wide.gather(-1, targets) - 1)
-            logits.copy_(wide if slope is None else wide.mul_(slope))
-        return losses, logits
-
-    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy in float32; the next one takes its place."""
-        return self.block[: logits.numel()].view_as(logits).copy_(logits)
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cap float32 logits in place."""
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    def _slope(self, capped: torch.Tensor) -> torch.Tensor | None:
-        """Return the derivative of capped logits by the logits; None for 1."""
-        return None if self.cap is None else capped.div(self.cap).square_().neg_().add_(1)
+        if not self.compiled:
+            wide, logarithms = self.buffers
+            return by_tokens(logits, targets, (wide, logarithms), self.cap, self.needed), logits
+        # The whole buffer, whatever lies behind the last token: one shape is compiled.
+        targets = functional.pad(targets, (0, self.chunk_rows - tokens))
+        all_rows = self.logits.view(-1, vocabulary)
+        losses = compiled_by_tokens()(all_rows, targets, self.cap, self.needed)
+        return losses[:tokens], logits
 
     def _add_weight_gradient(self, derivative: torch.Tensor, hidden: torch.Tensor) -> None:
         assert self.weight_gradient is not None
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            torch.addmm(
+                self.weight_gradient, derivative.T, hidden,
+                out_dtype=torch.float32, out=self.weight_gradient,
+            )  # fmt: skip
+            return
         if self.product is None:
             self.weight_gradient.addmm_(derivative.T, hidden)
             return
@@ -250,19 +239,27 @@ class _Work:
             gradient += torch.mm(derivative.T[words], hidden, out=product)
 
 
-def _chunk_rows(tokens: int, vocabulary: int, device: str) -> int:
+def _chunk_rows(tokens: int, vocabulary: int, device: str, compiled: bool) -> int:
     """Return how many tokens go through the head at a time: as many in each chunk, about."""
     most = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary
-    most = max(1, min(CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"]), most))
+    most = min(
+        COMPILED_CHUNK_ROWS if compiled else CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"]), most
+    )
+    tile = TILE_ROWS.get(device, TILE_ROWS["cuda"])
+    most = max(1, most // tile * tile)
+    if compiled:
+        return most  # whatever the tokens, so that one shape is compiled
     chunks = -(-tokens // most)
-    return -(-tokens // chunks) if chunks else 1
+    rows = -(-tokens // chunks) if chunks else 1
+    return min(-(-rows // tile) * tile, most)
 
 
-def _block_words(chunk_rows: int, vocabulary: int, device: str) -> int:
-    """Return how many words' softmax is made at a time: a GPU has no use for small blocks."""
-    if device not in BY_WORDS:
-        return vocabulary
-    return min(vocabulary, max(1, BLOCK_ELEMENTS // chunk_rows))
+def _block_elements(chunk_rows: int, vocabulary: int, device: str) -> int:
+    """Return how many logits are in float32 at a time: whole rows of words, or of tokens."""
+    most = BLOCK_ELEMENTS.get(device, BLOCK_ELEMENTS["cuda"])
+    if device in BY_WORDS:
+        return chunk_rows * min(vocabulary, max(1, most // chunk_rows))
+    return vocabulary * min(chunk_rows, max(1, most // vocabulary))
 
 
 def _slices(length: int, step: int) -> list[slice]:

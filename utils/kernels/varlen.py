@@ -144,8 +144,9 @@ def load_torch_varlen() -> VarlenKernel | str:
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
-    # Before torch 2.12 there is no such option, and grouped heads are not documented.
-    takes_gqa = "enable_gqa" in inspect.signature(function).parameters
+    # Before torch 2.12 there is no such option, and heads may be grouped without a word.
+    asks = "enable_gqa" in inspect.signature(function).parameters
+    grouped = {"enable_gqa": True} if asks else {}
 
     def run(
         query: torch.Tensor,
@@ -154,15 +155,11 @@ def load_torch_varlen() -> VarlenKernel | str:
         documents: Documents,
         terms: ScoreTerms,
     ) -> torch.Tensor:
-        repeats = 1 if takes_gqa else query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-        options = {"enable_gqa": True} if takes_gqa else {}
         window = (-1 if terms.window is None else terms.window - 1, 0)
         ends, longest = documents
         return function(
             query, key, value, ends, ends, longest, longest,
-            scale=terms.scale, window_size=window, **options,
+            scale=terms.scale, window_size=window, **grouped,
         )  # fmt: skip
 
     return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)

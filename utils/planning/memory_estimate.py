@@ -30,6 +30,9 @@ FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
 # What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and what
 # malloc keeps of what was freed (docs/memory.md).
 PROCESS_BYTES = 150 * 2**20
+# cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
+# one for the backward pass's.
+WORKSPACE_BYTES = 2 * 32 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
     "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
@@ -42,7 +45,7 @@ class MemoryEstimate:
     """Bytes on each device when most are in use, and the parameters they come from.
 
     `working` comes and goes within an operation or a layer (the loss head's logits, for one);
-    `process` is what a process on a CPU takes that no tensor accounts for.
+    `process` is what no tensor of ours accounts for: libraries, and what malloc keeps on a CPU.
     """
 
     parameters: int
@@ -134,9 +137,15 @@ def estimate_memory(
         optimizer=states // shards["optimizer"],
         activations=phases.activations,
         working=phases.working + gathered,
-        process=PROCESS_BYTES if work.device == "cpu" and work.attention is not None else 0,
+        process=_process_bytes(work),
         counted=step is not None,
     )
+
+
+def _process_bytes(work: Workload) -> int:
+    """Return what the process takes beside tensors; where the node is not known, a GPU's."""
+    on_cpu = work.device == "cpu" and work.attention is not None
+    return PROCESS_BYTES if on_cpu else WORKSPACE_BYTES
 
 
 def optimizer_bytes(name: str, both_moments: float) -> float:

@@ -54,7 +54,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         self.sampler = sampler
         self.fused_head = loss_head.name == "fused"
         if self.fused_head:
-            fuse_loss_head(kwargs["model"])  # before PEFT wraps it
+            fuse_loss_head(kwargs["model"], compiled)  # before PEFT wraps it
         if activation_checkpointing == "selective":
             keep_products(kwargs["model"])
         if compiled:

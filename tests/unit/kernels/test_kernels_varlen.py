@@ -133,7 +133,7 @@ def torch_like(enable_gqa):
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
         *, return_aux=None, scale=None, window_size=(-1, -1),
     ):  # fmt: skip
-        assert query.shape[1] == key.shape[1], "2.11 takes no grouped heads"
+        assert key.shape[1] == KV_HEADS, "grouped heads must not be repeated"
         return compute(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
     def varlen_attn_212(

@@ -2,12 +2,15 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from utils.kernels import linear_cross_entropy as module
+from utils.kernels import softmax_derivative
+from utils.kernels.compilation import compiled_graphs
 from utils.kernels.linear_cross_entropy import (
     IGNORED,
     PLAIN,
@@ -17,18 +20,30 @@ from utils.kernels.linear_cross_entropy import (
 )
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
+LAYOUTS = ["(V, tokens)", "(tokens, V)", "(tokens, V) at once"]
 CAP = 5.0
 
 
-@pytest.fixture(autouse=True, params=["(V, tokens)", "(tokens, V)"])
+@pytest.fixture(autouse=True, params=LAYOUTS)
 def layout(monkeypatch, request):
     """How logits lie on a CPU and on a GPU; several chunks and blocks, the last a short one."""
     monkeypatch.setitem(module.CHUNK_ROWS, "cpu", 21)
     monkeypatch.setattr(module, "PRODUCT_WORDS", 100)
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 17 * 40)
     if request.param == "(V, tokens)":
-        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 17 * 40)
-    else:
-        monkeypatch.setattr(module, "BY_WORDS", set())
+        return request.param
+    monkeypatch.setattr(module, "BY_WORDS", set())
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    if request.param == "(tokens, V) at once":  # what is compiled, as it is
+        monkeypatch.setattr(module, "COMPILED_CHUNK_ROWS", 21)
+        monkeypatch.setattr(module, "compiled_by_tokens", lambda: softmax_derivative._at_once)
+        plain = module._LinearCrossEntropy.apply
+        monkeypatch.setattr(
+            module._LinearCrossEntropy,
+            "apply",
+            lambda *arguments: plain(*arguments[:-1], replace(arguments[-1], compiled=True)),
+        )
+    return request.param
 
 
 def made(dtype=torch.float32, with_bias=False):
@@ -173,7 +188,8 @@ def test_buffers_are_gone_when_the_call_is(monkeypatch):
         gc.enable()
 
 
-def test_the_memory_said_is_the_memory_taken(monkeypatch):
+def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
+    buffers_and_gradient = {"(V, tokens)": 2, "(tokens, V)": 3, "(tokens, V) at once": 1}[layout]
     taken = []
     for name in ("zeros", "empty"):
         plain = getattr(torch, name)
@@ -186,7 +202,43 @@ def test_the_memory_said_is_the_memory_taken(monkeypatch):
         monkeypatch.setattr(torch, name, counted)
     tensors, targets = made()
     linear_cross_entropy(*tensors, targets)
-    logits = 17 * VOCABULARY * 4  # 50 tokens in three chunks
-    buffers = sum(taken[:2]) + logits
-    assert buffers == working_bytes(TOKENS, VOCABULARY, WIDTH, "cpu", 4)
-    assert sum(taken[2:]) < 0.01 * buffers, "losses and sums of tokens"
+    at_once = layout == "(tokens, V) at once"
+    logits = (21 if at_once else 17) * VOCABULARY * 4  # 50 tokens in three chunks
+    buffers = sum(taken[:buffers_and_gradient]) + logits
+    said = working_bytes(TOKENS, VOCABULARY, WIDTH, "cpu", 4)
+    assert buffers < said if at_once else buffers == said
+    assert sum(taken[buffers_and_gradient:]) < 0.01 * buffers, "losses and sums of tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["(tokens, V)"], indirect=True)
+def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
+    monkeypatch.setattr(module, "COMPILED_CHUNK_ROWS", 21)
+    (hidden, weight), targets = made()
+    expected, expected_gradients = reference([hidden, weight], targets)
+    before = compiled_graphs()
+    for tokens in (TOKENS, 30, TOKENS):
+        loss = linear_cross_entropy(hidden[:tokens], weight, targets[:tokens], compiled=True)
+    assert compiled_graphs() == before + 1, "short chunks too"
+    assert far(loss, expected) < 1e-6
+    gradients = torch.autograd.grad(loss / 7, [hidden, weight])
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert far(actual, wanted) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("terms", [LogitTerms(), LogitTerms(1.7, CAP)], ids=["plain", "both"])
+@pytest.mark.parametrize("layout", ["(V, tokens)"], indirect=True)  # a GPU's own all the same
+def test_a_gpu_computes_the_same(compiled, terms):
+    tensors, targets = made()
+    rounded = [tensor.detach().bfloat16() for tensor in tensors]
+    expected, expected_gradients = reference(rounded, targets, terms)
+    on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in tensors]
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, gradients = fused(on_gpu, targets.cuda(), terms=terms, compiled=compiled)
+    assert far(loss.cpu(), expected) < 1e-2
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == torch.float32
+        assert far(actual.cpu(), wanted) < 2e-2

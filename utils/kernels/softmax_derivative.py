@@ -1,0 +1,124 @@
+"""Cross-entropy of a chunk's logits, which become their own derivatives, in place.
+
+Three ways to the same numbers, to rounding: by words in blocks that stay in a CPU's cache, by
+tokens in torch's own kernels, and by tokens in one compiled function that reads the logits twice
+and writes them once.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+# (C, V) logits, (C,) targets, the cap, whether derivatives are wanted to (C,) float32 losses.
+ByTokens = Callable[[torch.Tensor, torch.Tensor, float | None, bool], torch.Tensor]
+
+
+def by_words(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    buffer: torch.Tensor,
+    words: int,
+    cap: float | None,
+    differentiate: bool,
+) -> torch.Tensor:
+    """Return the losses (C,) of logits (V, C); `buffer` is float32 for so many words of them."""
+    tokens = logits.shape[1]
+    highest = torch.full((tokens,), torch.finfo(torch.float32).min)
+    total = torch.zeros(tokens)
+    blocks = logits.split(words)
+    for block in blocks:
+        wide = _capped(_widened(block, buffer), cap)
+        before, highest = highest, torch.maximum(highest, wide.amax(0))
+        total.mul_((before - highest).exp_()).add_(wide.sub_(highest).exp_().sum(0))
+    normalizer = highest + total.log()
+    places = targets, torch.arange(tokens)
+    chosen = _capped(logits[places].float(), cap)
+    losses = normalizer - chosen
+    if not differentiate:
+        return losses
+    for block in blocks:
+        wide = _capped(_widened(block, buffer), cap)
+        slope = _slope(wide, cap)
+        wide.sub_(normalizer).exp_()
+        block.copy_(wide if slope is None else wide.mul_(slope))
+    slope = _slope(chosen, cap)
+    at_target = losses.neg().exp_().sub_(1)
+    logits[places] = (at_target if slope is None else at_target.mul_(slope)).to(logits.dtype)
+    return losses
+
+
+def by_tokens(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    cap: float | None,
+    differentiate: bool,
+) -> torch.Tensor:
+    """Return the losses (C,) of logits (C, V); `buffers` are float32 for some rows of them."""
+    losses = [
+        _some_tokens(some, those, buffers, cap, differentiate)
+        for some, those in zip(
+            *(one.split(len(buffers[0]) // logits.shape[1]) for one in (logits, targets[:, None])),
+            strict=True,
+        )
+    ]
+    return torch.cat(losses)
+
+
+def _some_tokens(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    cap: float | None,
+    differentiate: bool,
+) -> torch.Tensor:
+    wide = _capped(_widened(logits, buffers[0]), cap)
+    # torch would make a float32 copy of its own, if it were given the logits.
+    logarithms = torch.log_softmax(wide, -1, out=buffers[1][: logits.numel()].view_as(logits))
+    losses = -logarithms.gather(-1, targets).squeeze(-1)
+    if differentiate:
+        derivative = logarithms.exp_()
+        derivative.scatter_(-1, targets, derivative.gather(-1, targets) - 1)
+        slope = None if cap is None else wide.div_(cap).square_().neg_().add_(1)
+        logits.copy_(derivative if slope is None else derivative.mul_(slope))
+    return losses
+
+
+@functools.cache
+def compiled_by_tokens() -> ByTokens:
+    """Return the compiled function; each shape of logits is compiled once."""
+    return torch.compile(_at_once, dynamic=False)
+
+
+def _at_once(
+    logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
+) -> torch.Tensor:
+    """Return the losses (C,) of logits (C, V), all operations of which are to be one or two."""
+    wide, targets = logits.float(), targets[:, None]
+    if cap is not None:
+        wide = cap * torch.tanh(wide / cap)
+    normalizer = torch.logsumexp(wide, -1, keepdim=True)
+    losses = normalizer - wide.gather(-1, targets)
+    if differentiate:
+        words = torch.arange(logits.shape[1], device=logits.device)
+        derivative = (wide - normalizer).exp() - (words == targets).float()
+        if cap is not None:
+            derivative = derivative * (1 - (wide / cap).square())
+        logits.copy_(derivative)
+    return losses.squeeze(-1)
+
+
+def _widened(logits: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return a copy in float32; the next one takes its place."""
+    return buffer[: logits.numel()].view_as(logits).copy_(logits)
+
+
+def _capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Cap float32 logits in place."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _slope(capped: torch.Tensor, cap: float | None) -> torch.Tensor | None:
+    """Return the derivative of capped logits by the logits; None for 1."""
+    return None if cap is None else capped.div(cap).square_().neg_().add_(1)
