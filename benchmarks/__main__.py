@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--cells", default="", help="names, separated by commas; default: all")
+    parser.add_argument(
+        "--without", default="", help="contestants to leave out, separated by semicolons"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument(
@@ -56,8 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     names = [name for name in given.cells.split(",") if name] or list(cells)
     if unknown := [name for name in names if name not in cells]:
         parser.error(f"no cell {', '.join(unknown)}; there are {', '.join(cells)}")
+    left_out = tuple(name for name in given.without.split(";") if name)
     session = Session(
         group=given.group,
+        left_out=left_out,
         results=given.results,
         repeats=given.repeats,
         resume=given.resume,

@@ -21,10 +21,14 @@ SAME = ("commit", "hardware", "python", "versions")
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What the command line says of all cells. `deadline`: one of time.monotonic(), or None."""
+    """What the command line says of all cells. `deadline`: one of time.monotonic(), or None.
+
+    `left_out` names contestants that whole toolkits' cells do without.
+    """
 
     group: str
     results: Path
+    left_out: tuple[str, ...] = ()
     repeats: int = 5
     resume: bool = False
     toy: bool = False
@@ -43,6 +47,7 @@ class Session:
         key = {name: found[name] for name in SAME} | {
             "cell": dataclasses.asdict(cell),
             "repeats": self.repeats,
+            "left_out": self.left_out,
         }
         path = self._path(cell.name)
         done = json.loads(path.read_text()) if self.resume and path.exists() else {}
@@ -74,7 +79,7 @@ class Session:
             return component.hold(cell, self.repeats, kept)
         if isinstance(cell, SweepCell):
             return sweep.hold(cell, self.device(), kept)
-        return training.hold(cell, self.repeats, self.device(), kept)
+        return training.hold(cell, self.repeats, self.device(), kept, self.left_out)
 
     def _path(self, name: str) -> Path:
         return self.results / self.group / f"{name}.json"
@@ -83,6 +88,8 @@ class Session:
         command = f"python -m benchmarks {self.group} --cells {cell.name}"
         if not isinstance(cell, ProbeCell | SweepCell | ParityCell):  # taken once
             command += f" --repeats {self.repeats}"
+        if self.left_out:
+            command += f" --without '{';'.join(self.left_out)}'"
         return command + (" --toy" if self.toy else "")
 
 

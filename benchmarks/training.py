@@ -17,16 +17,21 @@ from benchmarks.workloads import Workload
 
 # Mean difference of losses from ours over the steps, as in the parity tests of mixed precision.
 PRETRAINING_PARITY = 2e-2
-# Of the first loss alone: other documents in other rows, the same weights.
-FINE_TUNING_PARITY = 5e-2
+# Of the first loss alone: other documents in other rows, the same weights. A batch of eight padded
+# chats has some thousand tokens that bear loss.
+FINE_TUNING_PARITY = 1e-1
 # Of the share of tokens that bear loss: toolkits take other documents, whose prompts are alike.
 LOSS_SHARE_PARITY = 2e-2
 
 
 def hold(
-    cell: TrainingCell, repeats: int, device: Device | None = None, kept: Rounds | None = None
+    cell: TrainingCell,
+    repeats: int,
+    device: Device | None = None,
+    kept: Rounds | None = None,
+    left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Let the contestants of a cell train in turn; return its results.
+    """Let the contestants of a cell train in turn, but for those `left_out`; return its results.
 
     A peer that is not installed, does not fit, or fails, is named with the reason. Raises
     ContestantFailedError when Stoker itself fails.
@@ -34,6 +39,7 @@ def hold(
     device = device or Device()
     contestants = {one.name: one for one in cell.contestants}
     reasons = {name: one.reason_not_to_run() for name, one in contestants.items()}
+    reasons |= {name: "left out" for name in left_out if name in reasons}
     if too_large := reason_not_to_fit(cell, device):
         reasons = dict.fromkeys(contestants, too_large)
     turns: Turns[dict[str, Any]] = Turns(

@@ -8,9 +8,9 @@ from utils.data.statistics import IGNORED_LABEL
 
 # What PackedDataset assembles of B rows of T tokens. input_ids: (B, T) int32. bears_loss: (B, T)
 # bool, false for the first token of each segment. cu_seq_lens: the starts of all segments in the
-# flattened (B * T) tokens, the padded tail of a row being one, and then B * T, int32, padded to a
-# fixed length with B * T. loss_positions: which of the flattened tokens predict one that bears
-# loss, int64.
+# flattened (B * T) tokens, the padded tail of a row being one, and then B * T, int32: as many as
+# there are, for flash kernels go through each, empty ones too. loss_positions: which of the
+# flattened tokens predict one that bears loss, int64.
 Batch = dict[str, torch.Tensor]
 
 

@@ -59,8 +59,6 @@ class PackedDataset(Dataset):
         self._lossless = np.zeros(self.sequence_length, dtype=bool)
         self.rows_per_source = [plan.rows for plan in plans]
         self.first_rows = np.cumsum([0, *self.rows_per_source])
-        # One number for all rows keeps the length of cu_seq_lens, so the shapes, constant.
-        self.max_segments_per_row = max(plan.max_segments_per_row for plan in plans)
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
@@ -77,12 +75,10 @@ class PackedDataset(Dataset):
         np.concatenate(bearing, out=marks, casting="unsafe")  # of int64 masks: 0 and 1 all the same
         bears_loss = marks != 0
         bears_loss[begins] = False
-        cu_seq_lens = np.full(len(rows) * self.max_segments_per_row + 1, places, dtype=np.int32)
-        cu_seq_lens[: len(begins)] = begins
         return {
             "input_ids": torch.from_numpy(input_ids.reshape(shape)),
             "bears_loss": torch.from_numpy(bears_loss.reshape(shape)),
-            "cu_seq_lens": torch.from_numpy(cu_seq_lens),
+            "cu_seq_lens": torch.from_numpy(np.append(begins, places).astype(np.int32)),
             # No row begins with a token that bears loss.
             "loss_positions": torch.from_numpy(bears_loss.nonzero()[0] - 1),
         }

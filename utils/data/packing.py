@@ -75,12 +75,6 @@ class PackPlan:
         """Share of real tokens among all places of all rows."""
         return self.tokens / (self.rows * self.sequence_length)
 
-    @cached_property
-    def max_segments_per_row(self) -> int:
-        """Most segments in a row, the padded tail of a row counted as one."""
-        tails = self.row_tokens < self.sequence_length
-        return int((np.diff(self.row_offsets) + tails).max())
-
     def row(self, index: int) -> Segments:
         """Return the segments of one row in their order in it."""
         return Segments(

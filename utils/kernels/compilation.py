@@ -65,6 +65,14 @@ def compile_layers(model: nn.Module) -> int:
     return len(layers)
 
 
+def leave_length_open(tensor: torch.Tensor) -> None:
+    """Let layers be compiled for any length of this tensor's first dimension.
+
+    The one shape that is not static is that of the documents' boundaries.
+    """
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -219,7 +219,7 @@ class _Work:
         # The whole buffer, whatever lies behind the last token: one shape is compiled.
         targets = functional.pad(targets, (0, self.chunk_rows - tokens))
         all_rows = self.logits.view(-1, vocabulary)
-        losses = compiled_by_tokens()(all_rows, targets, self.cap, self.needed)
+        losses = compiled_by_tokens(all_rows, targets, self.cap, self.needed)
         return losses[:tokens], logits
 
     def _add_weight_gradient(self, derivative: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -10,9 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-# (C, V) logits, (C,) targets, the cap, whether derivatives are wanted to (C,) float32 losses.
-ByTokens = Callable[[torch.Tensor, torch.Tensor, float | None, bool], torch.Tensor]
-
 
 def by_words(
     logits: torch.Tensor,
@@ -85,28 +82,35 @@ def _some_tokens(
     return losses
 
 
-@functools.cache
-def compiled_by_tokens() -> ByTokens:
-    """Return the compiled function; each shape of logits is compiled once."""
-    return torch.compile(_at_once, dynamic=False)
-
-
-def _at_once(
+def compiled_by_tokens(
     logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
 ) -> torch.Tensor:
-    """Return the losses (C,) of logits (C, V), all operations of which are to be one or two."""
-    wide, targets = logits.float(), targets[:, None]
+    """Return the losses (C,) of logits (C, V); each shape of logits is compiled once."""
+    # Read here: compiled by torch 2.11 for a CPU it is read after it has become a derivative.
+    chosen = _capped(logits.gather(-1, targets[:, None]).squeeze(-1).float(), cap)
+    return _compiled()(logits, targets, cap, differentiate) - chosen
+
+
+@functools.cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    return torch.compile(_normalize, dynamic=False)
+
+
+def _normalize(
+    logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
+) -> torch.Tensor:
+    """Return log(sum(exp(logits))) of each token (C,): a kernel that reads, one that writes."""
+    wide = logits.float()
     if cap is not None:
         wide = cap * torch.tanh(wide / cap)
     normalizer = torch.logsumexp(wide, -1, keepdim=True)
-    losses = normalizer - wide.gather(-1, targets)
     if differentiate:
         words = torch.arange(logits.shape[1], device=logits.device)
-        derivative = (wide - normalizer).exp() - (words == targets).float()
+        derivative = (wide - normalizer).exp() - (words == targets[:, None]).float()
         if cap is not None:
             derivative = derivative * (1 - (wide / cap).square())
         logits.copy_(derivative)
-    return losses.squeeze(-1)
+    return normalizer.squeeze(-1)
 
 
 def _widened(logits: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

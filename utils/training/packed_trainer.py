@@ -21,7 +21,7 @@ from utils.data.loader import TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.data.packed_rows import PackedDataset
 from utils.kernels.activation_checkpointing import keep_products
-from utils.kernels.compilation import compile_layers
+from utils.kernels.compilation import compile_layers, leave_length_open
 from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
 from utils.training.elastic import ElasticTrainerMixin
@@ -57,6 +57,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             fuse_loss_head(kwargs["model"], compiled)  # before PEFT wraps it
         if activation_checkpointing == "selective":
             keep_products(kwargs["model"])
+        self.compiled = compiled
         if compiled:
             compile_layers(kwargs["model"])  # before FSDP2 shards them
         kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
@@ -110,7 +111,10 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         """
         if not self.fused_head:  # all logits need no positions: they are not moved
             inputs = {name: value for name, value in inputs.items() if name != "loss_positions"}
-        return model_inputs(inputs, self.args.device)
+        made = model_inputs(inputs, self.args.device)
+        if self.compiled:
+            leave_length_open(made["cu_seq_lens_q"])
+        return made
 
     @override
     def _get_num_items_in_batch(

@@ -66,16 +66,13 @@ def test_every_target_of_every_document_is_there_exactly_once(packing, lengths, 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @given(lengths=LENGTHS, row_length=ROW_LENGTH)
-def test_a_plan_counts_its_own_tokens_and_segments(packing, lengths, row_length):
+def test_a_plan_counts_its_own_tokens(packing, lengths, row_length):
     packed = plan(lengths, row_length, packing)
     rows = rows_of(packed)
     tokens = [sum(stop - start for _, start, stop in row) for row in rows]
     assert packed.row_tokens.tolist() == tokens
     assert packed.tokens == sum(tokens)
     assert packed.fill == pytest.approx(sum(tokens) / (len(rows) * row_length))
-    assert packed.max_segments_per_row == max(
-        len(row) + (count < row_length) for row, count in zip(rows, tokens, strict=True)
-    )
     chosen = np.array([packed.rows - 1, 0, packed.rows // 2])
     place, segments = packed.segments_of_rows(chosen)
     found = [[] for _ in chosen]

@@ -3,10 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
-from utils.kernels.compilation import CACHE_VARIABLE, compile_layers, prepare_compilation
+from utils.kernels.compilation import (
+    CACHE_VARIABLE,
+    compile_layers,
+    compiled_graphs,
+    leave_length_open,
+    prepare_compilation,
+)
 
 
 def test_the_cache_outlives_the_job(monkeypatch, tmp_path):
@@ -36,3 +44,51 @@ def test_zero_3():
 def test_a_model_without_layers_that_transformers_marks():
     with pytest.raises(ConfigurationError, match="Linear is not built of layers"):
         compile_layers(nn.Linear(2, 2))
+
+
+@torch.library.custom_op("stoker_tests::sums", mutates_args={})
+def sums(states: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return for each token what its document sums to: an operator that takes boundaries."""
+    lengths = ends.diff()
+    documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+    totals = torch.zeros(len(lengths), states.shape[1]).index_add(0, documents, states)
+    return totals[documents]
+
+
+@sums.register_fake
+def _(states, ends):
+    return torch.empty_like(states)
+
+
+sums.register_autograd(
+    lambda context, gradient: (sums(gradient, *context.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),  # noqa: ARG005
+)
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, states, ends):
+        return states + sums(self.linear(states), ends).relu()
+
+
+@pytest.mark.slow
+def test_layers_are_compiled_once_for_any_number_of_documents():
+    torch.manual_seed(0)
+    model, plain = Layer(), Layer()
+    plain.load_state_dict(model.state_dict())
+    compile_layers(model)
+    before = compiled_graphs()
+    for ends in ([0, 12], [0, 3, 12], [0, 1, 2, 7, 12], [0, 5, 12]):
+        boundaries = torch.tensor(ends)
+        leave_length_open(boundaries)
+        states = torch.randn(12, 4, requires_grad=True)
+        found, expected = model(states, boundaries), plain(states, boundaries)
+        torch.testing.assert_close(found, expected)
+        gradients = torch.autograd.grad(found.sum(), [states, *model.parameters()])
+        wanted = torch.autograd.grad(expected.sum(), [states, *plain.parameters()])
+        torch.testing.assert_close(gradients, wanted)
+    assert compiled_graphs() == before + 1

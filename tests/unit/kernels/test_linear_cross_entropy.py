@@ -36,7 +36,8 @@ def layout(monkeypatch, request):
     monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 5 * VOCABULARY)
     if request.param == "(tokens, V) at once":  # what is compiled, as it is
         monkeypatch.setattr(module, "COMPILED_CHUNK_ROWS", 21)
-        monkeypatch.setattr(module, "compiled_by_tokens", lambda: softmax_derivative._at_once)
+        plainly = softmax_derivative._normalize
+        monkeypatch.setattr(softmax_derivative, "_compiled", lambda: plainly)
         plain = module._LinearCrossEntropy.apply
         monkeypatch.setattr(
             module._LinearCrossEntropy,
