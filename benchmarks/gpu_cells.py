@@ -48,7 +48,7 @@ _GPT2 = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP, TORCHTITAN, O
 _PRETRAINING = (*_GPT2[:4], LIGER_TRAINER, *_GPT2[4:])
 _LLAMA_PRETRAINING = (*_PRETRAINING[:-1], LITGPT, TUNED_LITGPT)
 _OTHERS = (UNSLOTH, AXOLOTL, TORCHTUNE, OTHER_LITGPT)
-# Not Trainer, which pads: a sixteenth of SFTTrainer's speed on one H200.
+# Not Trainer, which pads, and compiles anew for each length of a batch.
 _FINE_TUNING = (
     STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS
 )  # fmt: skip
@@ -109,6 +109,7 @@ GPU_CELLS: tuple[Cell, ...] = (
     ComponentCell("gpu_loss_head"),
     ComponentCell("gpu_packed_attention"),
     ComponentCell("gpu_row_attention"),
+    ComponentCell("gpu_optimizer"),
     SweepCell(
         TrainingCell(
             "longest_sequence", "Llama-3.2-1B shape, one row that grows, bf16",

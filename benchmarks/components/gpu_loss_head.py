@@ -20,12 +20,12 @@ TOKENS, WIDTH = 8192, 2048
 LossOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def stoker() -> LossOf:
-    """Compute it some tokens at a time, gradients in the forward pass."""
+def stoker(compiled: bool) -> LossOf:
+    """Compute it some tokens at a time, gradients in the forward pass; compiled by --compile."""
     from utils.kernels.linear_cross_entropy import linear_cross_entropy
 
     return lambda hidden, weight, targets: (
-        linear_cross_entropy(hidden, weight, targets) / len(targets)
+        linear_cross_entropy(hidden, weight, targets, compiled=compiled) / len(targets)
     )
 
 
@@ -73,7 +73,8 @@ def _require(package: str) -> None:
 
 
 LOSSES: dict[str, Callable[[], LossOf]] = {
-    "Stoker": stoker,
+    "Stoker": partial(stoker, False),
+    "Stoker, compiled": partial(stoker, True),
     "all logits": all_logits,
     "TRL's chunked head": trl,
     "Liger": liger,

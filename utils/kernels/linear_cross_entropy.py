@@ -216,9 +216,10 @@ class _Work:
         if not self.compiled:
             wide, logarithms = self.buffers
             return by_tokens(logits, targets, (wide, logarithms), self.cap, self.needed), logits
-        # The whole buffer, whatever lies behind the last token: one shape is compiled.
+        # The whole buffer, zeros behind the last token: one shape is compiled.
         targets = functional.pad(targets, (0, self.chunk_rows - tokens))
         all_rows = self.logits.view(-1, vocabulary)
+        all_rows[tokens:] = 0
         losses = compiled_by_tokens(all_rows, targets, self.cap, self.needed)
         return losses[:tokens], logits
 

@@ -10,6 +10,14 @@ from collections.abc import Callable
 
 import torch
 
+from utils.config.errors import ConfigurationError
+
+PROVED_TOKENS = 128
+# Relative: in half precision a few derivatives are rounded otherwise.
+TOLERANCE = 1e-3
+
+_proved: set[tuple[object, ...]] = set()
+
 
 def by_words(
     logits: torch.Tensor,
@@ -85,10 +93,52 @@ def _some_tokens(
 def compiled_by_tokens(
     logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
 ) -> torch.Tensor:
-    """Return the losses (C,) of logits (C, V); each shape of logits is compiled once."""
+    """Return the losses (C,) of logits (C, V); each shape of logits is compiled once.
+
+    The first time it is proved on these logits: raises ConfigurationError where compiled code does
+    not compute what `by_tokens` does.
+    """
+    kind = (logits.shape, logits.dtype, cap, differentiate)
+    before = None if kind in _proved else logits.clone()
     # Read here: compiled by torch 2.11 for a CPU it is read after it has become a derivative.
     chosen = _capped(logits.gather(-1, targets[:, None]).squeeze(-1).float(), cap)
-    return _compiled()(logits, targets, cap, differentiate) - chosen
+    losses = _compiled()(logits, targets, cap, differentiate) - chosen
+    if before is not None:
+        _prove(before, targets, cap, (losses, logits if differentiate else None))
+        _proved.add(kind)
+    return losses
+
+
+def _prove(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    cap: float | None,
+    found: tuple[torch.Tensor, torch.Tensor | None],
+) -> None:
+    """Compare losses and derivatives, some tokens at a time; `logits` are overwritten."""
+    losses, derivatives = found
+    size = PROVED_TOKENS * logits.shape[1]
+    empty = functools.partial(torch.empty, size, dtype=torch.float32, device=logits.device)
+    buffers = (empty(), empty())
+    for begin in range(0, len(logits), PROVED_TOKENS):
+        some = slice(begin, begin + PROVED_TOKENS)
+        expected = _some_tokens(
+            logits[some], targets[some, None], buffers, cap, derivatives is not None
+        )
+        pairs = [(losses[some], expected)]
+        if derivatives is not None:
+            pairs.append((derivatives[some].float(), logits[some].float()))
+        if any(_differ(one, other) for one, other in pairs):
+            raise ConfigurationError(
+                f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
+                f"wrongly for {logits.device.type}: leave --compile out"
+            )
+
+
+def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare float32 values; what is not finite, as after a divergence, counts as 0 in both."""
+    one, other = (values.nan_to_num(0, 0, 0) for values in (found, expected))
+    return bool((one - other).norm() > TOLERANCE * other.norm())
 
 
 @functools.cache

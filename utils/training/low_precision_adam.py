@@ -1,6 +1,6 @@
 """AdamW that computes in float32 and keeps its states, and the weights, in fewer bits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +12,25 @@ from transformers import TrainingArguments
 from typing_extensions import override
 
 from utils.kernels import eight_bit
-from utils.kernels.stochastic_rounding import (
-    MANTISSA_BITS_LOST,
-    multiplier,
-    noise,
-    places,
-    round_to_bfloat16_,
-)
-from utils.planning.optimizer_states import OptimizerStates
+from utils.kernels.stochastic_rounding import multiplier, noise, places
+from utils.planning.plan import RunPlan
+from utils.training.adam_parts import MOMENTS, SCALE, keep_moment, keep_weight, moment
+from utils.training.compiled_adam import NoiseTable, compiled_update, step_numbers, words
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-SCALE = "_scale"  # ends the name of a moment's scales, one for each block of 8-bit codes
 FIRST_SCALES = MOMENTS[0] + SCALE  # in no state of torch's AdamW
 State = dict[str, torch.Tensor]
+Group = dict[str, Any]
 
 
 def optimizer_of(
-    training: TrainingArguments, states: OptimizerStates | None
+    training: TrainingArguments, plan: RunPlan
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and settings that Trainer is to build an optimizer of; None: its own."""
+    """Return the class and settings that Trainer is to build an optimizer of; None: its own.
+
+    It is compiled with the layers on a GPU alone: a CPU's chunks stay in its cache as they are.
+    """
+    states = plan.optimizer_states
     if states is None:
         return None
     return LowPrecisionAdamW, {
@@ -41,6 +40,7 @@ def optimizer_of(
         "kept_as": states.kept_as,
         "stochastic_rounding": states.stochastic_rounding,
         "seed": training.seed,
+        "compiled": plan.compiled and training.device.type == "cuda",
     }
 
 
@@ -51,15 +51,26 @@ class LowPrecisionAdamW(AdamW):
     down at random: a second moment decays by a thousandth a step, which bfloat16 and 8 bits would
     round away. bfloat16 weights are rounded so if `stochastic_rounding` says so, else to the
     nearest. Rounding follows from `seed`, step and place alone, on any number of ranks.
+    `compiled` makes one call of millions of elements: the same noise, but sums and products
+    round as the compiler orders them.
 
     Loads the state of any AdamW, torch's too. Weights may be shards of rows (FSDP2).
     """
 
     def __init__(
-        self, params: Any, *, kept_as: str, stochastic_rounding: bool, seed: int, **kwargs: Any
+        self,
+        params: Any,
+        *,
+        kept_as: str,
+        stochastic_rounding: bool,
+        seed: int,
+        compiled: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
+        self.compiled = compiled
+        self.noise_table: NoiseTable | None = None  # made when weights are where they stay
         self.steps = 0  # on the host: the state's are on the device
 
     @torch.no_grad()
@@ -68,15 +79,23 @@ class LowPrecisionAdamW(AdamW):
         """Take a step."""
         assert closure is None
         self.steps += 1
-        for index, (group, weight) in enumerate(self._weights()):
-            if weight.grad is not None:
-                state = self.state[weight]
-                if not state:
-                    state.update(self._new_state(weight))
-                state["step"] += 1
-                self._update(index, group, weight, state)
+        trained = [
+            (index, group, weight)
+            for index, (group, weight) in enumerate(self._weights())
+            if weight.grad is not None
+        ]
+        for *_, weight in trained:
+            if not self.state[weight]:
+                self.state[weight].update(self._new_state(weight))
+        if trained:
+            torch._foreach_add_([self.state[weight]["step"] for *_, weight in trained], 1)
+        if self.compiled:
+            self._compiled_updates(trained)
+            return
+        for index, group, weight in trained:
+            self._update(index, group, weight, self.state[weight])
 
-    def _weights(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    def _weights(self) -> Iterator[tuple[Group, torch.Tensor]]:
         return ((group, weight) for group in self.param_groups for weight in group["params"])
 
     def _new_state(self, weight: torch.Tensor) -> State:
@@ -93,15 +112,10 @@ class LowPrecisionAdamW(AdamW):
                 state[name] = torch.zeros_like(weight, dtype=kept)
         return state
 
-    def _update(
-        self, index: int, group: Mapping[str, Any], weight: torch.Tensor, state: State
-    ) -> None:
-        tensors = {"weight": weight, "gradient": weight.grad, **state}
-        flat = {
-            name: _local(value).view(-1) for name, value in tensors.items() if value is not None
-        }
+    def _update(self, index: int, group: Group, weight: torch.Tensor, state: State) -> None:
+        flat = _flat(weight, state)
         device = flat["weight"].device
-        block = eight_bit.block_size(weight.shape) or 1
+        block = _unit(weight)
         size = places(device) // block * block
         start = _first_element(weight)
         end = start + flat["weight"].numel()
@@ -113,29 +127,45 @@ class LowPrecisionAdamW(AdamW):
             part = slice(first - start, last - start)
             keys = (self.seed, self.steps, index, begin)
             place = _Place(device, first - begin, last - first, keys)
-            self._update_part(group, {k: _part(v, k, part, block) for k, v in flat.items()}, place)
+            cut = {name: _part(value, name, part, block) for name, value in flat.items()}
+            self._update_part(group, cut, state["step"], place)
 
-    def _update_part(self, group: Mapping[str, Any], part: State, place: "_Place") -> None:
+    def _update_part(self, group: Group, part: State, step: torch.Tensor, place: "_Place") -> None:
         weight, gradient = part["weight"].float(), part["gradient"].float()
-        moments = {
-            name: eight_bit.decode(part[name], part[name + SCALE])
-            if name + SCALE in part
-            else part[name].float()
-            for name in MOMENTS
-        }
+        moments = {name: moment(part, name) for name in MOMENTS}
         beta1, beta2 = group["betas"]
         adamw(
             [weight], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
-            [part["step"] - 1],
+            [step - 1],
             fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
-        for number, name in enumerate(MOMENTS):
-            _keep(moments[name], part, name, place, number)
-        if part["weight"].dtype != torch.float32:
-            if self.stochastic_rounding:
-                round_to_bfloat16_(weight, place.noise(len(MOMENTS), MANTISSA_BITS_LOST))
-            part["weight"].copy_(weight)
+        for name in MOMENTS:
+            keep_moment(moments[name], part, name, place)
+        keep_weight(weight, part, place if self.stochastic_rounding else None)
+
+    def _compiled_updates(self, trained: Sequence[tuple[int, Group, torch.Tensor]]) -> None:
+        if self.noise_table is None:
+            weights = [weight for _, weight in self._weights()]
+            spans = [(_unit(one), _first_element(one), _local(one).numel()) for one in weights]
+            self.noise_table = NoiseTable(self.seed, spans, weights[0].device)
+        table = self.noise_table.multipliers(self.steps)
+        numbers = [
+            row
+            for group in self.param_groups
+            for row in step_numbers(
+                group, [self.state[w]["step"] for w in group["params"] if w.grad is not None]
+            )
+        ]
+        for (index, _, weight), its_numbers in zip(trained, numbers, strict=True):
+            unit, parts = self.noise_table.units[index], self.noise_table.parts[index]
+            rows = _flat(weight, self.state[weight], unit)
+            dtypes = tuple((name, value.dtype) for name, value in rows.items())
+            rounding, device = self.stochastic_rounding, weight.device
+            update = compiled_update(device, unit, dtypes, rounding)
+            for part, where in parts:
+                cut = rows if len(parts) == 1 else {k: v[part] for k, v in rows.items()}
+                update(cut, its_numbers, where, table, words(device, unit), rounding)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,7 +192,7 @@ class LowPrecisionAdamW(AdamW):
             if name + SCALE in saved:
                 value = eight_bit.decode(value, saved[name + SCALE].to(weight.device).view(-1))
             flat = {key: tensor.view(-1) for key, tensor in state.items()}
-            _keep(value.float().clone(), flat, name, None, 0)
+            keep_moment(value.float().clone(), flat, name, None)
         return state
 
 
@@ -178,23 +208,26 @@ class _Place:
         return noise(self.device, self.first, self.count, factor, bits)
 
 
-def _keep(values: torch.Tensor, part: State, name: str, place: _Place | None, number: int) -> None:
-    """Round float32 moments to how they are kept; without a place to the nearest."""
-    kept = part[name]
-    if name + SCALE in part:
-        bits = eight_bit.BITS_LOST
-        added = torch.full_like(values, 2 ** (bits - 1), dtype=torch.int32)
-        rounding = added if place is None else place.noise(number, bits)
-        eight_bit.encode(values, kept, part[name + SCALE], rounding)
-    elif kept.dtype != torch.float32 and place is not None:
-        kept.copy_(round_to_bfloat16_(values, place.noise(number, MANTISSA_BITS_LOST)))
-    elif kept is not values:
-        kept.copy_(values)
+def _flat(weight: torch.Tensor, state: State, *unit: int) -> State:
+    """Return what this rank has of a weight, its gradient and its state, but for the step count.
+
+    They are (elements,), with a unit (rows, unit); scales are always of one dimension.
+    """
+    assert weight.grad is not None
+    tensors = {"weight": weight, "gradient": weight.grad, **state}
+    return {
+        name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else unit))
+        for name, tensor in tensors.items()
+        if name != "step"
+    }
+
+
+def _unit(weight: torch.Tensor) -> int:
+    """Return how many elements stay together, whichever type the moments have."""
+    return eight_bit.block_size(weight.shape) or 1
 
 
 def _part(tensor: torch.Tensor, name: str, part: slice, block: int) -> torch.Tensor:
-    if name == "step":
-        return tensor
     if name.endswith(SCALE):
         return tensor[part.start // block : part.stop // block]
     return tensor[part]

@@ -29,9 +29,9 @@ def test_the_group_has_what_was_promised():
     assert [cell.name for cell in GPU_CELLS] == [
         "probes", "gpt2_124m", "qwen3_600m_pretrain", "qwen3_600m_sft", "llama_1b_pretrain",
         "llama_8b_sft", "llama_8b_lora", "gpu_loss_head", "gpu_packed_attention",
-        "gpu_row_attention", "longest_sequence", "largest_model",
+        "gpu_row_attention", "gpu_optimizer", "longest_sequence", "largest_model",
     ]  # fmt: skip
-    assert sum(isinstance(cell, ComponentCell) for cell in GPU_CELLS) == 3
+    assert sum(isinstance(cell, ComponentCell) for cell in GPU_CELLS) == 4
 
 
 @pytest.mark.parametrize("cell", [*TRAINED, *SWEPT], ids=lambda cell: cell.name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from utils.config.errors import ConfigurationError
 from utils.kernels import linear_cross_entropy as module
 from utils.kernels import softmax_derivative
 from utils.kernels.compilation import compiled_graphs
@@ -225,6 +226,25 @@ def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
     gradients = torch.autograd.grad(loss / 7, [hidden, weight])
     for actual, wanted in zip(gradients, expected_gradients, strict=True):
         assert far(actual, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("layout", ["(tokens, V) at once"], indirect=True)
+@pytest.mark.parametrize("place", ["losses", "derivatives"])
+def test_what_is_compiled_wrongly_is_refused(place, monkeypatch):
+    monkeypatch.setattr(softmax_derivative, "_proved", set())
+    tensors, targets = made()
+    fused(tensors, targets)  # what is right
+
+    def wrong(logits, *arguments):
+        normalizer = softmax_derivative._normalize(logits, *arguments)
+        (normalizer if place == "losses" else logits)[3] *= 1.1
+        return normalizer
+
+    monkeypatch.setattr(softmax_derivative, "_compiled", lambda: wrong)
+    fused(tensors, targets)  # proved once
+    softmax_derivative._proved.clear()
+    with pytest.raises(ConfigurationError, match="compiles the softmax of the loss wrongly"):
+        fused(tensors, targets)
 
 
 @pytest.mark.gpu
