@@ -75,12 +75,14 @@ class PackedDataset(Dataset):
         np.concatenate(bearing, out=marks, casting="unsafe")  # of int64 masks: 0 and 1 all the same
         bears_loss = marks != 0
         bears_loss[begins] = False
+        cu_seq_lens = np.full(len(begins) + 1, places, dtype=np.int32)
+        cu_seq_lens[:-1] = begins
         return {
             "input_ids": torch.from_numpy(input_ids.reshape(shape)),
             "bears_loss": torch.from_numpy(bears_loss.reshape(shape)),
-            "cu_seq_lens": torch.from_numpy(np.append(begins, places).astype(np.int32)),
-            # No row begins with a token that bears loss.
-            "loss_positions": torch.from_numpy(bears_loss.nonzero()[0] - 1),
+            "cu_seq_lens": torch.from_numpy(cu_seq_lens),
+            # Of the token before it: no row begins with a token that bears loss.
+            "loss_positions": torch.from_numpy(np.flatnonzero(bears_loss[1:])),
         }
 
     def tokens_by_source(self, rows: np.ndarray) -> np.ndarray:
