@@ -14,13 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.cells import CPU_CELLS, EXPERIMENTS, Cell, ProbeCell
-from benchmarks.circumstances import ROOT, hardware
-from benchmarks.contest import ContestantFailedError, say
-from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import Cell, ProbeCell
+from benchmarks.cells.toy import toy
+from benchmarks.contests.turns import ContestantFailedError, say
+from benchmarks.hardware.circumstances import ROOT, hardware
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError
-from benchmarks.toy import toy
 
 RESULTS = ROOT / "benchmarks" / "results"
 GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}

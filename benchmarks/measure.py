@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import component, duration, parity, sweep, training
-from benchmarks.cells import Cell, ComponentCell, DurationCell, ParityCell, ProbeCell, SweepCell
-from benchmarks.circumstances import circumstances, hardware
-from benchmarks.contest import run_process, say
-from benchmarks.efficiency import Device, known_device
+from benchmarks.cells.kinds import (
+    Cell,
+    ComponentCell,
+    DurationCell,
+    ParityCell,
+    ProbeCell,
+    SweepCell,
+)
+from benchmarks.contests import component, duration, parity, sweep, training
+from benchmarks.contests.turns import run_process, say
+from benchmarks.figures.table import table
+from benchmarks.hardware.circumstances import circumstances, hardware
+from benchmarks.hardware.efficiency import Device, known_device
 from benchmarks.progress import Progress
-from benchmarks.table import table
 
 # What makes an earlier result one of the same machine and code.
 SAME = ("commit", "hardware", "python", "versions")
@@ -103,7 +110,7 @@ def probe(cell: ProbeCell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
         outcome = Path(directory) / "outcome.json"
         arguments = [str(outcome), *(["--toy"] if cell.toy else [])]
-        run_process("benchmarks.probes", arguments, Path(directory))
+        run_process("benchmarks.hardware.probes", arguments, Path(directory))
         probes = json.loads(outcome.read_text())
     return {"title": "What the device reaches", "probes": probes, "not_run": {}}
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from run_demo import ROOT, table
 
-from benchmarks.marks import replace_between
+from benchmarks.figures.marks import replace_between
 
 RESULT = ROOT / "benchmarks" / "results" / "demo_cpu.json"
 BEGIN, END = "<!-- demo figures: make figures -->", "<!-- end of demo figures -->"

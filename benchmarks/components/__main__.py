@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.job import saying_why_not
-from benchmarks.steps import peak_memory_bytes, wait_for_device
+from benchmarks.recording.job import saying_why_not
+from benchmarks.recording.steps import peak_memory_bytes, wait_for_device
 
 SHORTEST_S = 0.5
 FEWEST_CALLS = 3

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.job import CannotRunError
+from benchmarks.recording.job import CannotRunError
 from utils.kernels.packed_varlen import packed_varlen
 from utils.kernels.varlen import AttentionNeeds, VarlenKernel, find_kernels
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.components.attention_inputs import device
-from benchmarks.job import CannotRunError
+from benchmarks.recording.job import CannotRunError
 
 TITLE = "Loss head, 8,192 tokens of width 2,048, bf16, forward and backward"
 UNIT = "tokens"

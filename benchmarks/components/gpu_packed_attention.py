@@ -16,7 +16,7 @@ from benchmarks.components.attention_inputs import (
     through_sdpa,
     timed,
 )
-from benchmarks.job import CannotRunError
+from benchmarks.recording.job import CannotRunError
 from utils.kernels.varlen import (
     PER_DOCUMENT,
     VarlenKernel,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads import LLAMA_11M, Workload, document_lengths, save_documents
+from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, save_documents
 
 TITLE = "Loader: micro-batches of 8 x 2,048 tokens (packed chats of 300 tokens), one core"
 UNIT = "tokens"

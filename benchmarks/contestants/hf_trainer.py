@@ -20,9 +20,9 @@ from benchmarks.contestants.settings import (
     tuned_settings,
     use_liger_kernels,
 )
-from benchmarks.job import Job, Outcome, run_contestant
-from benchmarks.steps import StepRecorder, watch_trainer
-from benchmarks.workloads import PAD_TOKEN_ID
+from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.steps import StepRecorder, watch_trainer
+from benchmarks.workloads.workload import PAD_TOKEN_ID
 
 CHATS_PER_BATCH = 8  # the default
 

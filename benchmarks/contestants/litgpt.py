@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from benchmarks.job import Job, Outcome, run_contestant
-from benchmarks.steps import StepRecorder
-from benchmarks.workloads import SEED
+from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.steps import StepRecorder
+from benchmarks.workloads.workload import SEED
 
 NO_TARGET = -100
 

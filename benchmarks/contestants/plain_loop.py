@@ -13,8 +13,8 @@ from torch import nn
 
 from benchmarks.contestants.plain_models import layers_of, load_plain_model
 from benchmarks.contestants.settings import fastest_sdpa
-from benchmarks.job import Job, Outcome, run_contestant
-from benchmarks.steps import StepRecorder
+from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.steps import StepRecorder
 
 
 def train(job: Job) -> Outcome:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.job import CannotRunError, Job
-from benchmarks.workloads import SEED
+from benchmarks.recording.job import CannotRunError, Job
+from benchmarks.workloads.workload import SEED
 from utils.kernels.varlen import CUDNN_FIRST
 
 LIGER = "liger"  # a variant: Liger's kernels in the place of torch's

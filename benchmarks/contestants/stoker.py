@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.job import Job, Outcome, run_contestant
-from benchmarks.steps import StepRecorder, watch_trainer
-from benchmarks.workloads import SEED
+from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.steps import StepRecorder, watch_trainer
+from benchmarks.workloads.workload import SEED
 from utils.cluster.environment import configure_environment
 
 

@@ -16,8 +16,8 @@ from benchmarks.contestants.settings import (
     tuned_settings,
     use_liger_kernels,
 )
-from benchmarks.job import Job, Outcome, run_contestant
-from benchmarks.steps import StepRecorder, watch_trainer
+from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.steps import StepRecorder, watch_trainer
 
 
 def train(job: Job) -> Outcome:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contest import run_process
-from benchmarks.workloads import LLAMA_11M, Workload, make_workload
+from benchmarks.contests.turns import run_process
+from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
 TITLE = "Training stands still for a save, by megabytes of the checkpoint (weights and AdamW's)"
 SIZES = (40, 160, 480)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contest import run_process
-from benchmarks.job import Job, Outcome
-from benchmarks.workloads import LLAMA_11M, Workload, document_lengths, make_workload
+from benchmarks.contests.turns import run_process
+from benchmarks.recording.job import Job, Outcome
+from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, make_workload
 
 TITLE = (
     "From the start of the process to its first optimizer step (or its end), 11 M parameters, "

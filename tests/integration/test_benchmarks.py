@@ -2,15 +2,9 @@
 
 import pytest
 
-from benchmarks import component, training
-from benchmarks.cells import (
-    OURS,
-    STOKER,
-    ComponentCell,
-    Contestant,
-    TrainingCell,
-)
-from benchmarks.workloads import LLAMA_11M, Workload
+from benchmarks.cells.kinds import OURS, STOKER, ComponentCell, Contestant, TrainingCell
+from benchmarks.contests import component, training
+from benchmarks.workloads.workload import LLAMA_11M, Workload
 
 pytestmark = pytest.mark.slow
 

@@ -16,15 +16,15 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
-from benchmarks.cells import TUNED_STOKER, ComponentCell, SweepCell, TrainingCell
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import TUNED_STOKER, ComponentCell, SweepCell, TrainingCell
+from benchmarks.cells.toy import toy
 from benchmarks.components.__main__ import time_sizes
 from benchmarks.components.attention_inputs import make_states
-from benchmarks.gpu_cells import GPU_CELLS
-from benchmarks.job import STARTED_AT, CannotRunError
-from benchmarks.sweep import grown
-from benchmarks.toy import toy
-from benchmarks.training import job_of, parity
-from benchmarks.workloads import make_workload
+from benchmarks.contests.sweep import grown
+from benchmarks.contests.training import job_of, parity
+from benchmarks.recording.job import STARTED_AT, CannotRunError
+from benchmarks.workloads.workload import make_workload
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import torch
 
 import pretrain
 import sft_train
-from benchmarks.memory import BOUND, SHAPES, measure
+from benchmarks.memory.predictions import BOUND, SHAPES, measure
 from utils.planning import memory_plan
 
 pytestmark = pytest.mark.slow

@@ -204,7 +204,7 @@ def test_the_readmes_figures_are_those_of_the_result_file():
 
 
 def test_the_figures_of_exactness_are_those_of_the_result_files():
-    from benchmarks import exactness_figures
+    from benchmarks.figures import exactness as exactness_figures
 
     document = (ROOT / "docs" / "exactness.md").read_text()
     assert exactness_figures.with_figures(document) == document
@@ -212,7 +212,7 @@ def test_the_figures_of_exactness_are_those_of_the_result_files():
 
 
 def test_the_figures_of_speed_are_those_of_the_result_files():
-    from benchmarks import speed_figures
+    from benchmarks.figures import speed as speed_figures
 
     for path, figures in speed_figures.documents().items():
         document = path.read_text()

@@ -5,19 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.cells import (
-    CPU_CELLS,
-    OURS,
-    OURS_TUNED,
-    STOKER,
-    TUNED_STOKER,
-    TrainingCell,
-)
-from benchmarks.contest import ContestantFailedError, Turns
-from benchmarks.job import Outcome
-from benchmarks.ratios import paired_ratio
-from benchmarks.table import table
-from benchmarks.training import mean_difference, parity, ratios, summary
+from benchmarks.cells.cpu import CPU_CELLS
+from benchmarks.cells.kinds import OURS, OURS_TUNED, STOKER, TUNED_STOKER, TrainingCell
+from benchmarks.contests.ratios import paired_ratio
+from benchmarks.contests.training import mean_difference, parity, ratios, summary
+from benchmarks.contests.turns import ContestantFailedError, Turns
+from benchmarks.figures.table import table
+from benchmarks.recording.job import Outcome
 
 
 def outcome(losses=(4.0, 3.0), *, window_s=2.0, tokens=100) -> Outcome:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.contestants import settings
-from benchmarks.job import CannotRunError, Job
+from benchmarks.recording.job import CannotRunError, Job
 
 
 @pytest.fixture

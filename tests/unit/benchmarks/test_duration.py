@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import duration, speed_figures
-from benchmarks.cells import DurationCell
-from benchmarks.table import table
+from benchmarks.cells.kinds import DurationCell
+from benchmarks.contests import duration
+from benchmarks.figures import speed as speed_figures
+from benchmarks.figures.table import table
 
 
 @pytest.fixture

@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import device as device_module
-from benchmarks.cells import TrainingCell
-from benchmarks.circumstances import hardware
-from benchmarks.device import data_sheet_peak, gpu_facts, gpu_state
-from benchmarks.efficiency import Device, efficiency, known_device, reason_not_to_fit, state_bytes
-from benchmarks.flops import model_size
-from benchmarks.gpu_cells import GPU_CELLS
-from benchmarks.job import Outcome
-from benchmarks.roofline import Peaks
-from benchmarks.shapes import LLAMA_8B
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import TrainingCell
+from benchmarks.cells.shapes import LLAMA_8B
+from benchmarks.hardware import device as device_module
+from benchmarks.hardware.circumstances import hardware
+from benchmarks.hardware.device import data_sheet_peak, gpu_facts, gpu_state
+from benchmarks.hardware.efficiency import (
+    Device,
+    efficiency,
+    known_device,
+    reason_not_to_fit,
+    state_bytes,
+)
+from benchmarks.hardware.flops import model_size
+from benchmarks.hardware.roofline import Peaks
+from benchmarks.recording.job import Outcome
 
 CELLS = {cell.name: cell for cell in GPU_CELLS}
 H200 = Device("NVIDIA H200", 989e12, Peaks(700e12, 4e12), 143_771 * 2**20)

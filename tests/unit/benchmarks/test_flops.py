@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.flops import effective_length, model_size
-from benchmarks.roofline import Peaks, StepWork, seconds_per_token, tokens_per_second
-from benchmarks.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
-from benchmarks.toy import toy_shape
+from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
+from benchmarks.cells.toy import toy_shape
+from benchmarks.hardware.flops import effective_length, model_size
+from benchmarks.hardware.roofline import Peaks, StepWork, seconds_per_token, tokens_per_second
 
 GIVEN = {
     # By hand, in weights that multiply tokens: layers * (attention + MLP) + last layer.

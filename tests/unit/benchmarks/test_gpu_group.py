@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.cells import OURS, ComponentCell, ProbeCell, SweepCell, TrainingCell
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import OURS, ComponentCell, ProbeCell, SweepCell, TrainingCell
 from benchmarks.contestants.hf_trainer import CHATS_PER_BATCH
-from benchmarks.efficiency import Device, reason_not_to_fit
-from benchmarks.gpu_cells import GPU_CELLS
-from benchmarks.job import Job
-from benchmarks.sweep import grown
-from benchmarks.training import job_of
-from benchmarks.workloads import SEED, document_lengths, make_documents
+from benchmarks.contests.sweep import grown
+from benchmarks.contests.training import job_of
+from benchmarks.hardware.efficiency import Device, reason_not_to_fit
+from benchmarks.recording.job import Job
+from benchmarks.workloads.workload import SEED, document_lengths, make_documents
 
 TRAINED = [cell for cell in GPU_CELLS if isinstance(cell, TrainingCell)]
 SWEPT = [

@@ -3,9 +3,9 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.initial_weights import save_random_weights, save_zero_weights
-from benchmarks.shapes import LLAMA_1B, LLAMA_8B
-from benchmarks.toy import toy_shape
+from benchmarks.cells.shapes import LLAMA_1B, LLAMA_8B
+from benchmarks.cells.toy import toy_shape
+from benchmarks.workloads.initial_weights import save_random_weights, save_zero_weights
 
 
 def test_zeros_load_as_any_weights(tmp_path):

@@ -1,8 +1,9 @@
 """Losses beside losses: what is near enough, and the table of it."""
 
-from benchmarks import parity
-from benchmarks.cells import EXPERIMENTS, ParityCell
-from benchmarks.table import table
+from benchmarks.cells.cpu import EXPERIMENTS
+from benchmarks.cells.kinds import ParityCell
+from benchmarks.contests import parity
+from benchmarks.figures.table import table
 
 CELL = next(cell for cell in EXPERIMENTS if isinstance(cell, ParityCell))
 

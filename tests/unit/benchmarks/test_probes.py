@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import probes
+from benchmarks.hardware import probes
 
 
 @pytest.fixture(autouse=True)

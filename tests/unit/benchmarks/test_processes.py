@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import contest
-from benchmarks.contest import CannotRunHereError, ContestantFailedError, run_process
-from benchmarks.job import CANNOT_RUN, saying_why_not
+from benchmarks.contests import turns as contest
+from benchmarks.contests.turns import CannotRunHereError, ContestantFailedError, run_process
+from benchmarks.recording.job import CANNOT_RUN, saying_why_not
 
 
 @pytest.fixture

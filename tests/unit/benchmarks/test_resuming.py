@@ -7,9 +7,9 @@ import pytest
 from benchmarks import measure
 from benchmarks.__main__ import AGAIN, main
 from benchmarks.__main__ import measure as measure_cells
-from benchmarks.cells import OURS, ComponentCell, ProbeCell, TrainingCell
-from benchmarks.contest import CannotRunHereError, ContestantFailedError, Turns
-from benchmarks.gpu_cells import GPU_CELLS
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import OURS, ComponentCell, ProbeCell, TrainingCell
+from benchmarks.contests.turns import CannotRunHereError, ContestantFailedError, Turns
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError, Progress
 

@@ -4,15 +4,15 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import sweep
-from benchmarks.cells import OURS, SweepCell
-from benchmarks.contest import ContestantFailedError
-from benchmarks.efficiency import Device
-from benchmarks.gpu_cells import GPU_CELLS, UNCOMPILED_SFT_TRAINER, UNCOMPILED_TRAINER
-from benchmarks.job import Outcome
+from benchmarks.cells.gpu import GPU_CELLS, UNCOMPILED_SFT_TRAINER, UNCOMPILED_TRAINER
+from benchmarks.cells.kinds import OURS, SweepCell
+from benchmarks.cells.toy import toy
+from benchmarks.contests import sweep
+from benchmarks.contests.turns import ContestantFailedError
+from benchmarks.figures.table import table
+from benchmarks.hardware.efficiency import Device
 from benchmarks.progress import OutOfTimeError, Progress
-from benchmarks.table import table
-from benchmarks.toy import toy
+from benchmarks.recording.job import Outcome
 
 CELLS = {cell.name: cell for cell in GPU_CELLS if isinstance(cell, SweepCell)}
 TRAINER, SFT_TRAINER = UNCOMPILED_TRAINER.name, UNCOMPILED_SFT_TRAINER.name

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.workloads import (
+from benchmarks.workloads.workload import (
     FIRST_WORD,
     LLAMA_11M,
     PAD_TOKEN_ID,

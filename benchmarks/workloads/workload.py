@@ -69,7 +69,7 @@ def make_workload(workload: Workload, directory: Path) -> Path:
     import torch
     from transformers import AutoConfig
 
-    from benchmarks.initial_weights import save_random_weights, save_zero_weights
+    from benchmarks.workloads.initial_weights import save_random_weights, save_zero_weights
 
     documents = make_documents(workload)
     save_documents(documents, workload.kind, directory / "documents", workload.loss_share)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from benchmarks.shapes import ModelShape
+from benchmarks.cells.shapes import ModelShape
 
 
 @dataclass(frozen=True)

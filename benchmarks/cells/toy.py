@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from benchmarks.cells import Cell, ComponentCell, ProbeCell, SweepCell, TrainingCell
-from benchmarks.shapes import ModelShape
-from benchmarks.workloads import Workload
+from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell, TrainingCell
+from benchmarks.cells.shapes import ModelShape
+from benchmarks.workloads.workload import Workload
 
 LENGTH = 64
 STEPS, WARMUP_STEPS, MICRO_BATCH_SIZE = 3, 1, 2

@@ -9,13 +9,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device import gpu_facts
+from benchmarks.hardware.device import gpu_facts
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
     "liger-kernel", "cut-cross-entropy", "litgpt", "torchtitan", "unsloth", "axolotl", "torchtune",
 )  # fmt: skip
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def circumstances(made_by: str) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cells import TrainingCell
-from benchmarks.device import data_sheet_peak
-from benchmarks.flops import ModelSize, effective_length, model_size
-from benchmarks.job import Outcome
-from benchmarks.roofline import Peaks, StepWork, tokens_per_second
-from benchmarks.workloads import SEED, document_lengths
+from benchmarks.cells.kinds import TrainingCell
+from benchmarks.hardware.device import data_sheet_peak
+from benchmarks.hardware.flops import ModelSize, effective_length, model_size
+from benchmarks.hardware.roofline import Peaks, StepWork, tokens_per_second
+from benchmarks.recording.job import Outcome
+from benchmarks.workloads.workload import SEED, document_lengths
 
 PARAMETER_BYTES = {"fp32": 4, "bf16": 4, "bf16_weights": 2}
 

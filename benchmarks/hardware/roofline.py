@@ -13,7 +13,7 @@ peak are those of published H100 measurements:
 
 from dataclasses import dataclass
 
-from benchmarks.flops import ModelSize
+from benchmarks.hardware.flops import ModelSize
 
 PRODUCTS = 720 / 794.5
 SMALL_HIDDEN, SMALL_PRODUCTS = 1024, 0.85

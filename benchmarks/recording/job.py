@@ -19,7 +19,7 @@ CANNOT_RUN = 69  # EX_UNAVAILABLE of sysexits.h; the last line of output says wh
 class Job:
     """A short training run.
 
-    `workload` is a directory of `workloads.py`. `tuned`: with the best settings that we found,
+    `workload` is a directory of `make_workload`. `tuned`: with the best settings that we found,
     not with those of the toolkit's documentation; `variant` is for the contestant to read. Of
     `steps` optimizer steps the first `warmup_steps` are not timed. A step takes one micro-batch.
     `settings` are Stoker's alone.

@@ -5,7 +5,7 @@ Windows are short, so that a round of a cell, each contestant once, takes about 
 
 from dataclasses import replace
 
-from benchmarks.cells import (
+from benchmarks.cells.kinds import (
     LITGPT,
     PLAIN_LOOP,
     SFT_TRAINER,
@@ -22,8 +22,8 @@ from benchmarks.cells import (
     SweepCell,
     TrainingCell,
 )
-from benchmarks.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
-from benchmarks.workloads import Workload
+from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
+from benchmarks.workloads.workload import Workload
 
 LIGER_TRAINER = Contestant(
     "Trainer, tuned, Liger", "hf_trainer", needs="liger_kernel", variant="liger"

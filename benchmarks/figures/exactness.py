@@ -1,6 +1,6 @@
 """Write the figures of benchmarks/results/exactness/ into docs/exactness.md.
 
-python -m benchmarks.exactness_figures
+python -m benchmarks.figures.exactness
 """
 
 import json
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import replace_between
+from benchmarks.figures.marks import replace_between
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness"
 DOCUMENT = ROOT / "docs" / "exactness.md"
 BEGIN, END = "<!-- exactness figures: make figures -->", "<!-- end of exactness figures -->"

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cells import ParityCell, Variant
-from benchmarks.contest import run_process, say
-from benchmarks.job import Job
-from benchmarks.workloads import make_workload
+from benchmarks.cells.kinds import ParityCell, Variant
+from benchmarks.contests.turns import run_process, say
+from benchmarks.recording.job import Job
+from benchmarks.workloads.workload import make_workload
 from utils.planning.optimizer_states import optimizer_bytes_per_parameter
 
 LAST = 20  # steps whose mean loss is the run's

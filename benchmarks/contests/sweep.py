@@ -5,12 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, SweepCell, TrainingCell
-from benchmarks.contest import ContestantFailedError, Rounds, say
-from benchmarks.efficiency import Device, efficiency, reason_not_to_fit
-from benchmarks.job import Outcome
-from benchmarks.ratios import paired_ratio
-from benchmarks.training import made_in_process, run_contestant_of
+from benchmarks.cells.kinds import OURS, SweepCell, TrainingCell
+from benchmarks.contests.ratios import paired_ratio
+from benchmarks.contests.training import made_in_process, run_contestant_of
+from benchmarks.contests.turns import ContestantFailedError, Rounds, say
+from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
+from benchmarks.recording.job import Outcome
 
 # By contestant and size, Outcomes as JSON.
 Outcomes = dict[str, dict[str, dict[str, Any]]]

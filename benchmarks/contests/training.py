@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, OURS_TUNED, Contestant, TrainingCell
-from benchmarks.contest import Rounds, Turns, run_process
-from benchmarks.efficiency import Device, efficiency, reason_not_to_fit
-from benchmarks.job import Job, Outcome
-from benchmarks.ratios import paired_ratio
-from benchmarks.workloads import Workload
+from benchmarks.cells.kinds import OURS, OURS_TUNED, Contestant, TrainingCell
+from benchmarks.contests.ratios import paired_ratio
+from benchmarks.contests.turns import Rounds, Turns, run_process
+from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
+from benchmarks.recording.job import Job, Outcome
+from benchmarks.workloads.workload import Workload
 
 # Mean difference of losses from ours over the steps, as in the parity tests of mixed precision.
 PRETRAINING_PARITY = 2e-2
@@ -78,7 +78,7 @@ def made_in_process(workload: Workload, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
         given = Path(scratch) / "workload.json"
         given.write_text(json.dumps(asdict(workload)))
-        run_process("benchmarks.workloads", [str(given), str(directory)], Path(scratch))
+        run_process("benchmarks.workloads.workload", [str(given), str(directory)], Path(scratch))
 
 
 def run_contestant_of(

@@ -1,6 +1,6 @@
 """What a device reaches at best: bf16 matrix products over a sweep of shapes, and a large copy.
 
-`python -m benchmarks.probes OUTCOME [--toy]`. The best of many shapes is the peak, as in
+`python -m benchmarks.hardware.probes OUTCOME [--toy]`. The best of many shapes is the peak, as in
 ml-engineering's "maximum achievable matmul FLOPS": data sheets name a clock that no card holds.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.components.__main__ import median_call
-from benchmarks.job import saying_why_not
+from benchmarks.recording.job import saying_why_not
 
 # Rows are tokens of a micro-batch, columns and depths those of the models in the cells.
 ROWS = (4096, 8192, 16384)

@@ -1,6 +1,6 @@
 """Write the figures of benchmarks/results/ that are about speed into the documents.
 
-python -m benchmarks.speed_figures
+python -m benchmarks.figures.speed
 """
 
 import json
@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import CPU_CELLS, EXPERIMENTS, OURS, OURS_TUNED, Cell
-from benchmarks.circumstances import ROOT
-from benchmarks.gpu_cells import GPU_CELLS
-from benchmarks.marks import replace_between
-from benchmarks.table import component_figure, ratio_text, table
+from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import OURS, OURS_TUNED, Cell
+from benchmarks.figures.marks import replace_between
+from benchmarks.figures.table import component_figure, ratio_text, table
+from benchmarks.hardware.circumstances import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"

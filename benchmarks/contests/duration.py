@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, DurationCell
-from benchmarks.contest import Turns
-from benchmarks.ratios import paired_ratio
+from benchmarks.cells.kinds import OURS, DurationCell
+from benchmarks.contests.ratios import paired_ratio
+from benchmarks.contests.turns import Turns
 
 Seconds = dict[int, float]  # by size
 

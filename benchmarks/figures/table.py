@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.ratios import median_interval
+from benchmarks.contests.ratios import median_interval
 
 
 def table(result: Mapping[str, Any]) -> str:

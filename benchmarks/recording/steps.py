@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.device import gpu_state
-from benchmarks.job import Job, Outcome, seconds_since_start
-from benchmarks.trace import KernelTrace
-from benchmarks.workloads import PAD_TOKEN_ID
+from benchmarks.hardware.device import gpu_state
+from benchmarks.recording.job import Job, Outcome, seconds_since_start
+from benchmarks.recording.trace import KernelTrace
+from benchmarks.workloads.workload import PAD_TOKEN_ID
 
 IGNORED_LABEL = -100
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from benchmarks.cells import OURS, OURS_TUNED
-from benchmarks.circumstances import ROOT
-from benchmarks.job import CANNOT_RUN, STARTED_AT
+from benchmarks.cells.kinds import OURS, OURS_TUNED
+from benchmarks.hardware.circumstances import ROOT
+from benchmarks.recording.job import CANNOT_RUN, STARTED_AT
 
 LIMIT_S = 900
 Outcome = TypeVar("Outcome")

@@ -1,6 +1,6 @@
 """One training run in a process of its own: what it was predicted to take, and what it took.
 
-    python -m benchmarks.memory_run pretrain OUTCOME.json --config ...
+    python -m benchmarks.memory.run pretrain OUTCOME.json --config ...
 
 On a CPU: growth of the resident set from just before the model is loaded to its peak while training
 (VmHWM, which the kernel lets a process reset). On a GPU: torch.cuda.max_memory_allocated.

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.circumstances import ROOT, circumstances
-from benchmarks.contest import run_process, say
-from benchmarks.workloads import LLAMA_11M, LLAMA_23M, Workload, make_workload
+from benchmarks.contests.turns import run_process, say
+from benchmarks.hardware.circumstances import ROOT, circumstances
+from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
 from utils.kernels.activation_checkpointing import CHOICES
 
 BOUND = {"cpu": 0.15, "cuda": 0.10}
@@ -66,7 +66,7 @@ def measure(shape: Shape, choice: str) -> dict[str, Any]:
             "--output_dir", str(directory / "run"), "--activation_checkpointing", choice,
             *([] if torch.cuda.is_available() else ["--use_cpu", "true"]),
         ]  # fmt: skip
-        run_process("benchmarks.memory_run", arguments, directory)
+        run_process("benchmarks.memory.run", arguments, directory)
         found: dict[str, Any] = json.loads(outcome.read_text())
     return found | {"ratio": found["measured"] / found["predicted"]}
 
@@ -94,7 +94,3 @@ def main() -> int:
             say(f"{name:14} {choice:10} measured / predicted = {found['ratio']:.2f}")
             path.write_text(json.dumps(result, indent=2) + "\n")  # what is measured stays
     return 1 if off else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

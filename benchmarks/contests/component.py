@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, ComponentCell
-from benchmarks.contest import Rounds, Turns, run_process
-from benchmarks.ratios import paired_ratio
+from benchmarks.cells.kinds import OURS, ComponentCell
+from benchmarks.contests.ratios import paired_ratio
+from benchmarks.contests.turns import Rounds, Turns, run_process
 
 Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 
