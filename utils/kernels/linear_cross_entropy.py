@@ -4,8 +4,8 @@ The gradients are computed in the forward pass, while a chunk's logits are at ha
 head costs three matrix products and not four. On CPUs what a plain head spends beyond those
 products is memory traffic: buffers are made once, logits lie as (V, tokens), which makes the bf16
 products 1.6 times as fast as (tokens, V) does (docs/experiments.md), and the softmax goes over
-blocks that stay in the cache. On GPUs the softmax is compiled where layers are: eager it takes half
-as long again as the products do.
+blocks that stay in the cache. On GPUs the softmax is compiled where layers are: eagerly it goes
+through memory several times.
 """
 
 from collections.abc import Iterator
