@@ -97,17 +97,27 @@ def plan_run(
     logger.info("precision: %s", precision_line(settings, config, optimizer_states))
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
-    if settings.model.compile:
-        where = prepare_compilation(launch.strategy)
-        logger.info("compile: layer by layer, static shapes, kept in %s", where)
+    compiled = _compiled(settings, launch)
     memory = plan_memory(settings, data, config, launch, attention, loss_head)
     if run.dry_run:
         report_job(settings, launch, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
-    compiled = settings.model.compile
     return RunPlan(
         sampler, total_steps, attention, loss_head, memory, compiled, optimizer_states, saved_bytes
     )
+
+
+def _compiled(settings: RunSettings, launch: LaunchFacts) -> bool:
+    """Say, and return, whether layers are compiled; raises ConfigurationError where they cannot."""
+    if settings.model.compile:
+        where = prepare_compilation(launch.strategy)
+        logger.info("compile: layer by layer, static shapes, kept in %s", where)
+    elif launch.device == "cuda" and launch.strategy != "zero3":
+        logger.info(
+            "compile: off; after a slower first step --compile true is far faster on a GPU "
+            "(docs/performance.md)"
+        )
+    return settings.model.compile
 
 
 def _attention(
