@@ -23,7 +23,7 @@ EXACT = {"adam_epsilon": 1e-4}
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK_ROWS, "cpu", 37)
-    monkeypatch.setattr(linear_cross_entropy, "BLOCK_ELEMENTS", 9 * tiny.VOCABULARY)
+    monkeypatch.setitem(linear_cross_entropy.BLOCK_ELEMENTS, "cpu", 9 * tiny.VOCABULARY)
 
 
 def figures(run: Path) -> torch.Tensor:

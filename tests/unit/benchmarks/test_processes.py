@@ -33,7 +33,7 @@ def test_a_failure_ends_with_the_last_lines(run):
 
 
 def test_what_a_contestant_lacks_is_told_in_its_own_words(run):
-    code = "from benchmarks.job import CannotRunError, saying_why_not\nwith saying_why_not():\n    "
+    code = "from benchmarks.recording.job import *\nwith saying_why_not():\n    "
     with pytest.raises(CannotRunHereError, match=r"^no such kernel$"):
         run(code + "raise CannotRunError('no such kernel')")
 
