@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -36,6 +37,7 @@ logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
+STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class AskedToStop(Exception):
@@ -53,8 +55,17 @@ class StopSignals:
         self.directory: Path | None = None
         self.started = False
         self.asked = False
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in STOPPING:
             signal.signal(number, self._handle)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let signals wait while something is done that none may cut in two."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -76,7 +87,7 @@ class StopSignals:
 
     def ignore(self) -> None:
         """Let nothing change the exit code any more: Python unsets its own handlers as it ends."""
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -87,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     alone = NOTES_DIR not in os.environ
     try:
         try:
-            signals.directory = make_node_directory(os.environ)
+            with signals.held():  # a directory that is made is known, and so removed
+                signals.directory = make_node_directory(os.environ)
             prepare_node(signals.directory)
             verdict = launch(command, signals)
         except ConfigurationError as error:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, quiet_environment
 
+from utils.jobs import launch_node
+
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
 import os, signal, sys, time
@@ -130,6 +132,23 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
     with pytest.raises(ProcessLookupError):
         os.kill(int(up.read_text()), 0)
     assert not list(tmp_path.glob("stoker-*"))
+
+
+def test_a_stop_while_the_directory_is_made_waits_for_it(monkeypatch, tmp_path):
+    made = []
+
+    def stopped_in_the_middle(environment):
+        made.append(tmp_path / "stoker-local")
+        made[0].mkdir()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return made[0]
+
+    monkeypatch.setattr(launch_node, "make_node_directory", stopped_in_the_middle)
+    monkeypatch.setattr(launch_node, "kill_workers", lambda: None)
+    monkeypatch.delenv("STOKER_NOTES_DIR", raising=False)
+    assert launch_node.main(["script"]) == 75
+    assert made
+    assert not made[0].exists()
 
 
 @pytest.mark.slow
