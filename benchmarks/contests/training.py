@@ -17,9 +17,8 @@ from benchmarks.workloads.workload import Workload
 
 # Mean difference of losses from ours over the steps, as in the parity tests of mixed precision.
 PRETRAINING_PARITY = 2e-2
-# Of the first loss alone: other documents in other rows, the same weights. A batch of eight padded
-# chats has some thousand tokens that bear loss.
-FINE_TUNING_PARITY = 1e-1
+# Of the first loss alone: other documents in other rows, the same weights.
+FINE_TUNING_PARITY = 5e-2
 # Of the share of tokens that bear loss: toolkits take other documents, whose prompts are alike.
 LOSS_SHARE_PARITY = 2e-2
 

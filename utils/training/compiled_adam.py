@@ -125,7 +125,8 @@ def compiled_update(
     each. Raises ConfigurationError where compiled code does not compute what the same code computes
     as it is.
     """
-    compiled = torch.compile(update, dynamic=True)
+    # In one graph, unless compilation is turned off for the whole process (TORCHDYNAMO_DISABLE).
+    compiled = torch.compile(update, dynamic=True, fullgraph=not torch._dynamo.config.disable)
     part, others = _made_up(device, unit, dtypes)
     expected = {name: tensor.clone() for name, tensor in part.items()}
     numbers, where, table, words_ = others

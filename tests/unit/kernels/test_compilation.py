@@ -62,7 +62,7 @@ def _(states, ends):
 
 sums.register_autograd(
     lambda context, gradient: (sums(gradient, *context.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),  # noqa: ARG005
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),  # noqa: ARG005 - torch's names
 )
 
 
