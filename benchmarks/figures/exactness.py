@@ -27,7 +27,7 @@ PROOFS = {
     "verification_cost": "What the digests of a checkpoint of 1 GB cost",
     "async_save": "How long training stands still for a save",
 }
-CIRCUMSTANCES = ("made_by", "date", "hardware", "python", "torch", "transformers")
+CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")
 
 
 def with_figures(document: str, results: Path = RESULTS) -> str:
@@ -41,9 +41,12 @@ def _section(name: str, title: str, results: Path) -> str:
     if not path.exists():
         return f"### {title}\n\nNot run yet.\n"
     content = json.loads(path.read_text(encoding="utf-8"))
-    made = {key: content.pop(key) for key in CIRCUMSTANCES}
-    made_by = f"{made['date']}, {made['hardware']}, torch {made['torch']}, transformers "
-    return f"### {title}\n\n{_table(content)}\n\n{made_by}{made['transformers']}.\n"
+    made = {key: content.pop(key, "unknown") for key in CIRCUMSTANCES}
+    made_by = (
+        f"{made['date']}, commit {made['commit']}, {made['hardware']}, torch {made['torch']}, "
+        f"transformers {made['transformers']}."
+    )
+    return f"### {title}\n\n{_table(content)}\n\n{made_by}\n"
 
 
 def _table(content: Mapping[str, Any]) -> str:

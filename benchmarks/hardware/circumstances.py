@@ -23,12 +23,17 @@ def circumstances(made_by: str) -> dict[str, Any]:
     return {
         "made_by": made_by,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": current_commit(),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "hardware": hardware(),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+def current_commit() -> str:
+    """Return the short name of the commit that is checked out, "" where there is no git."""
+    return _git("rev-parse", "--short", "HEAD")
 
 
 def hardware() -> dict[str, Any]:

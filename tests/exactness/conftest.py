@@ -19,6 +19,8 @@ from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names 
     workspace,
 )
 
+from benchmarks.hardware.circumstances import current_commit
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "exactness"
 
 
@@ -49,6 +51,7 @@ def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
 def _circumstances() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": current_commit(),
         "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,
