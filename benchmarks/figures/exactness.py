@@ -24,6 +24,7 @@ PROOFS = {
     "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
     "deleted, linked, swapped, taken from another step",
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
+    "two_jobs": "Two jobs started at once on one directory, and again where both find a killed run",
     "verification_cost": "What the digests of a checkpoint of 1 GB cost",
     "async_save": "How long training stands still for a save",
 }

@@ -105,9 +105,10 @@ class Starts:
         argv: Sequence[str],
         strace: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[str, str] | None = None,
+        program: str = "stoker",
         **options: Any,
     ) -> Iterator[list["Child"]]:
-        """Run pretrain.py in two ranks until the block ends and both; `strace` is by rank.
+        """Run a program in two ranks until the block ends and both; `strace` is by rank.
 
         A rank whose peer is gone ends by itself: nobody kills it here.
         """
@@ -117,7 +118,7 @@ class Starts:
             for rank in range(2):
                 env = {**launched_environment(rank, 2, port), **(environment or {})}
                 flags = (strace or {}).get(rank)
-                running = self.running("stoker", argv, strace=flags, env=env, **options)
+                running = self.running(program, argv, strace=flags, env=env, **options)
                 children.append(stack.enter_context(running))
             yield children
 

@@ -109,7 +109,10 @@ class _NumberedRows(torch.utils.data.Dataset):
 
 
 def stock(argv: list[str], options: dict) -> int:
-    """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end."""
+    """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end.
+
+    The options are those of `stoker`.
+    """
     from transformers.trainer_utils import get_last_checkpoint
 
     model_config, output_dir = argv
@@ -122,13 +125,14 @@ def stock(argv: list[str], options: dict) -> int:
         learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
 
-    class Die(transformers.TrainerCallback):
+    class Disturb(transformers.TrainerCallback):
         def on_step_begin(self, _args, state, _control, **_kwargs):
+            time.sleep(options.get("step_delay_s", 0))
             if state.global_step == options.get("die_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     trainer = transformers.Trainer(
-        model=model, args=args, train_dataset=_NumberedRows(), callbacks=[Die()]
+        model=model, args=args, train_dataset=_NumberedRows(), callbacks=[Disturb()]
     )
     last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=last)

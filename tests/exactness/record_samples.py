@@ -18,6 +18,12 @@ from cut_every_step import keep_the_process_group, start, wait
 from resumed_runs import Case, cut, outcome
 
 
+def row_names(batch) -> list[str]:
+    """Names of a micro-batch's rows, by their tokens."""
+    rows = batch["input_ids"].long().cpu().numpy()
+    return [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
+
+
 class Recorder:
     """Knows rows by their tokens: which number the loader gave them, and which were trained on."""
 
@@ -41,17 +47,12 @@ class Recorder:
 
         setattr(owner, name, watched)
 
-    @staticmethod
-    def _names(batch) -> list[str]:
-        rows = batch["input_ids"].long().cpu().numpy()
-        return [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
-
     def _assembled(self, _dataset, batch, rows):
-        for name, row in zip(self._names(batch), rows, strict=True):
+        for name, row in zip(row_names(batch), rows, strict=True):
             assert self.numbers.setdefault(name, row) == row, "two rows are alike"
 
     def _trained_on(self, trainer, _loss, _model, inputs, *_rest):
-        rows = [self.numbers[name] for name in self._names(inputs)]
+        rows = [self.numbers[name] for name in row_names(inputs)]
         self.seen[trainer.state.global_step].append(rows)
 
 

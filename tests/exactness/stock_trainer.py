@@ -1,16 +1,31 @@
-"""Plain transformers.Trainer, cut and resumed by its own means, to hold our figures against."""
+"""Plain transformers.Trainer, cut and resumed by its own means, to hold our figures against.
 
-import shutil
-from collections.abc import Iterable
+Run by every rank of a launch, it does the starts of a plan, and each rank writes down what it
+trains on:
+
+    stock_trainer.py PLAN.json
+
+PLAN has `workspace` and `starts`, as `start` takes them. RUN.json gets the outcome of a start,
+RUN.R.json the rows of each (step, micro-batch) that rank R trained on.
+"""
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
 import tiny
 import torch
+from resumed_runs import digest
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 METRICS = ("loss", "grad_norm")
+Outcome = Mapping[str, Mapping[str, Any]]
 
 
 def rows(workspace: Path) -> datasets.Dataset:
@@ -30,7 +45,6 @@ def make_trainer(
     config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
     args = TrainingArguments(
         output_dir=str(directory),
-        per_device_train_batch_size=2,
         learning_rate=tiny.RUN["learning_rate"],
         weight_decay=0.1,
         lr_scheduler_type="cosine",
@@ -39,44 +53,79 @@ def make_trainer(
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **settings,
+        **({"per_device_train_batch_size": 2} | settings),
     )
     model = AutoModelForCausalLM.from_config(config)
     return Trainer(model=model, args=args, train_dataset=rows(workspace))
 
 
-def differences(
-    workspace: Path,
-    root: Path,
-    cuts: Iterable[int],
-    steps: int,
-    dropout: float,
-    accumulation: int,
-    workers: int,
-) -> list[dict[str, float]]:
-    """The largest |difference| of each metric over the steps after each cut."""
-    settings = {
-        "max_steps": steps,
-        "gradient_accumulation_steps": accumulation,
-        "dataloader_num_workers": workers,
+def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any) -> Outcome:
+    """Train to the end, from nothing or from the checkpoint of `cut`, a run and its step.
+
+    Returns METRICS of each step ("train") and the digests of the last checkpoint's tensors
+    ("checkpoint"), the latter on the first rank alone.
+    """
+    trainer = make_trainer(workspace, Path(run), **settings)
+    checkpoint = str(Path(cut[0]) / f"checkpoint-{cut[1]}") if cut else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    first = cut[1] if cut else 0
+    found = {
+        "train": {
+            str(line["step"]): {metric: line[metric] for metric in METRICS}
+            for line in lines
+            if line["step"] > first
+        }
+    }
+    if trainer.is_world_process_zero():
+        last = Path(run) / f"checkpoint-{trainer.state.global_step}"
+        found["checkpoint"] = {
+            "weights": digest(load_file(last / "model.safetensors")),
+            "optimizer": digest(torch.load(last / "optimizer.pt", weights_only=True)),
+        }
+    return found
+
+
+def largest_differences(whole: Outcome, resumed: Outcome) -> dict[str, float]:
+    """The largest |difference| of each metric over the steps of a resumed start."""
+    before, after = whole["train"], resumed["train"]
+    return {
+        metric: max(abs(line[metric] - before[step][metric]) for step, line in after.items())
+        for metric in METRICS
     }
 
-    def train(directory: Path, checkpoint: Path | None = None) -> dict[int, dict[str, Any]]:
-        trainer = make_trainer(workspace, directory, dropout, **settings)
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-        return {line["step"]: line for line in trainer.state.log_history if "loss" in line}
 
-    whole = train(root / "whole")
-    found = []
-    for step in cuts:
-        run = root / f"cut-{step}"
-        shutil.copytree(root / "whole" / f"checkpoint-{step}", run / f"checkpoint-{step}")
-        resumed = train(run, run / f"checkpoint-{step}")
-        found.append(
-            {
-                metric: max(abs(resumed[k][metric] - whole[k][metric]) for k in whole if k > step)
-                for metric in METRICS
-            }
-        )
-        shutil.rmtree(run)
-    return found
+def are_equal(whole: Outcome, resumed: Outcome) -> bool:
+    """Whether all metrics of a resumed start, its weights and its optimizer are the whole run's."""
+    same_states = whole["checkpoint"] == resumed["checkpoint"]
+    return same_states and not any(largest_differences(whole, resumed).values())
+
+
+def main() -> None:
+    from cut_every_step import forget_the_run, keep_the_process_group, wait
+    from record_samples import row_names
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ.get("RANK", "0"))
+    keep_the_process_group()
+    seen: dict[int, list[list[str]]] = {}
+    train = Trainer.training_step
+
+    def watched(trainer, model, inputs, *rest):
+        seen[trainer.state.global_step].append(row_names(inputs))
+        return train(trainer, model, inputs, *rest)
+
+    Trainer.training_step = watched
+    for item in plan["starts"]:
+        seen = defaultdict(list)
+        outcome = start(Path(plan["workspace"]), **item)
+        wait()
+        run = Path(item["run"])
+        run.with_name(f"{run.name}.{rank}.json").write_text(json.dumps(seen))
+        if rank == 0:
+            run.with_name(f"{run.name}.json").write_text(json.dumps(outcome))
+        forget_the_run()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,18 +9,21 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import tiny
-from kernel_calls import Starts
+from kernel_calls import Child, Starts
 from kill_scenes import committed, digest
 from launching import CONFIGS, CPU_ENVIRONMENT, ROOT, free_port, quiet_environment
+
+from utils.checkpoints.directory import numbered_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +41,16 @@ EXACT = [
 ]
 # kills of one rank or both, and how many of them under a launcher that dies too
 SAMPLED, EXHAUSTIVE = (3, 1), (50, 10)
+FIGURES = "random_kills"
 
 
-def wait_for_steps(run: Path, steps: int, ended: Callable[[], bool]) -> None:
-    """Wait until a run has logged that many more steps, or ended."""
-    journal = run / "metrics.jsonl"
+def wait_for_steps(
+    log: Path, steps: int, ended: Callable[[], bool], line: bytes = b'"train"'
+) -> None:
+    """Wait until a run has logged that many more steps, each such a line, or ended."""
 
     def logged() -> int:
-        return journal.read_bytes().count(b'"train"') if journal.exists() else 0
+        return log.read_bytes().count(line) if log.exists() else 0
 
     before, give_up_at = logged(), time.monotonic() + 120
     while logged() < before + steps and not ended():
@@ -60,7 +65,8 @@ def kill_ranks(
     steps = chance.randrange(-2, MOST_STEPS)
     with starts.ranks(argv, step_delay_s=STEP_DELAY_S) as ranks:
         if steps > 0:
-            wait_for_steps(run, steps, lambda: not all(rank.process.is_alive() for rank in ranks))
+            journal = run / "metrics.jsonl"
+            wait_for_steps(journal, steps, lambda: one_has_ended(ranks))
         time.sleep(chance.uniform(0, 3 * STEP_DELAY_S if steps > 0 else START_UP_S))
         for rank in victims:
             ranks[rank].process.kill()
@@ -81,11 +87,15 @@ def kill_launcher(argv: list[str], run: Path, steps: int) -> str:
     log = run.with_suffix(".log")
     with log.open("w") as file:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-        wait_for_steps(run, steps, lambda: launcher.poll() is not None)
+        wait_for_steps(run / "metrics.jsonl", steps, lambda: launcher.poll() is not None)
         for process in processes_of(run):  # its ranks have sessions of their own
             os.kill(process, signal.SIGKILL)
         launcher.wait()
     return log.read_text()
+
+
+def one_has_ended(ranks: list[Child]) -> bool:
+    return not all(rank.process.is_alive() for rank in ranks)
 
 
 def processes_of(run: Path) -> list[int]:
@@ -138,7 +148,12 @@ def test_the_end_is_the_same_after_random_kills(
     if not left[-1:] >= [ALMOST_DONE]:
         finish(starts, argv, run, whole)
         runs += 1
-    figures("random_kills").update(counts, runs_ended_as_the_undisturbed_one=runs)
+    figures(FIGURES)["stoker"] = {
+        **counts,
+        "starts_that_failed": 0,
+        "runs": runs,
+        "runs_ended_as_the_undisturbed_one": runs,
+    }
 
 
 def finish(starts: Starts, argv: list[str], run: Path, whole: Path) -> None:
@@ -149,3 +164,65 @@ def finish(starts: Starts, argv: list[str], run: Path, whole: Path) -> None:
     assert tiny.losses(run) == tiny.losses(whole)
     for name in EXACT:
         assert digest(run / name) == digest(whole / name) is not None, name
+
+
+@pytest.mark.exhaustive
+def test_plain_trainer_after_random_kills(workspace, tmp_path, figures):
+    """As many kills of two ranks of plain Trainer; where a start fails, a person steps in."""
+    starts, chance = Starts(tmp_path), random.Random(0)
+    model = tiny.make_model_config(workspace / "dropout.json", attention_dropout=0.1)
+    whole = tmp_path / "whole"
+    assert stock_life(starts, model, whole) == [0, 0]
+    counts: collections.Counter[str] = collections.Counter()
+    while counts["kills"] < EXHAUSTIVE[0]:
+        run = tmp_path / f"run-{counts['runs']}"
+        victims = chance.choice([[0], [1], [0, 1]])
+        codes = stock_life(starts, model, run, victims, chance)
+        if -signal.SIGKILL in codes:
+            counts["kills"] += 1
+            counts["of_" + "_and_".join(f"rank_{rank}" for rank in victims)] += 1
+        elif codes != [0, 0]:
+            counts["starts_that_failed"] += 1
+            remove_the_newest(run)
+        saved = [step for step, _ in numbered_checkpoints(run)] if run.exists() else []
+        if max(saved, default=0) >= ALMOST_DONE or counts["kills"] == EXHAUSTIVE[0]:
+            while stock_life(starts, model, run) != [0, 0]:
+                counts["starts_that_failed"] += 1
+                remove_the_newest(run)
+            counts["runs"] += 1
+            weights = "final/model.safetensors"
+            same = digest(run / weights) == digest(whole / weights)
+            counts["runs_ended_as_the_undisturbed_one"] += same
+    figures(FIGURES)["plain Trainer"] = dict(counts)
+    assert counts["starts_that_failed"], "Trainer got better: say so where these figures are quoted"
+
+
+def stock_life(
+    starts: Starts,
+    model: Path,
+    run: Path,
+    victims: Sequence[int] = (),
+    chance: random.Random | None = None,
+) -> list[int]:
+    """Start two ranks of plain Trainer with Stoker's settings; their exit codes.
+
+    Victims are killed at a random time, unless a rank has ended by itself until then.
+    """
+    options = {"max_steps": STEPS, "save_steps": SETTINGS["save_steps"]}
+    argv = [str(model), str(run)]
+    with starts.ranks(argv, program="stock", step_delay_s=STEP_DELAY_S, **options) as ranks:
+        if victims:
+            steps = chance.randrange(-2, MOST_STEPS)
+            if steps > 0:
+                log = ranks[0].output
+                wait_for_steps(log, steps, lambda: one_has_ended(ranks), line=b"'loss'")
+            time.sleep(chance.uniform(0, 3 * STEP_DELAY_S if steps > 0 else START_UP_S))
+            if not one_has_ended(ranks):
+                for rank in victims:
+                    ranks[rank].process.kill()
+    return [rank.ending.exit_code for rank in ranks]
+
+
+def remove_the_newest(run: Path) -> None:
+    """What a person does with a checkpoint that cannot be loaded."""
+    shutil.rmtree(numbered_checkpoints(run)[0][1])

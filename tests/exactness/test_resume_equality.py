@@ -6,6 +6,7 @@ the scheduler's and the random states. Nothing is compared with a tolerance.
 """
 
 import concurrent.futures
+import itertools
 import json
 import time
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import stock_trainer
 from cut_every_step import outcomes
+from driving import drive, drive_stock_trainer
 from launching import run_processes
 from resumed_runs import (
     CONFIGS,
@@ -39,7 +41,6 @@ SAMPLE = {
     "fsdp2": ([Case("fsdp2", "pretrain", 0.1, 1, 0)], (2, 5)),
     "zero2": ([Case("zero2", "pretrain", 0.0, 4, 0)], (3,)),
 }
-HERE = Path(__file__).parent
 FIGURES = "resume_equality"
 
 
@@ -57,25 +58,8 @@ def launched(strategy: str, cases, cuts, workspace: Path, root: Path) -> dict[st
         "cases": [asdict(case) for case in cases],
         "cuts": list(cuts),
     }
-    (root / "plan.json").write_text(json.dumps(plan))
-    done = run_processes(
-        CONFIGS[strategy],
-        HERE / "cut_every_step.py",
-        [str(root / "plan.json")],
-        processes=RANKS[strategy],
-        env=driver_environment(),
-        timeout_s=3600,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    drive("cut_every_step.py", plan, strategy, RANKS[strategy], root)
     return {case.name: json.loads((root / f"{case.name}.json").read_text()) for case in cases}
-
-
-def driver_environment() -> dict[str, str]:
-    """What lets a driver in this folder import its neighbours."""
-    from launching import ROOT, STRATEGIES
-
-    folders = [STRATEGIES, ROOT, ROOT / "tests" / "integration"]
-    return {"PYTHONPATH": ":".join(map(str, folders)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 @pytest.mark.parametrize("strategy", list(RANKS))
@@ -113,27 +97,37 @@ def test_the_configurations_hold_every_pair_of_values():
     assert set(cases) <= {case for strategy in RANKS for case in every_case(strategy)}
 
 
-def test_plain_trainer_on_the_same_rows(models, tmp_path, exhaustive, figures):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, figures):
     """What the same cuts do to transformers' Trainer with its own loader and its own resume."""
-    choices = (
-        [(dropout, accumulation, workers) for dropout in (0.0, 0.1) for accumulation in (1, 4)
-         for workers in (0, 2)]
-        if exhaustive
-        else [(0.1, 4, 0)]
-    )  # fmt: skip
+    choices = list(itertools.product((0.0, 0.1), (1, 4), (0, 2))) if exhaustive else [(0.1, 4, 0)]
     cuts = EVERY_CUT if exhaustive else (3, 6)
-    found = [
-        stock_trainer.differences(models, tmp_path / f"stock-{index}", cuts, STEPS, *choice)
-        for index, choice in enumerate(choices)
-    ]
-    resumed = [difference for differences in found for difference in differences]
-    assert len(resumed) == len(choices) * len(cuts)
-    figures(FIGURES)["plain_trainer"] = {
+    pairs = []
+    for index, (dropout, accumulation, workers) in enumerate(choices):
+        whole = str(tmp_path / f"whole-{index}")
+        settings = {
+            "max_steps": STEPS,
+            "dropout": dropout,
+            "gradient_accumulation_steps": accumulation,
+            "dataloader_num_workers": workers,
+        }
+        items = [{"run": whole, "cut": None, **settings}]
+        items += [{"run": f"{whole}-{cut}", "cut": [whole, cut], **settings} for cut in cuts]
+        if ranks == 1:  # without a launch
+            outcomes_now = [stock_trainer.start(models, **item) for item in items]
+        else:
+            outcomes_now = drive_stock_trainer(items, ranks, models, tmp_path)
+        uninterrupted, *resumed = outcomes_now
+        pairs += [(uninterrupted, one) for one in resumed]
+    assert len(pairs) == len(choices) * len(cuts)
+    differences = [stock_trainer.largest_differences(*pair) for pair in pairs]
+    figures(FIGURES)["plain_trainer" + (", ddp" if ranks > 1 else "")] = {
         "configurations": len(choices),
-        "resumed_runs": len(resumed),
-        "unequal": sum(1 for difference in resumed if any(difference.values())),
-        "largest_loss_difference": max(difference["loss"] for difference in resumed),
-        "largest_grad_norm_difference": max(difference["grad_norm"] for difference in resumed),
+        "cuts_of_each": len(cuts),
+        "resumed_runs": len(pairs),
+        "unequal": sum(not stock_trainer.are_equal(*pair) for pair in pairs),
+        "largest_loss_difference": max(one["loss"] for one in differences),
+        "largest_grad_norm_difference": max(one["grad_norm"] for one in differences),
     }
 
 

@@ -16,13 +16,15 @@ from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
+FIGURES = "two_jobs"
+
 
 @pytest.fixture
 def starts(tmp_path):
     return Starts(tmp_path)
 
 
-def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path):
+def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path, figures):
     """Into a directory that is not there yet, and again where both find a killed run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     with two_at_once(starts, pretraining(run)) as trains:
@@ -38,6 +40,24 @@ def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path):
     weights = "final/model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
     assert len(tiny.starts(run)) == 2, "refused starts are none"
+    # `two_at_once` and the lines above have seen to each of these.
+    figures(FIGURES)["stoker"] = {"pairs": 2, "second_refused": 2, "both_wrote": 0}
+
+
+def test_plain_trainer_lets_both_train(starts, workspace, tmp_path, figures):
+    """Two jobs of plain Trainer into one directory, neither of which hears of the other."""
+    model = tiny.make_model_config(workspace / "model.json")
+    refused = both = 0
+    for pair in range(2):
+        argv = [str(model), str(tmp_path / f"run-{pair}")]
+        options = {"max_steps": 6, "save_steps": 2, "step_delay_s": 0.2}
+        with contextlib.ExitStack() as stack:
+            jobs = [stack.enter_context(starts.running("stock", argv, **options)) for _ in "ab"]
+        trained = ["'loss'" in job.ending.output for job in jobs]
+        both += all(trained)
+        refused += not all(trained)
+    figures(FIGURES)["plain Trainer"] = {"pairs": 2, "second_refused": refused, "both_wrote": both}
+    assert both, "Trainer got better: say so where these figures are quoted"
 
 
 @contextlib.contextmanager

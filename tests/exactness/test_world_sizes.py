@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, STRATEGIES, run_processes
-from resumed_runs import CONFIGS, STEPS, Case, add_models, largest_difference
+import stock_trainer
+from driving import drive, drive_stock_trainer
+from resumed_runs import STEPS, Case, add_models, largest_difference
 
 import pretrain
 from utils.checkpoints.manifest import read_manifest, write_manifest
@@ -20,7 +21,6 @@ from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 GLOBAL_BATCH_SIZE = 8
 SETTINGS = {
     "global_batch_size": GLOBAL_BATCH_SIZE,
@@ -88,7 +88,6 @@ def launch(
     strategy: str, kind: str, ranks: int, starts: list[Start], workspace: Path, root: Path
 ) -> str:
     """Do these starts one after the other in one launch of so many ranks; return its output."""
-    plan = root / "plan.json"
     starts = sorted(starts, key=lambda start: start.dropout)
     items = [
         {
@@ -99,17 +98,8 @@ def launch(
         }
         for start in starts
     ]
-    plan.write_text(json.dumps({"workspace": str(workspace), "starts": items}))
-    done = run_processes(
-        CONFIGS[strategy],
-        HERE / "record_samples.py",
-        [str(plan)],
-        processes=ranks,
-        env={"PYTHONPATH": ":".join(map(str, [STRATEGIES, ROOT, ROOT / "tests" / "integration"]))},
-        timeout_s=1800,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    plan = {"workspace": str(workspace), "starts": items}
+    return drive("record_samples.py", plan, strategy, ranks, root)
 
 
 def pytest_generate_tests(metafunc):
@@ -161,6 +151,54 @@ def test_any_order_of_world_sizes_is_one_run(
         "global_batches_compared": sum(len(start.global_batches()) for start in starts),
         "global_batches_with_other_samples": 0,
         **differences,
+    }
+
+
+@pytest.mark.parametrize(
+    "accumulation", ["as it was", pytest.param("by hand", marks=pytest.mark.exhaustive)]
+)
+def test_plain_trainer_on_other_numbers_of_ranks(
+    accumulation, workspace, base_model, tmp_path, exhaustive, figures
+):
+    """The same command on other ranks, and one whose accumulation a person has worked out anew."""
+    add_models(workspace, base_model)
+    orders = EVERY_ORDER if exhaustive else [(1, 2)]
+    starts = [
+        Start(ranks, tmp_path)
+        for length in range(1, len(orders[0]) + 1)
+        for ranks in dict.fromkeys(order[:length] for order in orders)
+    ]
+    for length, ranks in dict.fromkeys((len(start.ranks), start.ranks[-1]) for start in starts):
+        now = [start for start in starts if (len(start.ranks), start.ranks[-1]) == (length, ranks)]
+        items = [
+            {
+                "run": str(start.run),
+                "cut": start.cut,
+                "max_steps": STEPS,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": GLOBAL_BATCH_SIZE
+                // (start.ranks[0] if accumulation == "as it was" else ranks),
+            }
+            for start in now
+        ]
+        for start in now:
+            start.run.parent.mkdir(exist_ok=True)
+        drive_stock_trainer(items, ranks, workspace, tmp_path)
+    others, differences = 0, []
+    for start in starts:
+        # The same first number of ranks: another one is another global batch from the start.
+        reference = next(one for one in starts if one.ranks == start.ranks[:1])
+        whole = reference.global_batches()
+        others += sum(rows != whole[step] for step, rows in start.global_batches().items())
+        differences.append(stock_trainer.largest_differences(reference.outcome(), start.outcome()))
+    assert (others > 0) == (accumulation == "as it was"), "Trainer changed: see what quotes it"
+    figures(FIGURES)[f"plain Trainer, ddp, accumulation {accumulation}"] = {
+        "orders": len(orders),
+        "starts": len(starts),
+        "global_batches_compared": sum(len(start.global_batches()) for start in starts),
+        "global_batches_with_other_samples": others,
+        "largest_loss_difference": max(one["loss"] for one in differences),
+        "largest_grad_norm_difference": max(one["grad_norm"] for one in differences),
     }
 
 
