@@ -11,6 +11,7 @@ import tiny
 from transformers import TrainerCallback
 
 import pretrain
+from utils.callbacks.journal_file import read_journal
 from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode
 
@@ -136,6 +137,15 @@ def assert_the_same_end(run: Path, whole: Path) -> None:
         for end in ends
     ]
     assert figures[0] == figures[1]
+    assert totals(run) == totals(whole)
+
+
+def totals(run: Path) -> dict[str, float]:
+    """What the last line of a finished run says of all its steps."""
+    (summary,) = (
+        line for line in read_journal(run / "metrics.jsonl") if line["event"] == "summary"
+    )
+    return {key: summary[key] for key in ("train_loss", "total_flos", "step")}
 
 
 def trainer_state(run: Path, step: int) -> dict:

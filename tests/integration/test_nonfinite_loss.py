@@ -149,6 +149,9 @@ def test_a_skipped_step_leaves_weights_and_optimizer_bit_for_bit(start, tmp_path
     lines = train_lines(run)
     assert [math.isfinite(line["loss"]) for line in lines] == [True] * 3 + [False] + [True] * 2
     assert [line["nonfinite_steps"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    (summary,) = (line for line in read_journal(run / "metrics.jsonl") if "train_loss" in line)
+    finite = [line["loss"] for line in lines if math.isfinite(line["loss"])]
+    assert summary["train_loss"] == pytest.approx(sum(finite) / 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,8 +92,6 @@ class Journal(TrainerCallback):
         if event == "summary" and self.stopped():
             event = "stopped"  # a summary there is once, of a run that is finished
         line = {"event": event, "step": state.global_step} | dict(logs)
-        if state.global_step == self.start_step:
-            line.pop("train_loss", None)  # Trainer's mean over no steps is 0
         if event == "eval":
             line["split"] = split_of(logs)
         if event == "train":

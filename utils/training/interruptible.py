@@ -1,6 +1,7 @@
 """Training that can be left at any step or evaluation batch, and goes on as if it had not been."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
 from utils.callbacks.carried import carried_state, carry
+from utils.callbacks.run_loss import RunLoss
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.checkpoints.store import Checkpoints
 
@@ -29,6 +31,7 @@ class InterruptibleTrainerMixin(Trainer):
 
     def __init__(self, *, checkpoints: Checkpoints, save_best: bool = False, **kwargs: Any):
         self.checkpoints, self.save_best = checkpoints, save_best
+        self.run_loss = RunLoss()
         super().__init__(**kwargs)
         self.watch = next(
             callback
@@ -62,8 +65,9 @@ class InterruptibleTrainerMixin(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def _take_losses_over(self) -> None:
-        """Put the losses that the checkpoint carries back where Trainer sums them up."""
+        """Put the losses that the checkpoint carries back where they are summed up."""
         carried = carried_state(self.state)
+        self.run_loss = RunLoss.carried(carried)
         sums = carried.get("unlogged_loss_sums", [])
         if not sums:
             return
@@ -74,8 +78,26 @@ class InterruptibleTrainerMixin(Trainer):
         )
         self._tr_loss = torch.full_like(self._tr_loss, own)
         self._globalstep_last_logged -= carried["unlogged_steps"]
-        # The summary's mean is over the steps of this start alone.
-        self._total_loss_scalar -= sum(sums) / len(sums)
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; the summary's loss is the mean of the run, not of this start alone."""
+        step = self.state.global_step
+        if "loss" in logs:
+            self.run_loss.count(step, logs["loss"])
+        if "train_loss" in logs:
+            self._count_unlogged_losses()
+            mean = self.run_loss.mean()
+            logs = {key: value for key, value in logs.items() if key != "train_loss"}
+            logs |= {} if mean is None else {"train_loss": mean}
+        super().log(logs, start_time)
+
+    def _count_unlogged_losses(self) -> None:
+        """Count the steps that a stop leaves without a log line; collective over ranks."""
+        steps = self.state.global_step - self._globalstep_last_logged
+        if steps:
+            sums = self.accelerator.gather(self._tr_loss.detach().float().reshape(1))
+            self.run_loss.count(self.state.global_step, sums.mean().item() / steps)
 
     @override
     def _maybe_log_save_evaluate(
@@ -168,6 +190,7 @@ class InterruptibleTrainerMixin(Trainer):
         loader: Any = self.callback_handler.train_dataloader
         loader.consumed.count(self.state.global_step)
         carried["tokens"] = loader.consumed.carried()
+        carried["run_loss"] = dataclasses.asdict(self.run_loss)
         carry(self.state, carried)
         if self.state.best_global_step in carried["extra_saves"]:
             # Trainer would find its directory; the uninterrupted run has none.

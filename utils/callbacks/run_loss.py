@@ -1,0 +1,35 @@
+"""The mean loss of a run's steps, over all of its starts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class RunLoss:
+    """Adds up what training logs say; Trainer's own sum begins anew with every start.
+
+    A log line whose loss is not finite, as after a skipped step, is left out with its steps.
+    """
+
+    total: float = 0.0
+    steps: int = 0
+    through: int = 0  # the last step that is counted or left out
+
+    @classmethod
+    def carried(cls, values: Mapping[str, Any]) -> "RunLoss":
+        """Return what a checkpoint carries; of one that carries none, an empty one."""
+        return cls(**values.get("run_loss", {}))
+
+    def count(self, step: int, mean: float) -> None:
+        """Count the steps since the last call up to `step`, with their mean loss."""
+        steps = step - self.through
+        if math.isfinite(mean):
+            self.total += mean * steps
+            self.steps += steps
+        self.through = step
+
+    def mean(self) -> float | None:
+        """Return the mean over all steps counted; None if there is none."""
+        return self.total / self.steps if self.steps else None
