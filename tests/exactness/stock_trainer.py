@@ -20,11 +20,13 @@ from typing import Any
 import datasets
 import tiny
 import torch
+from peft import LoraConfig, get_peft_model
 from resumed_runs import digest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 METRICS = ("loss", "grad_norm")
+LENGTH = int(str(tiny.RUN["sequence_length"]))
 Outcome = Mapping[str, Mapping[str, Any]]
 
 
@@ -32,15 +34,34 @@ def rows(workspace: Path) -> datasets.Dataset:
     """The workspace's documents, one after the other, in rows of the runs' sequence length."""
     documents = datasets.load_from_disk(str(workspace / "documents"))["input_ids"]
     tokens = [token for document in documents for token in document]
-    length = int(str(tiny.RUN["sequence_length"]))
-    whole = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
+    whole = [tokens[at : at + LENGTH] for at in range(0, len(tokens) - LENGTH + 1, LENGTH)]
     return datasets.Dataset.from_dict({"input_ids": whole, "labels": whole}).with_format("torch")
 
 
+def masked_rows(workspace: Path) -> datasets.Dataset:
+    """The workspace's chats, one a row, padded; what bears no loss is masked in the labels."""
+    chats = datasets.load_from_disk(str(workspace / "chats"))
+
+    def pad(chat: dict[str, list[int]]) -> dict[str, list[int]]:
+        tokens, bears_loss = chat["input_ids"], chat["completion_mask"]
+        missing = LENGTH - len(tokens)
+        labels = [token if bears else -100 for token, bears in zip(tokens, bears_loss, strict=True)]
+        return {
+            "input_ids": tokens + [0] * missing,
+            "attention_mask": [1] * len(tokens) + [0] * missing,
+            "labels": labels + [-100] * missing,
+        }
+
+    return chats.map(pad, remove_columns=chats.column_names).with_format("torch")
+
+
 def make_trainer(
-    workspace: Path, directory: Path, dropout: float = 0.0, **settings: Any
+    workspace: Path, directory: Path, kind: str = "pretrain", dropout: float = 0.0, **settings: Any
 ) -> Trainer:
-    """A trainer of the workspace's model and rows that logs and saves at every step."""
+    """A trainer of the workspace's model that logs and saves at every step.
+
+    `kind` is one of resumed_runs.CHOICES: whole rows, masked rows, or these with LoRA.
+    """
     torch.manual_seed(42)
     config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
     args = TrainingArguments(
@@ -56,7 +77,10 @@ def make_trainer(
         **({"per_device_train_batch_size": 2} | settings),
     )
     model = AutoModelForCausalLM.from_config(config)
-    return Trainer(model=model, args=args, train_dataset=rows(workspace))
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=dropout))
+    data = rows(workspace) if kind == "pretrain" else masked_rows(workspace)
+    return Trainer(model=model, args=args, train_dataset=data)
 
 
 def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any) -> Outcome:
@@ -80,7 +104,7 @@ def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: An
     if trainer.is_world_process_zero():
         last = Path(run) / f"checkpoint-{trainer.state.global_step}"
         found["checkpoint"] = {
-            "weights": digest(load_file(last / "model.safetensors")),
+            "weights": digest(load_file(next(last.glob("*model.safetensors")))),
             "optimizer": digest(torch.load(last / "optimizer.pt", weights_only=True)),
         }
     return found

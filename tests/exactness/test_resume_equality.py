@@ -6,7 +6,6 @@ the scheduler's and the random states. Nothing is compared with a tolerance.
 """
 
 import concurrent.futures
-import itertools
 import json
 import time
 from dataclasses import asdict
@@ -100,29 +99,30 @@ def test_the_configurations_hold_every_pair_of_values():
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, figures):
     """What the same cuts do to transformers' Trainer with its own loader and its own resume."""
-    choices = list(itertools.product((0.0, 0.1), (1, 4), (0, 2))) if exhaustive else [(0.1, 4, 0)]
+    cases = every_case("ddp") if exhaustive else [Case("ddp", "lora", 0.1, 4, 0)]
     cuts = EVERY_CUT if exhaustive else (3, 6)
-    pairs = []
-    for index, (dropout, accumulation, workers) in enumerate(choices):
-        whole = str(tmp_path / f"whole-{index}")
+    items = []
+    for case in cases:
+        whole = str(tmp_path / case.name)
         settings = {
             "max_steps": STEPS,
-            "dropout": dropout,
-            "gradient_accumulation_steps": accumulation,
-            "dataloader_num_workers": workers,
+            "kind": case.kind,
+            "dropout": case.dropout,
+            "gradient_accumulation_steps": case.accumulation,
+            "dataloader_num_workers": case.workers,
         }
-        items = [{"run": whole, "cut": None, **settings}]
+        items.append({"run": whole, "cut": None, **settings})
         items += [{"run": f"{whole}-{cut}", "cut": [whole, cut], **settings} for cut in cuts]
-        if ranks == 1:  # without a launch
-            outcomes_now = [stock_trainer.start(models, **item) for item in items]
-        else:
-            outcomes_now = drive_stock_trainer(items, ranks, models, tmp_path)
-        uninterrupted, *resumed = outcomes_now
-        pairs += [(uninterrupted, one) for one in resumed]
-    assert len(pairs) == len(choices) * len(cuts)
+    if ranks == 1:  # without a launch
+        found = [stock_trainer.start(models, **item) for item in items]
+    else:
+        found = drive_stock_trainer(items, ranks, models, tmp_path)
+    starts = 1 + len(cuts)
+    pairs = [(found[at // starts * starts], one) for at, one in enumerate(found) if at % starts]
+    assert len(pairs) == len(cases) * len(cuts)
     differences = [stock_trainer.largest_differences(*pair) for pair in pairs]
     figures(FIGURES)["plain_trainer" + (", ddp" if ranks > 1 else "")] = {
-        "configurations": len(choices),
+        "configurations": len(cases),
         "cuts_of_each": len(cuts),
         "resumed_runs": len(pairs),
         "unequal": sum(not stock_trainer.are_equal(*pair) for pair in pairs),
