@@ -22,6 +22,7 @@ from typing_extensions import override
 from utils.callbacks.journal_file import FILE_NAME, NOT_FINITE
 from utils.callbacks.lines import readable_line
 from utils.callbacks.metrics import MetricCallback
+from utils.callbacks.time_left import TimeLeft
 from utils.checkpoints.store import Checkpoints
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ class Journal(TrainerCallback):
         self.checkpoints = checkpoints
         self.saves_written = 0
         self.file: TextIO | None = None
-        self.start_time = 0.0
-        self.start_step = 0
+        self.time_left = TimeLeft()
 
     @override
     def on_train_begin(
@@ -63,7 +63,7 @@ class Journal(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Open the file and note the start."""
-        self.start_time, self.start_step = time.monotonic(), state.global_step
+        self.time_left = TimeLeft()
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +74,28 @@ class Journal(TrainerCallback):
             self.file.write("\n")
         event = "resumed" if state.global_step else "started"
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
+
+    @override
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Measure the pace."""
+        self.time_left.begin_step(state.global_step)
+
+    @override
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Measure the pace."""
+        self.time_left.end_step(state.global_step)
 
     @override
     def on_log(
@@ -98,7 +120,12 @@ class Journal(TrainerCallback):
             for source in self.sources:
                 line |= source.details()
         self._write(line)
-        logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
+        logger.info(
+            "%s",
+            readable_line(
+                line, state.max_steps, self.time_left.seconds(state.global_step, state.max_steps)
+            ),
+        )
         if event == "train":
             for remark in filter(None, (source.report() for source in self.sources)):
                 logger.info("%s", remark)
@@ -142,14 +169,6 @@ class Journal(TrainerCallback):
             return
         self.file.write(text + "\n")
         self.file.flush()
-
-    def _seconds_left(self, state: TrainerState) -> float | None:
-        """Estimate from this start's pace, its evaluations and saves included."""
-        done = state.global_step - self.start_step
-        if done < 1:
-            return None
-        pace_s = (time.monotonic() - self.start_time) / done
-        return pace_s * max(state.max_steps - state.global_step, 0)
 
 
 def event_of(logs: Mapping[str, Any]) -> str:

@@ -20,7 +20,9 @@ def write(folder, events, start_step=0, rank=0, sources=(), max_steps=10):
     )
     journal.on_train_begin(None, state, TrainerControl())
     for step, logs in events:
+        journal.on_step_begin(None, state, TrainerControl())
         state.global_step = step
+        journal.on_step_end(None, state, TrainerControl())
         journal.on_log(None, state, TrainerControl(), logs=logs)
     journal.on_train_end(None, state, TrainerControl())
 
