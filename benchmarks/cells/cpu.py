@@ -87,6 +87,7 @@ EXPERIMENTS: tuple[Cell, ...] = (
     ),
     ComponentCell("short_documents"),
     ComponentCell("logits_layout"),
+    DurationCell("ddp_step"),
     ParityCell(
         "low_precision", "Losses in fewer bits, 1 M parameters, 120 steps of 16 x 64 tokens",
         _SMALL_ROWS, 16, 120, 3e-3,

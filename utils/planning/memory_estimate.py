@@ -110,7 +110,9 @@ def estimate_memory(
         # arXiv 1910.02054, section 3.1).
         weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
     gradients //= shards["gradients"]
-    held = gradients if training.gradient_accumulation_steps > 1 else 0
+    accumulates = training.gradient_accumulation_steps > 1
+    # DDP's buckets are the gradients' place from the first step on.
+    held = gradients if accumulates or launch.strategy == "ddp" else 0
     step = None
     try:
         step = trace(settings, config, work, choice)
@@ -124,7 +126,8 @@ def estimate_memory(
         phases = _by_formula(config, work, choice, held or gradients)
     if phases.peak < gradients:  # more is in use while the optimizer steps
         phases = Phases(gradients, 0, gradients, 0)
-    buckets = gradients if launch.strategy == "ddp" else 0  # DDP reduces copies
+    # The first micro-batches' gradients lie beside the buckets.
+    buckets = gradients if launch.strategy == "ddp" and accumulates else 0
     gathered = 0
     if shards["weights"] > 1 and step is not None:
         # Two layers at a time, and what is in none of them, whole and in the type of the products.

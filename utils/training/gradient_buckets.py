@@ -1,4 +1,4 @@
-"""Settles the order in which DDP adds gradients up, so that a resumed run adds as one that went on.
+"""Gradients lie in the buckets that DDP reduces, grouped alike in resumed and uninterrupted runs.
 
 DDP groups gradients into buckets and groups them anew after the first backward pass, in the order
 in which they became ready (`Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp).
@@ -10,6 +10,7 @@ of an uninterrupted run. One backward pass before the first step puts that behin
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
@@ -18,6 +19,15 @@ from utils.data.order import PADDING_ROW
 
 if TYPE_CHECKING:
     from utils.training.packed_trainer import PackedTrainerMixin
+
+
+def keep_gradients_in_buckets(accelerator: Accelerator) -> None:
+    """Let DDP's gradients be views of its buckets: they are not copied there and back.
+
+    With accumulation the first micro-batches' gradients lie beside the buckets until the last one.
+    """
+    if accelerator.ddp_handler is not None:
+        accelerator.ddp_handler.gradient_as_bucket_view = True
 
 
 class GradientBuckets(TrainerCallback):

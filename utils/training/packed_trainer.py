@@ -26,7 +26,7 @@ from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
-from utils.training.gradient_buckets import GradientBuckets
+from utils.training.gradient_buckets import GradientBuckets, keep_gradients_in_buckets
 from utils.training.interruptible import InterruptibleTrainerMixin
 
 
@@ -71,6 +71,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         keep_mode(self.model)
         self._flops_per_token = 0
         remove_default_reporting(self)
+        keep_gradients_in_buckets(self.accelerator)
         self.add_callback(GradientBuckets(self))
 
     @override

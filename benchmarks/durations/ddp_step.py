@@ -1,0 +1,43 @@
+"""What a step of two ranks takes under DDP, with and without what spares copies of gradients."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.contests.turns import run_process
+from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
+
+TITLE = "A step of two ranks under DDP on this machine, by millions of parameters"
+SIZES = (11, 44)
+ROW = 128
+
+
+def prepare(directory: Path, sizes: Sequence[int]) -> None:
+    """Write documents, a tokenizer, and a model's configuration a size."""
+    make_workload(Workload(LLAMA_11M, ROW, documents=400), directory)
+    config = json.loads((directory / "weights" / "config.json").read_text())
+    for size in sizes:
+        layers = config | {"num_hidden_layers": config["num_hidden_layers"] * size // sizes[0]}
+        (directory / f"{size}.json").write_text(json.dumps(layers))
+
+
+def seconds(
+    sizes: Sequence[int], prepared: Path, scratch: Path, *, variant: str
+) -> dict[int, float]:
+    """Train with each model in two ranks of their own."""
+    found = {}
+    for size in sizes:
+        outcome = scratch / f"{size}.json"
+        launch = ["--standalone", "--nproc-per-node", "2", "-m", "benchmarks.durations.ddp_run"]
+        arguments = [variant, str(prepared), str(scratch), str(outcome), str(size)]
+        run_process("torch.distributed.run", [*launch, *arguments], scratch)
+        found[size] = json.loads(outcome.read_text())
+    return found
+
+
+CONTESTANTS: dict[str, Callable[[Sequence[int], Path, Path], dict[int, float]]] = {
+    "Stoker": partial(seconds, variant="stoker"),
+    "gradients copied into buckets": partial(seconds, variant="copies"),
+    "static graph": partial(seconds, variant="static_graph"),
+}
