@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from utils.cluster.tokens import redact_argv
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def _kept_run_id(folder: Path) -> str:
         return kept
     run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(run_id + "\n", encoding="utf-8")
+    replace_text(path, run_id + "\n")
     return run_id
 
 

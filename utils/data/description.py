@@ -1,21 +1,19 @@
-"""What is known about a split: stoker.json beside its files, or a cache of our own.
+"""What is known about a split, and how long it holds: stoker.json beside its files.
 
-A dataset that Stoker prepared carries its description. For any other the statistics are cached
-under $XDG_CACHE_HOME/stoker, and nothing is ever written into the user's folder.
+It speaks for files that are as they were when it was made. Sizes tell most changes at once; where
+the modification times are others too, the contents decide, see utils/data/measured.py.
 """
 
 import contextlib
-import hashlib
 import json
-import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
 from utils.data.splits import read_json_object
 from utils.data.statistics import Statistics
@@ -24,14 +22,13 @@ FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"
 DESCRIBE_AGAIN = f"Prepare it again, or delete {DESCRIPTION_FILE} to have it measured anew."
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Description:
-    """Statistics, content fingerprint and origin of one split; the last three are None if unknown.
+    """Statistics, content fingerprint and origin of one split; what is unknown is None or empty.
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
+    modified_ns: modification time of each file, in row order, when it was described.
     """
 
     statistics: Statistics
@@ -40,6 +37,7 @@ class Description:
     tokenizer: Mapping[str, Any] | None = None
     chat_template_sha256: str | None = None
     preparation: Mapping[str, Any] | None = None
+    modified_ns: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_description(directory: Path, files: Sequence[Path], description: Description) -> None:
@@ -50,17 +48,18 @@ def write_description(directory: Path, files: Sequence[Path], description: Descr
         "loss_mask": description.loss_mask,
         "statistics": description.statistics.as_dict(),
         "files": {file.name: file.stat().st_size for file in files},
+        "modified_ns": {file.name: file.stat().st_mtime_ns for file in files},
         "fingerprint": description.fingerprint,
         "tokenizer": description.tokenizer,
         "chat_template_sha256": description.chat_template_sha256,
         "preparation": description.preparation,
         "versions": _versions(),
     }
-    _replace_json(directory / DESCRIPTION_FILE, content)
+    replace_text(directory / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_description(directory: Path, files: Sequence[Path]) -> Description | None:
-    """Return what stoker.json says, None without one; refuse it if the files have changed since."""
+    """Return what stoker.json says, None without one; refuse it if the sizes are others."""
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
@@ -84,70 +83,52 @@ def read_description(directory: Path, files: Sequence[Path]) -> Description | No
             tokenizer=content.get("tokenizer"),
             chat_template_sha256=content.get("chat_template_sha256"),
             preparation=content.get("preparation"),
+            modified_ns=dict(content.get("modified_ns", {})),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: {error} is missing or broken. {DESCRIBE_AGAIN}"
         ) from error
 
 
-def cache_path(directory: Path, files: Sequence[Path]) -> Path:
-    """Return where the statistics of a split without stoker.json are kept.
+def changed_files(described: Description, files: Sequence[Path]) -> list[str]:
+    """Return the files that may hold something else than when the description was made.
 
-    The name depends on the path and on the files' names, sizes and modification times.
+    Those are the ones with another modification time or in another place of the order; all of
+    them where the description is of a Stoker that did not write these down.
     """
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([FORMAT, str(directory.resolve()), stats]).encode()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    name = hashlib.blake2b(key, digest_size=16).hexdigest() + ".json"
-    return root / "stoker" / "statistics" / name
+    order = list(described.modified_ns)
+    return [
+        file.name
+        for place, file in enumerate(files)
+        if order[place : place + 1] != [file.name]
+        or described.modified_ns[file.name] != file.stat().st_mtime_ns
+    ]
 
 
-def read_cached(path: Path) -> Description | None:
-    """Return a cached description; None when there is none that can be read."""
-    try:
-        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
-        return Description(
-            statistics=Statistics.from_dict(content["statistics"]),
-            fingerprint=content["fingerprint"],
-            loss_mask=content["loss_mask"],
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s: cannot be used (%r); measuring the dataset again.", path, error)
-        return None
+def check_contents(
+    directory: Path, described: Description, found: Description, changed: Sequence[str]
+) -> None:
+    """Refuse a description whose fingerprint or statistics are not those that were found.
+
+    changed: the files that may be the reason. Raises ConfigurationError.
+    """
+    was, is_now = _figures(described), _figures(found)
+    differing = [name for name in was if was[name] != is_now[name]]
+    if not differing:
+        return
+    first = differing[0]
+    others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    raise ConfigurationError(
+        f"{directory / DESCRIPTION_FILE}: describes other contents than {directory} holds, though "
+        f"the sizes are the same ({first}: {was[first]} described, {is_now[first]} found; "
+        f"changed or moved since then: {changed[0]}{others}). A run that began with the old "
+        f"contents goes on with them alone: put them back. For a new run: {DESCRIBE_AGAIN}"
+    )
 
 
-def write_cached(path: Path, description: Description) -> None:
-    """Keep a description for the next start; a cache that cannot be written is said, no error."""
-    content = {
-        "statistics": description.statistics.as_dict(),
-        "fingerprint": description.fingerprint,
-        "loss_mask": description.loss_mask,
-    }
-    try:
-        path = path.expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace_json(path, content)
-    except (OSError, RuntimeError) as error:
-        logger.warning(
-            "Statistics are not cached (%s); every start measures the dataset again. "
-            "Set XDG_CACHE_HOME to a writable folder.",
-            error,
-        )
-
-
-def _replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    # The process id keeps ranks that measure at the same time out of each other's file.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+def _figures(description: Description) -> dict[str, Any]:
+    return {"fingerprint": description.fingerprint, **description.statistics.as_dict()}
 
 
 def _difference(described: object, found: Mapping[str, int]) -> str:

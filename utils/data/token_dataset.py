@@ -1,6 +1,5 @@
 """A pre-tokenized dataset on disk, opened without copying a token."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,16 @@ from utils.data.description import (
     DESCRIBE_AGAIN,
     DESCRIPTION_FILE,
     Description,
-    cache_path,
-    read_cached,
+    changed_files,
+    check_contents,
     read_description,
-    write_cached,
     write_description,
 )
 from utils.data.list_columns import Bounds, ListColumn
+from utils.data.measured import measured_once
 from utils.data.packing import Segments
 from utils.data.splits import data_files, find_split
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
-
-logger = logging.getLogger(__name__)
 
 
 class TokenDataset:
@@ -139,11 +136,13 @@ class TokenDataset:
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
     """Open a split; of a folder of splits, `default_split`.
 
-    A split without stoker.json is measured once, which reads every token. Under several ranks let
-    one open it first: the others then find its statistics in the cache.
+    A split without stoker.json is measured once, which reads every token; so is one whose files
+    were written to or copied since then. Under several ranks let one open it first: the others
+    then find its statistics in the cache.
 
-    Raises ConfigurationError for what is no token dataset: missing or damaged files, wrong column
-    types, nulls, masks of another length, several loss masks, rows that are packed already.
+    Raises ConfigurationError for what is no token dataset (missing or damaged files, wrong column
+    types, nulls, masks of another length, several loss masks, rows that are packed already), and
+    for contents that are not those described.
     """
     directory = find_split(path, default_split)
     files = data_files(directory)
@@ -151,11 +150,11 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     loss_mask = loss_mask_among(columns)
     description = read_description(directory, files)
     if description is None:
-        cached = cache_path(directory, files)
-        description = read_cached(cached)
-        if description is None:
-            description = _measured(directory, columns)
-            write_cached(cached, description)
+        description = measured_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
+    elif changed := changed_files(description, files):
+        why = f"may have changed since {DESCRIPTION_FILE} described it (first: {changed[0]})"
+        found = measured_once(directory, files, columns, why)
+        check_contents(directory, description, found, changed)
     if (
         description.loss_mask != loss_mask
         or description.statistics.documents != len(columns[TOKENS].offsets) - 1
@@ -239,11 +238,3 @@ def dataset_problems(
             "remove such rows, or check the chat template or masking that made them."
         )
     return [f"{dataset.path}: {problem}" for problem in problems]
-
-
-def _measured(directory: Path, columns: Mapping[str, ListColumn]) -> Description:
-    tokens = int(columns[TOKENS].offsets[-1])
-    logger.info("%s has no stoker.json: measuring its %s tokens once.", directory, f"{tokens:,}")
-    loss_mask = loss_mask_among(columns)
-    statistics, fingerprint = measure(columns, loss_mask)
-    return Description(statistics, fingerprint, loss_mask)

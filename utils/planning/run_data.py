@@ -114,9 +114,16 @@ def _open(
 
 
 def _first_rank_first(open_dataset: Callable[[], TokenDataset]) -> TokenDataset:
-    """Let rank 0 measure a dataset without stoker.json once; the others find the result cached."""
+    """Let rank 0 measure a dataset once where that has to be; the others find the result cached.
+
+    A refusal waits until they have all looked: else rank 0 would leave the others behind.
+    """
     with PartialState().main_process_first():
-        return open_dataset()
+        try:
+            return open_dataset()
+        except ConfigurationError as error:
+            refusal = error
+    raise refusal
 
 
 def _pack(

@@ -109,6 +109,14 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):
     assert os.environ["WANDB_RUN_ID"] != first
 
 
+def test_a_kept_run_id_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Cut off in the middle it would be the id of another run, empty it would be made anew."""
+    monkeypatch.setattr(os, "fsync", lambda _: (tmp_path / "run" / "wandb_run_id").stat())
+    with pytest.raises(FileNotFoundError):
+        prepare_wandb(["wandb"], tmp_path / "run", rank=0)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_a_command_line_with_a_secret_is_not_uploaded(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--hub_token", "canary"])
     prepare_wandb(["wandb"], tmp_path, rank=0)

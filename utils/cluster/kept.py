@@ -1,0 +1,58 @@
+"""What took long to find out, kept for the next start: JSON files under $XDG_CACHE_HOME/stoker.
+
+An entry goes by all that its content follows from, so it is never out of date, only unused.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from utils.cluster.whole_files import replace_text
+
+FORMAT = 1
+
+Content = TypeVar("Content")
+
+logger = logging.getLogger(__name__)
+
+
+def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size and modification time of files: with others, they were written to."""
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def kept_path(kind: str, facts: Any) -> Path:
+    """Return where the content that follows from `facts` (JSON values) is kept."""
+    name = hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=16).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return root / "stoker" / kind / f"{name}.json"
+
+
+def read_kept(path: Path, read: Callable[[Any], Content], otherwise: str) -> Content | None:
+    """Return what `read` makes of a kept file's JSON; None, said aloud, where it cannot be read."""
+    try:
+        return read(json.loads(path.expanduser().read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s: cannot be used (%r); %s.", path, error, otherwise)
+        return None
+
+
+def keep(path: Path, content: Any, otherwise: str) -> None:
+    """Keep JSON values for the next start; what prevents it is said, and no error."""
+    try:
+        path = path.expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(content, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        logger.warning(
+            "%s. It could not be written down (%s): set XDG_CACHE_HOME to a writable folder.",
+            otherwise,
+            error,
+        )
