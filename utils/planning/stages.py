@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints import pickles
-from utils.checkpoints.digests import file_digests
 from utils.checkpoints.directory import DAMAGED, DELETING, INCOMPLETE, numbered_checkpoints
 from utils.checkpoints.files import MANIFEST, file_problems
+from utils.checkpoints.kept_digests import kept_digests
 from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from utils.checkpoints.run_record import CONFIG, FINAL, PROVENANCE, known_run_id
 from utils.config.errors import ConfigurationError
@@ -173,8 +173,7 @@ def _described(directory: Path) -> dict[str, Any]:
         return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
     run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
     files = sorted(directory.glob("*.safetensors"))
-    digests = dict(zip([file.name for file in files], file_digests(files), strict=True))
-    return {"path": path, "run_id": run_id, "sha256": digests}
+    return {"path": path, "run_id": run_id, "sha256": kept_digests(files)}
 
 
 def _is_weights(name: str) -> bool:

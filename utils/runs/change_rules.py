@@ -1,12 +1,10 @@
 """Which settings make a run what it is, and what a changed one means for a run that goes on."""
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from utils.config.data_sources import eval_splits, train_sources
+from utils.runs.content_rules import NAME_CONTENTS, content_changes, same_contents
+from utils.runs.snapshot import Change, Snapshot, shown
 
 # With another value of these the numbers are another run's: the samples and their order, what is
 # trained, in which type, and along which curve the learning rate goes on.
@@ -37,62 +35,11 @@ DURATION = frozenset({"max_steps", "num_train_epochs"})
 WITHOUT_AN_END = frozenset(
     {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy"}
 )
-PLACES = frozenset(
-    {"model_name_or_path", "model_config", "init_from", "tokenizer_name_or_path", "output_dir"}
-)
-WEIGHTS = ("model_name_or_path", "init_from")
 
 _BRANCH = (
     "A run of its own takes its weights over: --init_from {checkpoint}, with --init_optimizer true "
     "for the moments too."
 )
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The settings of a start, the directory each one's paths are relative to, and what they held.
-
-    `facts` are those in provenance.json: data fingerprints, the tokenizer's hash, the contents of
-    the model's configuration; a missing one is not known.
-    """
-
-    settings: Mapping[str, Any]
-    directories: Mapping[str, str | None]
-    facts: Mapping[str, Any]
-
-    def place(self, name: str) -> Any:
-        """Return a setting with its paths made absolute, to tell two spellings from two places."""
-        value = self.settings.get(name)
-        base = Path(self.directories.get(name) or os.getcwd())  # noqa: PTH109 - see there
-        if value is None:
-            return None
-        if name == "train_data":
-            sources = train_sources(value)
-            return [((base / source.directory).resolve(), source.weight) for source in sources]
-        if name == "eval_data":
-            return {split: (base / path).resolve() for split, path in eval_splits(value).items()}
-        return (base / value).resolve() if name in PLACES else value
-
-
-@dataclass(frozen=True)
-class Change:
-    """One changed setting, or one changed thing that a setting names (`what`).
-
-    `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
-    """
-
-    name: str
-    old: str
-    new: str
-    what: str = ""
-    note: str = ""
-    dangerous: bool = False
-    impossible: str = ""
-
-    @property
-    def title(self) -> str:
-        """What changed, for a reader."""
-        return self.what or self.name
 
 
 def differing(before: Snapshot, now: Snapshot) -> list[str]:
@@ -112,21 +59,15 @@ def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator
     for name in differing(before, now):
         old, new = before.settings[name], now.settings[name]
         yield _setting_change(name, old, new, before, now, checkpoint)
-    yield from _content_changes(before, now)
-
-
-def model_setting(settings: Mapping[str, Any]) -> str:
-    """Return the setting that gives the model's configuration."""
-    names = ("model_config", *WEIGHTS)
-    return next((name for name in names if settings.get(name) is not None), "model_config")
+    yield from content_changes(before, now)
 
 
 def _setting_change(
     name: str, old: Any, new: Any, before: Snapshot, now: Snapshot, checkpoint: str | None
 ) -> Change:
     note, dangerous, impossible = "", name in IDENTITY, ""
-    if name in ("train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS):
-        note = _same_contents(name, before, now, checkpoint)
+    if name in NAME_CONTENTS:
+        note = same_contents(name, before, now, checkpoint)
         dangerous = not note
     elif name in DURATION:
         note = _new_end(now.settings)
@@ -136,7 +77,7 @@ def _setting_change(
         note = f"after step k the data goes on at sample {new} k, not {old} k: {missed}"
     elif checkpoint is not None:
         impossible = _why_impossible(name, old, new, checkpoint)
-    return Change(name, _shown(old), _shown(new), "", note, dangerous, impossible)
+    return Change(name, shown(old), shown(new), "", note, dangerous, impossible)
 
 
 def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:
@@ -148,71 +89,16 @@ def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:
     if name == "optim_states":
         kept = "the weights' type" if old is None else old
         return f"Its checkpoints hold Adam's states in {kept}. {branch}"
+    if name == "metric_for_best_model" and old is not None and _other_metric(old, new):
+        # To none as well: the best value would outlast it, and meet the next metric.
+        return f"Its checkpoints hold the best {old}, against which nothing else counts. {branch}"
     if name in OTHER_TENSORS:
         return "Its checkpoints hold other tensors than the run would have."
     return ""
 
 
-def _same_contents(name: str, before: Snapshot, now: Snapshot, checkpoint: str | None) -> str:
-    """Return why a path that changed is harmless; nothing where it is not known to be."""
-    if name == "train_data":
-        weights = [[weight for _, weight in snapshot.place(name)] for snapshot in (before, now)]
-        same = _known_same(_fingerprints(before), _fingerprints(now)) and weights[0] == weights[1]
-        return "the same contents" if same else ""
-    if name == "tokenizer_name_or_path":
-        same = _known_same(*(snapshot.facts.get("tokenizer_sha256") for snapshot in (before, now)))
-        return "the same tokenizer" if same else ""
-    if name in WEIGHTS:
-        # Adapters alone are in the checkpoints of LoRA, not the weights under them.
-        own = checkpoint is not None and not now.settings.get("use_peft")
-        return "the run goes on from weights of its own" if own else ""
-    contents = (snapshot.facts.get("model_config") for snapshot in (before, now))
-    return "the same contents" if _known_same(*contents) else ""
-
-
-def _content_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
-    """Yield what changed in the things that the settings name."""
-    old, new = _fingerprints(before), _fingerprints(now)
-    if old and new and old != new:
-        yield Change(
-            "train_data", _digests(old), _digests(new), "train_data (content fingerprint)", "", True
-        )
-    splits = before.facts.get("data", {}).keys() & now.facts.get("data", {}).keys() - {"train"}
-    for split in sorted(splits):
-        was, is_now = (_digests(snapshot.facts["data"][split]) for snapshot in (before, now))
-        if was != is_now:
-            yield Change("eval_data", was, is_now, f"eval_data {split} (content fingerprint)")
-    hashes = [snapshot.facts.get("tokenizer_sha256") for snapshot in (before, now)]
-    if all(hashes) and hashes[0] != hashes[1]:
-        was, is_now = (_digests([str(sha256)]) for sha256 in hashes)
-        yield Change(
-            "tokenizer_name_or_path",
-            was,
-            is_now,
-            "tokenizer_name_or_path (SHA-256)",
-            dangerous=True,
-        )
-    yield from _model_changes(before, now)
-
-
-def _model_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
-    old, new = (snapshot.facts.get("model_config") for snapshot in (before, now))
-    if old is None or new is None:
-        return
-    name = model_setting(now.settings)
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            yield Change(
-                name, _shown(old.get(key)), _shown(new.get(key)), f"{name}: {key}", dangerous=True
-            )
-
-
-def _fingerprints(snapshot: Snapshot) -> list[str]:
-    return snapshot.facts.get("data", {}).get("train", [])
-
-
-def _known_same(old: Any, new: Any) -> bool:
-    return bool(old) and old == new
+def _other_metric(old: str, new: str | None) -> bool:
+    return new is None or old.removeprefix("eval_") != new.removeprefix("eval_")
 
 
 def _new_end(settings: Mapping[str, Any]) -> str:
@@ -220,15 +106,3 @@ def _new_end(settings: Mapping[str, Any]) -> str:
     if schedule in WITHOUT_AN_END:
         return ""
     return f"the {schedule} schedule has another end: the learning rate goes on along its new curve"
-
-
-def _digests(fingerprints: list[str]) -> str:
-    return " ".join(fingerprint[:8] for fingerprint in fingerprints)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    return "null" if value is None else str(value)

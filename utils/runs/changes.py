@@ -16,10 +16,12 @@ from utils.checkpoints.run_record import CONFIG, PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import YamlError, load_mapping
 from utils.config.run_settings import RunSettings
+from utils.planning.base_weights import base_weights
 from utils.planning.models import first_other_shape, model_contents
 from utils.planning.run_data import RunData
 from utils.planning.stages import own_checkpoint
-from utils.runs.change_rules import Change, Snapshot, compare, differing
+from utils.runs.change_rules import compare, differing
+from utils.runs.snapshot import Change, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,13 @@ OLD_WIDTH = 40  # of the column of old values; longer ones stick out
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return what the settings name by its contents, as provenance.json keeps it."""
+    """Return what the settings name by its contents, as provenance.json keeps it; on rank 0."""
     return {
         "cwd": os.getcwd(),  # noqa: PTH109 - what relative settings are relative to
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
+        "base_weights": base_weights(settings),
     }
 
 

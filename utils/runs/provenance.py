@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -11,9 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from utils.checkpoints.manifest import read_manifest
 from utils.checkpoints.run_record import earlier_starts
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.tokens import redact_argv
+from utils.cluster.whole_files import replace_text
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
@@ -65,19 +70,34 @@ def write_provenance(
         **facts,
     }
     content = {"format": 1, "run_id": run_id, "starts": [*starts, entry]}
-    text = json.dumps(content, indent=2) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    replace_text(path, json.dumps(content, indent=2) + "\n")
     return entry
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the packages that make the numbers; None: not installed."""
     return {name: _version(name) for name in PACKAGES}
+
+
+def say_other_versions(checkpoint: str) -> None:
+    """Warn, in one line, of packages that have another version than those that wrote a checkpoint.
+
+    The run goes on, but perhaps not as it would have: kernels and the order of sums change.
+    """
+    written = read_manifest(Path(checkpoint)).versions
+    now = package_versions()
+    changed = [
+        f"{name} {written[name] or 'none'} -> {now[name] or 'none'}"
+        for name in PACKAGES
+        if name in written and written[name] != now[name]
+    ]
+    if changed:
+        logger.warning(
+            "%s was written with other versions: %s. From here on the numbers may differ in their "
+            "last bits from those of a run that kept the old ones.",
+            checkpoint,
+            ", ".join(changed),
+        )
 
 
 def _version(package: str) -> str | None:

@@ -39,7 +39,12 @@ from utils.planning.run_data import RunData
 from utils.planning.stages import weights_origin
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import MARK, check_storage
-from utils.runs.provenance import package_versions, slurm_job, write_provenance
+from utils.runs.provenance import (
+    package_versions,
+    say_other_versions,
+    slurm_job,
+    write_provenance,
+)
 from utils.runs.restarts import check_progress
 
 logger = logging.getLogger(__name__)
@@ -89,9 +94,8 @@ def start_run(
         "loss_head": dataclasses.asdict(plan.loss_head),
         "activation_checkpointing": plan.memory.facts(),
         "compiled": plan.compiled,
-        **identity_facts(settings, data),
     }
-    claim = on_rank_0(lambda: _claim(settings, facts, launch, plan))
+    claim = on_rank_0(lambda: _claim(settings, facts, data, launch, plan))
     checkpoints = Checkpoints(
         output_dir,
         _run_facts(claim.run_id, settings, data, launch),
@@ -116,12 +120,17 @@ def start_run(
 
 
 def _claim(
-    settings: RunSettings, facts: Mapping[str, Any], launch: LaunchFacts, plan: RunPlan
+    settings: RunSettings,
+    facts: Mapping[str, Any],
+    data: RunData,
+    launch: LaunchFacts,
+    plan: RunPlan,
 ) -> _Claim:
     output_dir = Path(str(settings.training.output_dir))
     _known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
     known = _known_files(output_dir)
+    facts = {**facts, **identity_facts(settings, data)}
     changes = accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
     resume_from = _resume_point(output_dir, run_id, launch.strategy) if known else None
@@ -130,6 +139,8 @@ def _claim(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
             "another --output_dir; nothing is written over."
         )
+    if resume_from is not None:
+        say_other_versions(resume_from)
     weights = weights_origin(settings, launch.strategy, resume_from)
     check_progress(earlier_starts(output_dir / PROVENANCE), resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)

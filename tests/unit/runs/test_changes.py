@@ -298,6 +298,97 @@ def test_under_adapters_the_model_always_matters(fine_tuning):
     assert "its model_name_or_path is base" in problem
 
 
+BASE = {"model_config": None, "model_name_or_path": "base", "use_peft": "true"}
+SHARDS = {"model-1.safetensors": "1" * 64, "model-2.safetensors": "2" * 64}
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """A run with LoRA, on weights of which two files are known, with a checkpoint."""
+    run = Runs(tmp_path, parse_fine_tuning)
+    run.start(**BASE, facts=weights(sha256=SHARDS))
+    run.has_checkpoint()
+    return run
+
+
+def weights(**known):
+    return {"base_weights": known, "model_config": None}
+
+
+def test_other_weights_under_adapters_are_refused_until_accepted(adapters, caplog):
+    other = weights(sha256={**SHARDS, "model-2.safetensors": "3" * 64})
+    (problem,) = refused(adapters, **BASE, facts=other)
+    told = "its model_name_or_path: model-2.safetensors (SHA-256) is 22222222, now it is 33333333"
+    assert told in problem
+    assert "--accept_changes model_name_or_path." in problem
+    accepted = adapters.start(**BASE, facts=other, accept=["model_name_or_path"])
+    assert accepted == {"changed": {}, "accepted": ["model_name_or_path"]}
+    assert adapters.start(**BASE, facts=other) == {}
+    caplog.clear()
+    refused(adapters, **BASE, facts=weights(sha256={"model.safetensors": "4" * 64}))
+    line = "model_name_or_path: model-1.safetensors (SHA-256)  11111111 -> not there"
+    assert f"{line}   (and 2 files more)" in said(caplog)[0]
+
+
+def test_the_same_weights_at_another_path_are_said_and_not_refused(adapters, caplog):
+    moved = {**BASE, "model_name_or_path": "copy"}
+    assert adapters.start(**moved, facts=weights(sha256=SHARDS))["accepted"] == []
+    assert "model_name_or_path  base -> copy   (the same weights)" in said(caplog)[0]
+    hub = {**BASE, "model_name_or_path": "some/model"}
+    (problem,) = refused(adapters, **hub, facts=weights(commit="a" * 40))
+    assert "its model_name_or_path is copy, now it is some/model" in problem
+
+
+def test_a_branch_of_the_hub_that_moved_on_is_refused(adapters, caplog):
+    first, second = (weights(commit=letter * 40) for letter in "ab")
+    adapters.start(**BASE, facts=first)
+    (problem,) = refused(adapters, **BASE, facts=second)
+    assert f"(commit) is {'a' * 40}, now it is {'b' * 40}" in problem
+    assert f"--model_revision {'a' * 40} names the old one" in caplog.text
+    # The way out that was told works, and names no other weights.
+    pinned = {**BASE, "model_revision": "a" * 40}
+    assert adapters.start(**pinned, facts=first)["accepted"] == []
+    (problem,) = refused(adapters, **{**pinned, "model_revision": "main"}, facts=second)[:1]
+    assert "its model_revision is" in problem
+
+
+def test_what_lay_under_adapters_of_an_earlier_version_is_not_known(tmp_path):
+    run = Runs(tmp_path, parse_fine_tuning)
+    run.start(**BASE)
+    assert run.start(**BASE, facts=weights(sha256=SHARDS)) == {}
+
+
+JUDGED = {
+    "eval_data": ["held=data/held", "other=data/other"], "eval_strategy": "steps", "eval_steps": 3,
+    "metric_for_best_model": "eval_held_loss",
+}  # fmt: skip
+
+
+def test_the_best_value_of_one_metric_is_held_against_no_other(tmp_path, caplog):
+    run = Runs(tmp_path, parse_pretraining)
+    run.start(**{**JUDGED, "metric_for_best_model": "other_loss"})
+    run.start(**JUDGED)  # nothing was judged yet
+    run.has_checkpoint()
+    run.start(**{**JUDGED, "metric_for_best_model": "held_loss"})  # the same by another name
+    for metric in ("other_loss", None):
+        changed = {**JUDGED, "metric_for_best_model": metric}
+        (problem,) = refused(run, **changed, accept=["metric_for_best_model"])
+        assert "cannot go on: its metric_for_best_model is held_loss, now" in problem
+        assert "hold the best held_loss, against which nothing else counts. A run" in problem
+    caplog.clear()
+    run.start(
+        **{**JUDGED, "metric_for_best_model": "held_loss"},
+        facts={"data": {**FACTS["data"], "held": ["iiiiiiiiiiii"]}},
+    )
+    assert "(the best held_loss so far is that of the old one)" in said(caplog)[0]
+
+
+def test_a_metric_may_come_later(runs):
+    runs.start(**{**JUDGED, "metric_for_best_model": None})
+    runs.has_checkpoint()
+    runs.start(**JUDGED)
+
+
 def test_a_setting_that_an_older_version_did_not_have_had_its_default(runs, caplog):
     path = runs.directory / "config.yaml"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("seed:")]

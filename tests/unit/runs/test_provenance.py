@@ -6,9 +6,16 @@ import sys
 
 import pytest
 
+from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.runs.provenance import git_state, slurm_job, write_provenance
+from utils.runs.provenance import (
+    git_state,
+    package_versions,
+    say_other_versions,
+    slurm_job,
+    write_provenance,
+)
 
 FACTS = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
@@ -83,6 +90,24 @@ def test_secrets_are_in_no_entry(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--run_name", "canary-0123456789"])
     write(tmp_path / "provenance.json")
     assert "canary" not in (tmp_path / "provenance.json").read_text()
+
+
+def test_other_versions_than_those_of_the_checkpoint_are_one_line(tmp_path, caplog):
+    now = package_versions()
+    older = now | {"torch": "1.13", "trl": None, "gone": "3"}
+    del older["datasets"]
+    for step, versions in enumerate([now, older]):
+        directory = tmp_path / f"checkpoint-{step}"
+        directory.mkdir()
+        write_manifest(
+            directory, Manifest("1", step, 0, 0, 1, "single", 4, {}, versions, "now", {})
+        )
+        say_other_versions(str(directory))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"{tmp_path}/checkpoint-1 was written with other versions: torch 1.13 -> {now['torch']}, "
+        f"trl none -> {now['trl']}. "
+    )
 
 
 def test_slurm_facts_are_the_jobs(tmp_path):

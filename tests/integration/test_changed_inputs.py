@@ -1,0 +1,89 @@
+"""What a run reads and holds no copy of: other contents under the same name, size and all."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+import prepare_data
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+from utils.data.token_dataset import open_token_dataset
+
+pytestmark = pytest.mark.slow
+
+ONCE = {"max_steps": 3}  # then a run of six goes on from its checkpoint
+
+
+@pytest.fixture
+def prepared(workspace, tmp_path) -> Path:
+    texts = [{"text": " ".join(f"t{token}" for token in row)} for row in tiny.documents(80, 5)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    prepare_data.main(
+        tiny.flags(
+            sources=tmp_path / "text.jsonl",
+            tokenizer_name_or_path=workspace / "tokenizer",
+            output_dir=tmp_path / "data",
+        )
+    )
+    return tmp_path / "data" / "train"
+
+
+def test_one_token_changed_in_place_is_refused(prepared, pretraining, tmp_path, capsys):
+    run = tmp_path / "run"
+    pretrain.main(pretraining(run, train_data=prepared, **ONCE))
+    assert "measuring" not in capsys.readouterr().out, "its description speaks for it"
+    document = open_token_dataset(prepared).tokens(7).tobytes()
+    (file,) = prepared.glob("*.arrow")
+    before = file.read_bytes()
+    with file.open("r+b") as opened:
+        opened.seek(before.index(document) + len(document) - 2)
+        opened.write(b"\x09")
+    assert len(file.read_bytes()) == len(before)
+    again = pretraining(run, train_data=prepared)
+    with pytest.raises(ConfigurationError, match=r"stoker\.json: describes other contents"):
+        pretrain.main(again)
+    description = prepared / "stoker.json"
+    description.rename(tmp_path / "kept.json")
+    with pytest.raises(ConfigurationError, match=r"its train_data \(content fingerprint\) is"):
+        pretrain.main(again)
+    # The way out that was told: with the old contents it goes on.
+    (tmp_path / "kept.json").rename(description)
+    file.write_bytes(before)
+    pretrain.main(again)
+    assert [start["resumed_from"] for start in tiny.starts(run)] == [None, f"{run}/checkpoint-3"]
+
+
+def test_other_weights_under_the_adapters_are_refused(
+    base_model, fine_tuning, tmp_path, monkeypatch, capsys
+):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(base_model, base)
+
+    def argv(**changes):
+        return fine_tuning(run, model_name_or_path=base, use_peft="true", **changes)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("utils.runs.provenance._version", lambda name: f"{name}'s first")
+        sft_train.main(argv(**ONCE))
+    assert "of weights once" in capsys.readouterr().out
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigurationError, match=r"its model_name_or_path: model\.safetensors \(SHA-256\) is"
+    ):
+        sft_train.main(argv())
+    capsys.readouterr()
+    sft_train.main(argv(accept_changes="model_name_or_path"))
+    shown = capsys.readouterr().out
+    assert "model_name_or_path: model.safetensors (SHA-256)" in shown
+    assert "checkpoint-3 was written with other versions: torch torch's first -> " in shown
+    assert "of weights once" not in shown, "the refused start has kept their digest"
+    first, second = (start["base_weights"]["sha256"] for start in tiny.starts(run))
+    assert first.keys() == second.keys() == {"model.safetensors"}
+    assert first != second

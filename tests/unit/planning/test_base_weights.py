@@ -1,0 +1,73 @@
+"""What lies under LoRA's adapters: digests of a directory's weights, the commit of a Hub model."""
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from utils.planning import base_weights as module
+from utils.planning.base_weights import base_weights
+
+COMMITS = ["a" * 40, "b" * 40]
+
+
+def of(**model):
+    defaults = {"use_peft": True, "init_from": None, "model_name_or_path": None}
+    return base_weights(
+        SimpleNamespace(model=SimpleNamespace(**(defaults | {"model_revision": None} | model)))
+    )
+
+
+def directory(path, *names):
+    path.mkdir()
+    for name in names:
+        (path / name).write_text(name)
+    return path
+
+
+def digests(*names):
+    return {"sha256": {name: hashlib.sha256(name.encode()).hexdigest() for name in names}}
+
+
+def test_without_adapters_the_run_has_its_own(tmp_path):
+    assert of(use_peft=False, model_name_or_path=str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("setting", ["model_name_or_path", "init_from"])
+def test_a_directory_goes_by_its_safetensors(setting, tmp_path):
+    names = ("model-1.safetensors", "model-2.safetensors")
+    found = directory(tmp_path / "base", "config.json", "pytorch_model.bin", *names)
+    assert of(**{setting: str(found)}) == digests(*names)
+
+
+def test_a_directory_without_safetensors_goes_by_what_is_loaded_then(tmp_path):
+    found = directory(tmp_path / "base", "pytorch_model.bin", "training_args.bin")
+    assert of(model_name_or_path=str(found)) == digests("pytorch_model.bin")
+    assert of(model_name_or_path=str(directory(tmp_path / "empty", "config.json"))) is None
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The Hub's cache with two commits of a model, main being the first of them."""
+    repository = tmp_path / "hub" / "models--some--model"
+    for commit in COMMITS:
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMITS[0])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return repository
+
+
+def test_a_model_of_the_hub_goes_by_its_commit(hub):
+    assert of(model_name_or_path="some/model") == {"commit": COMMITS[0]}
+    (hub / "refs" / "main").write_text(COMMITS[1])
+    assert of(model_name_or_path="some/model") == {"commit": COMMITS[1]}
+    assert of(model_name_or_path="some/model", model_revision=COMMITS[0]) == {"commit": COMMITS[0]}
+
+
+def test_a_commit_that_is_not_known_is_said(hub, monkeypatch, caplog):
+    monkeypatch.setattr(module, "cached_file", lambda *_, **__: "/somewhere/config.json")
+    assert of(model_name_or_path="some/model") is None
+    assert "some/model: its commit is not known" in caplog.text
