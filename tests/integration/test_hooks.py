@@ -36,6 +36,7 @@ SIGNATURES = {
     ],
     "log": ["self", "logs", "start_time"],
     "_get_grad_norm": ["self", "model", "grad_norm"],
+    "save_model": ["self", "output_dir", "_internal_call"],
     "_save": ["self", "output_dir", "state_dict"],
     "_issue_warnings_after_load": ["self", "load_result"],
     "_run_epoch": [

@@ -17,6 +17,7 @@ from utils.callbacks.carried import carried_state, carry
 from utils.callbacks.run_loss import RunLoss
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.checkpoints.store import Checkpoints
+from utils.training.model_descriptions import restore_generation_settings
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class InterruptibleTrainerMixin(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train; whatever ends it, the checkpoint that is being written is written to its end."""
+        if isinstance(resume_from_checkpoint, str):
+            restore_generation_settings(self, Path(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except Exception:

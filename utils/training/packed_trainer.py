@@ -28,6 +28,7 @@ from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets, keep_gradients_in_buckets
 from utils.training.interruptible import InterruptibleTrainerMixin
+from utils.training.model_descriptions import describe_shards
 
 
 class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
@@ -221,6 +222,12 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as Trainer does; with FSDP's shards what describes model and tokenizer, too."""
+        super().save_model(output_dir, _internal_call)
+        describe_shards(self, Path(output_dir or str(self.args.output_dir)))
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
