@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.finished:
         return 0
     trainer = FineTuneTrainer(
-        model=load_model(settings, config, plan.attention, resume_from=run.resume_from),
+        model=load_model(settings, config, plan.attention, weights_from=run.weights_from),
         args=settings.training,
         processing_class=tokenizer,
         peft_config=get_peft_config(settings.model),

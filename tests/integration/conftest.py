@@ -1,4 +1,4 @@
-"""The fixtures of whole runs, see run_fixtures.py and provoked_runs.py."""
+"""The fixtures of whole runs, see run_fixtures.py, stage_fixtures.py, provoked_runs.py."""
 
 from provoked_runs import kept, start, uninterrupted  # noqa: F401 - as below
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
@@ -8,3 +8,4 @@ from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names 
     pretraining,
     workspace,
 )
+from stage_fixtures import first, next_stage, stages  # noqa: F401 - as above

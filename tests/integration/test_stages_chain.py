@@ -12,6 +12,7 @@ import tiny
 import torch
 from launching import run_two_processes
 from safetensors.torch import load_file, save_file
+from stage_fixtures import without
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
@@ -28,37 +29,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LONGER = {"max_position_embeddings": 256, "rope_parameters": ROPE}
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture
-def first(stages, pretraining):
-    """A finished first stage with a checkpoint at its steps 3 and 6; its attention is not flat."""
-    run = stages / "first"
-    if not run.exists():
-        sharp = tiny.make_model_config(stages / "first.json", initializer_range=0.2)
-        pretrain.main(pretraining(run, model_config=sharp))
-    return run
-
-
-def without(argv: list[str], name: str) -> list[str]:
-    place = argv.index(f"--{name}")
-    return argv[:place] + argv[place + 2 :]
-
-
-@pytest.fixture
-def next_stage(pretraining):
-    """Command line of a pretraining run that starts from an earlier stage."""
-
-    def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
-        argv = pretraining(run, init_from=init_from, **changes)
-        return argv if "model_config" in changes else without(argv, "model_config")
-
-    return argv
 
 
 def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) -> float:
@@ -112,6 +82,7 @@ def test_a_chain_of_three_stages(first, stages, next_stage, fine_tuning, workspa
     origin = tiny.starts(second)[0]["weights_from"]
     weights = (first / "final" / "model.safetensors").read_bytes()
     assert origin == {
+        "init_from": str(first),
         "path": str(first / "final"),
         "run_id": run_id(first),
         "sha256": {"model.safetensors": hashlib.sha256(weights).hexdigest()},
@@ -146,25 +117,6 @@ def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path,
     assert tiny.losses(run) == tiny.losses(fresh)
     origin = tiny.starts(run)[0]["weights_from"]
     assert (origin["run_id"], origin["step"]) == (run_id(first), 3)
-
-
-def test_a_stage_is_not_needed_once_the_run_has_a_checkpoint(first, next_stage, tmp_path, capsys):
-    gone = tmp_path / "gone"
-    shutil.copytree(first, gone)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    pretrain.main(next_stage(whole, first))
-    pretrain.main(next_stage(run, gone))
-    shutil.rmtree(run / "checkpoint-6")
-    shutil.rmtree(run / "final")
-    shutil.rmtree(gone)
-    capsys.readouterr()
-    pretrain.main(next_stage(run, gone))
-    shown = capsys.readouterr().out
-    assert f"init_from {gone} is ignored: the run has {run}/checkpoint-3 of its own" in shown
-    assert "changed since" not in shown
-    for name in ("checkpoint-6", "final"):
-        weights = [(each / name / "model.safetensors").read_bytes() for each in (whole, run)]
-        assert weights[0] == weights[1]
 
 
 def misfit(first: Path, directory: Path) -> Path:

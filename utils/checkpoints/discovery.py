@@ -1,7 +1,10 @@
 """Finds the checkpoint to go on from: the newest one that is committed and whole."""
 
+import dataclasses
 import logging
 import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.checkpoints.directory import (
@@ -22,6 +25,17 @@ from utils.config.errors import ConfigurationError, StorageError
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS = 5
+# Files of a model's configuration and a tokenizer; no tensors are among them.
+DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What a look through a run directory came upon, newest first."""
+
+    found: Path | None
+    uncommitted: list[Path]
+    damaged: dict[Path, list[str]]
 
 
 def resume_point(output_dir: Path, run_id: str) -> Path | None:
@@ -34,41 +48,52 @@ def resume_point(output_dir: Path, run_id: str) -> Path | None:
     """
     for directory in leftovers(output_dir, DELETING, RESHARDED):
         delete(directory)
-    uncommitted, damaged = [], {}
-    found = None
-    for step, directory in numbered_checkpoints(output_dir):
-        if not (directory / MANIFEST).exists():
-            uncommitted.append(directory)
-        elif found is None:
-            problems = _timed_problems(directory, step, run_id)
-            if not problems:
-                found = directory
-            else:
-                damaged[directory] = problems
-    if damaged and found is None:
-        raise StorageError(_all_damaged(damaged))
-    for directory in uncommitted:
+    search = _search(output_dir, lambda path, step: _timed_problems(path, step, run_id))
+    for directory in search.uncommitted:
         logger.warning(
             "%s was not committed (the run ended while it was written): set aside as %s",
             directory,
             set_aside(directory, INCOMPLETE).name,
         )
-    for directory, problems in damaged.items():
+    for directory, problems in search.damaged.items():
         logger.warning(
             "%s is damaged (%s): set aside as %s; see whether the storage is sound",
             directory,
             _shown(problems),
             set_aside(directory, DAMAGED).name,
         )
-    if found is not None:
-        logger.info("resuming from %s", found)
-    return found
+    if search.found is not None:
+        logger.info("resuming from %s", search.found)
+    return search.found
 
 
-def checkpoint_problems(directory: Path, step: int, run_id: str) -> list[str]:
+def described_point(output_dir: Path, run_id: str) -> Path | None:
+    """Return the newest committed checkpoint to read a configuration or a tokenizer from.
+
+    All that `resume_point` asks for counts, but that of the files just the DESCRIPTIONS are read: a
+    dry run, or a job that the lock will refuse, is not to read all weights. Nothing is moved, what
+    is passed over is said aloud. Rank 0 alone calls it; raises what `resume_point` does.
+    """
+    search = _search(
+        output_dir, lambda path, step: checkpoint_problems(path, step, run_id, DESCRIPTIONS)
+    )
+    for directory, problems in search.damaged.items():
+        logger.warning(
+            "%s is damaged (%s): what describes model and tokenizer is read in %s",
+            directory,
+            _shown(problems),
+            search.found,
+        )
+    return search.found
+
+
+def checkpoint_problems(
+    directory: Path, step: int, run_id: str, suffixes: Collection[str] | None = None
+) -> list[str]:
     """Return what is wrong with a committed checkpoint, by reading all of it; none: it is whole.
 
-    Raises ConfigurationError when it belongs to another run.
+    With `suffixes` only the files that end so are read. Raises ConfigurationError when it belongs
+    to another run.
     """
     try:
         manifest = read_manifest(directory)
@@ -82,9 +107,29 @@ def checkpoint_problems(directory: Path, step: int, run_id: str) -> list[str]:
     if manifest.step != step:
         return [f"{MANIFEST} is of step {manifest.step:,}"]
     try:
-        return file_problems(directory, manifest.files)
+        return file_problems(directory, manifest.files, suffixes)
     except OSError as error:
         return [f"it cannot be read ({error})"]
+
+
+def _search(output_dir: Path, problems_of: Callable[[Path, int], list[str]]) -> _Search:
+    """Look for the newest committed checkpoint without problems; the ones before are not read.
+
+    Raises StorageError when there are committed ones and all have problems.
+    """
+    search = _Search(None, [], {})
+    for step, directory in numbered_checkpoints(output_dir):
+        if not (directory / MANIFEST).exists():
+            search.uncommitted.append(directory)
+        elif search.found is None:
+            problems = problems_of(directory, step)
+            if problems:
+                search.damaged[directory] = problems
+            else:
+                search = dataclasses.replace(search, found=directory)
+    if search.damaged and search.found is None:
+        raise StorageError(_all_damaged(search.damaged))
+    return search
 
 
 def _timed_problems(directory: Path, step: int, run_id: str) -> list[str]:

@@ -3,7 +3,7 @@
 import concurrent.futures
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,13 @@ def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRec
     }
 
 
-def file_problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
+def file_problems(
+    directory: Path, records: Mapping[str, FileRecord], suffixes: Collection[str] | None = None
+) -> list[str]:
     """Compare the files of a checkpoint with what was committed; return what differs.
 
-    Names and sizes come first: most damage shows there, without reading.
+    Names and sizes come first: most damage shows there, without reading. With `suffixes` only the
+    files that end so are read then.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -89,7 +92,7 @@ def file_problems(directory: Path, records: Mapping[str, FileRecord]) -> list[st
             problems.append(
                 f"{name} has {path.stat().st_size:,} bytes, not {records[name].size_bytes:,}"
             )
-        else:
+        elif suffixes is None or path.suffix in suffixes:
             whole.append(name)
     if problems:
         return problems

@@ -21,7 +21,7 @@ from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.run_data import tokenizer_directory
-from utils.planning.stages import find_stage, own_checkpoint, stage_of
+from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
 
 # What transformers raises for values that an architecture cannot have.
@@ -101,15 +101,20 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     """Return what the file with the model's configuration holds; None where it is not known.
 
-    That is a model of the Hub, which its revision names; and a run that has a configuration in a
-    checkpoint of its own, whatever became of its --init_from.
+    That is a model of the Hub, which its revision names; and a run with a checkpoint of its own,
+    whatever became of its --init_from: that one's configuration is held to its manifest.
     """
     model = settings.model
     if model.model_config is not None:
         return _values_of_file(Path(model.model_config))
-    directory = stage_of(settings) or Path(_model_path(model))
+    if model.init_from is None:
+        directory = Path(_model_path(model))
+    elif not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
+        return None
+    else:
+        directory = weights_directory(settings)
     path = directory / "config.json"
-    if not path.is_file() or directory == own_checkpoint(settings.training.output_dir):
+    if not path.is_file():
         return None
     values = _values_of_file(path)
     return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
@@ -139,17 +144,19 @@ def load_model(
     config: PreTrainedConfig,
     attention: AttentionChoice | None,
     *,
-    resume_from: str | None,
+    weights_from: str | None,
 ) -> PreTrainedModel:
     """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
-    A run that has a checkpoint of its own takes nothing from --init_from (but what lies under
-    LoRA's adapters): Trainer loads it over the random weights. Collective over ranks; raises
-    ConfigurationError for weights that do not fit.
+    `weights_from` is the directory of the earlier stage that this start takes weights from. None
+    where it takes none: Trainer loads the run's own checkpoint over random weights. Collective over
+    ranks; raises ConfigurationError for weights that do not fit.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
-    weights = _weights_directory(settings, resume_from)
+    weights = weights_from
+    if model.init_from is None and model.model_config is None:
+        weights = _model_path(model)
     if weights is None:
         torch.manual_seed(settings.training.seed)
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
@@ -164,16 +171,6 @@ def load_model(
         dtype=dtype,
         attn_implementation=attention.name,
     )
-
-
-def _weights_directory(settings: RunSettings, resume_from: str | None) -> str | None:
-    """Return the directory or Hub name that weights are loaded from; None: random ones."""
-    model = settings.model
-    if model.init_from is None:
-        return None if model.model_config is not None else _model_path(model)
-    if resume_from is not None and not model.use_peft:
-        return None
-    return str(find_stage(model.init_from))
 
 
 def _model_path(model: ModelArguments) -> str:

@@ -1,8 +1,9 @@
 """Stages: a run that starts from the weights of an earlier one, and says whose they were.
 
 `--init_from` names the directory of a run (its final/ counts, else its newest committed
-checkpoint), of a checkpoint, or of a model. Weights are read from safetensors alone: they cannot
-run anything, and hold whole tensors.
+checkpoint), of a checkpoint, or of a model; which directory that was is recorded at the run's first
+start, and counts from then on. Weights are read from safetensors alone: they cannot run anything,
+and hold whole tensors.
 """
 
 import logging
@@ -11,10 +12,12 @@ from typing import Any
 
 from utils.checkpoints import pickles
 from utils.checkpoints.directory import DAMAGED, DELETING, INCOMPLETE, numbered_checkpoints
+from utils.checkpoints.discovery import described_point
 from utils.checkpoints.files import MANIFEST, file_problems
 from utils.checkpoints.kept_digests import kept_digests
 from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
-from utils.checkpoints.run_record import CONFIG, FINAL, PROVENANCE, known_run_id
+from utils.checkpoints.run_record import CONFIG, FINAL, PROVENANCE, earlier_starts, known_run_id
+from utils.cluster.decisions import on_rank_0
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 
@@ -27,7 +30,7 @@ WHOLE_OPTIMIZERS = ("single", "ddp")
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the directory with the weights that `--init_from` stands for; raises."""
+    """Return the directory with the weights that `--init_from` stands for today; raises."""
     given = Path(init_from)
     if not given.is_dir():
         raise ConfigurationError(f"--init_from {given}: there is no such directory.")
@@ -39,7 +42,10 @@ def find_stage(init_from: str) -> Path:
 
 
 def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return the newest committed checkpoint in a run's directory, by its manifest's presence."""
+    """Return the newest committed checkpoint in a run's directory, by its manifest's presence.
+
+    Nothing may be read of it on that ground: it may be damaged.
+    """
     for _, directory in numbered_checkpoints(Path(str(output_dir))):
         if (directory / MANIFEST).is_file():
             return directory
@@ -49,17 +55,39 @@ def own_checkpoint(output_dir: str | None) -> Path | None:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return where the configuration and the tokenizer of a run with `--init_from` are.
 
-    Once the run has a checkpoint of its own they are there, and the earlier stage may be gone. The
-    weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good; and so do
-    checkpoints sharded by FSDP, which hold no configuration.
+    Once the run has a checkpoint of its own they are there, verified, and the earlier stage may be
+    gone. The weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good;
+    and so do FSDP's checkpoints of earlier versions, which held no configuration.
+
+    Collective over ranks: rank 0 looks, and all read in one place. Raises ConfigurationError, and
+    StorageError when no checkpoint of the run's own is whole.
     """
-    model = settings.model
-    if model.init_from is None:
+    if settings.model.init_from is None:
         return None
-    own = own_checkpoint(settings.training.output_dir)
-    if own is not None and not model.use_peft and (own / "config.json").is_file():
-        return own
-    return find_stage(model.init_from)
+    return on_rank_0(lambda: _own_description(settings) or weights_directory(settings))
+
+
+def weights_directory(settings: RunSettings) -> Path:
+    """Return the directory with the weights that a run with `--init_from` starts from.
+
+    Found at the first start, recorded from then on: the directory of a run stands for something
+    else as soon as that run goes on. Raises ConfigurationError when what was recorded is gone.
+    """
+    init_from = str(settings.model.init_from)
+    recorded = _recorded_directory(settings)
+    if recorded is None:
+        return find_stage(init_from)
+    problem = _unfit(recorded) if recorded.is_dir() else "it is not there any more."
+    if problem is None:
+        return recorded
+    if "init_from" in settings.run.accept_changes:
+        logger.warning("%s: %s --init_from is looked up again, as accepted", recorded, problem)
+        return find_stage(init_from)
+    raise ConfigurationError(
+        f"--init_from {init_from}: this run began with the weights in {recorded}, which it still "
+        f"needs: {problem} Put them back, name another --output_dir, or let the run go on with "
+        "what --init_from stands for today: --accept_changes init_from."
+    )
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
@@ -91,16 +119,44 @@ def weights_origin(
             logger.info("%s is ignored: the run has %s of its own", ignored, resume_from)
         if not model.use_peft:
             return None
-    directory = find_stage(model.init_from)
+    directory = weights_directory(settings)
     if model.init_optimizer:
         _check_optimizer(directory, strategy)
     origin = _described(directory)
     logger.info(
-        "weights: from %s%s",
+        "weights: from %s%s%s",
         directory,
         f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else "",
+        ", as recorded by an earlier start" if _recorded_directory(settings) == directory else "",
     )
-    return origin
+    if model.use_peft and resume_from is None:
+        logger.info("%s has to stay: the run's checkpoints will hold adapters alone", directory)
+    return {"init_from": str(Path(model.init_from).absolute()), **origin}
+
+
+def _own_description(settings: RunSettings) -> Path | None:
+    """Return the run's own checkpoint that describes its model; None where there is none."""
+    output_dir = Path(str(settings.training.output_dir))
+    run_id = known_run_id(output_dir / PROVENANCE)
+    if run_id is None or settings.model.use_peft:
+        return None
+    own = described_point(output_dir, run_id)
+    return own if own is not None and (own / "config.json").is_file() else None
+
+
+def _recorded_directory(settings: RunSettings) -> Path | None:
+    """Return where an earlier start with this `--init_from` found its weights, if there was one.
+
+    The same place is the same name, whatever a link of that name points to by now, or another name
+    of it.
+    """
+    starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
+    origins = [start["weights_from"] for start in starts if start.get("weights_from")]
+    if not origins or "init_from" not in origins[-1]:
+        return None
+    given, now = Path(origins[-1]["init_from"]), Path(str(settings.model.init_from))
+    same = given == now.absolute() or given.resolve() == now.resolve()
+    return Path(origins[-1]["path"]) if same else None
 
 
 def _weights_of_run(run: Path) -> Path:

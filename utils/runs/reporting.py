@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from transformers import TrainerCallback
 
@@ -16,7 +17,6 @@ from utils.callbacks.stop import StopWatch
 from utils.callbacks.throughput import Throughput
 from utils.callbacks.watchdog import HangWatch
 from utils.config.run_settings import RunSettings
-from utils.planning.stages import find_stage
 from utils.runs.start import Run
 from utils.training.inherited_optimizer import InheritedOptimizer
 
@@ -45,8 +45,8 @@ def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallbac
     model = settings.model
     if not model.init_optimizer or run.resume_from is not None:
         return []
-    assert model.init_from is not None, "checked with the settings"
-    return [InheritedOptimizer(find_stage(model.init_from))]
+    assert run.weights_from is not None, "checked with the settings"
+    return [InheritedOptimizer(Path(run.weights_from))]
 
 
 def _somebody_looks_on() -> bool:

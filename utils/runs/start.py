@@ -56,10 +56,15 @@ _OURS = re.compile(rf"{re.escape(FOLDER)}|\.({_DRAFTS})\..*|{MARK}.*")
 
 @dataclass(frozen=True)
 class Run:
-    """A claimed run directory: what to go on from, and whether anything is left to do."""
+    """A claimed run directory: what to go on from, and whether anything is left to do.
+
+    `weights_from` is the directory that --init_from stands for in this run; None where this start
+    takes nothing from it.
+    """
 
     output_dir: Path
     resume_from: str | None
+    weights_from: str | None
     finished: bool
     checkpoint_bytes: int  # about
     hosts: tuple[str, ...]  # of each rank
@@ -72,6 +77,7 @@ class _Claim:
 
     run_id: str
     resume_from: str | None
+    weights_from: str | None
     finished: bool
 
 
@@ -107,6 +113,7 @@ def start_run(
     run = Run(
         output_dir,
         claim.resume_from,
+        claim.weights_from,
         claim.finished,
         plan.checkpoint_bytes,
         launch.hosts,
@@ -159,7 +166,7 @@ def _claim(
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
-    return _Claim(run_id, resume_from, finished)
+    return _Claim(run_id, resume_from, None if weights is None else weights["path"], finished)
 
 
 def _background(

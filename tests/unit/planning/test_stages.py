@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,14 @@ import torch
 
 from utils.checkpoints.files import flush_and_record, list_files
 from utils.checkpoints.manifest import Manifest, write_manifest
-from utils.config.errors import ConfigurationError
-from utils.planning.stages import find_stage, stage_of, stage_tokenizer, weights_origin
+from utils.config.errors import ConfigurationError, StorageError
+from utils.planning.stages import (
+    find_stage,
+    stage_of,
+    stage_tokenizer,
+    weights_directory,
+    weights_origin,
+)
 from utils.training.inherited_optimizer import InheritedOptimizer
 
 
@@ -40,9 +47,12 @@ def checkpoint(directory: Path, *names: str, run_id: str = "run-7") -> Path:
     return directory
 
 
-def settings(init_from: Path | None, output_dir: Path = Path("new"), **model: object):
+def settings(
+    init_from: Path | None, output_dir: Path = Path("new"), accept: tuple[str, ...] = (), **model
+):
     model = {"use_peft": False, "init_optimizer": False} | model
     return SimpleNamespace(
+        run=SimpleNamespace(accept_changes=accept),
         model=SimpleNamespace(init_from=None if init_from is None else str(init_from), **model),
         training=SimpleNamespace(output_dir=str(output_dir)),
     )
@@ -115,8 +125,114 @@ def test_a_runs_own_checkpoint_takes_the_place_of_the_stage(tmp_path):
     assert stage_tokenizer(settings(tmp_path / "gone", run)) is None
     assert stage_of(settings(stage, run, use_peft=True)) == stage
     assert stage_of(settings(None, run)) is None
-    checkpoint(run / "checkpoint-4", "pytorch_model_fsdp_0/x")  # without a configuration
+    checkpoint(run / "checkpoint-4", "pytorch_model_fsdp_0/x")  # of an earlier version of Stoker
     assert stage_of(settings(stage, run)) == stage
+
+
+DESCRIBED = (*WHOLE, "tokenizer.json", "pytorch_model_fsdp_0/x")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "manifest.json"])
+def test_a_damaged_checkpoint_of_its_own_describes_nothing(name, tmp_path, caplog):
+    run, gone = run_directory(tmp_path / "run"), tmp_path / "gone"
+    older, newest = (checkpoint(run / f"checkpoint-{step}", *DESCRIBED) for step in (3, 6))
+    assert stage_of(settings(gone, run)) == newest
+    content = (newest / name).read_text()
+    for damaged in (content[::-1], content[1:], None):
+        (newest / name).unlink()
+        if damaged is not None:
+            (newest / name).write_text(damaged)
+        caplog.clear()
+        assert stage_of(settings(gone, run)) == older
+        assert stage_tokenizer(settings(gone, run)) == str(older)
+        # Without its manifest it is none: the start itself will say so, and set it aside.
+        assert f"{newest} is damaged" in caplog.text or (name, damaged) == ("manifest.json", None)
+        assert sorted(path.name for path in run.glob("check*")) == [older.name, newest.name]
+        (newest / name).unlink(missing_ok=True)
+        (newest / name).write_text(content)
+
+
+def test_no_tensors_are_read_for_a_description(tmp_path):
+    run = run_directory(tmp_path / "run")
+    for step in (3, 6):
+        newest = checkpoint(run / f"checkpoint-{step}", *DESCRIBED)
+    (newest / "model.safetensors").write_text("Model.safetensors")
+    assert stage_of(settings(tmp_path / "gone", run)) == newest
+    (newest / "model.safetensors").write_text("")  # its size tells without
+    assert stage_of(settings(tmp_path / "gone", run)) == run / "checkpoint-3"
+
+
+def test_checkpoints_that_are_all_damaged_are_for_a_person_to_decide(tmp_path):
+    run = run_directory(tmp_path / "run")
+    for step in (3, 6):
+        (checkpoint(run / f"checkpoint-{step}", *DESCRIBED) / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match="no committed checkpoint of this run is whole"):
+        stage_of(settings(tmp_path / "gone", run))
+
+
+def test_a_checkpoint_of_another_run_describes_nothing(tmp_path):
+    run = run_directory(tmp_path / "run")
+    checkpoint(run / "checkpoint-3", *DESCRIBED, run_id="run-8")
+    with pytest.raises(ConfigurationError, match=r"checkpoint of another run \(run-8, not run-7\)"):
+        stage_of(settings(tmp_path / "gone", run))
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run directory whose first start found its weights in checkpoint-3 of the run `stage`."""
+    stage, run = run_directory(tmp_path / "stage"), run_directory(tmp_path / "run")
+    checkpoint(stage / "checkpoint-3", *WHOLE)
+    record(run, weights_origin(settings(stage, run), "single", None))
+    model_directory(stage / "final", *WHOLE)
+    return run
+
+
+def record(run: Path, *origins: dict | None) -> None:
+    starts = [{"weights_from": origin} for origin in origins]
+    (run / "provenance.json").write_text(json.dumps({"run_id": "run-7", "starts": starts}))
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_the_weights_of_the_first_start_are_those_of_every_start(
+    use_peft, recorded, tmp_path, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    stage, found = tmp_path / "stage", tmp_path / "stage" / "checkpoint-3"
+    assert find_stage(str(stage)) == stage / "final"
+    assert stage_of(settings(stage, recorded, use_peft=use_peft)) == found
+    origin = weights_origin(settings(stage, recorded, use_peft=use_peft), "single", None)
+    assert origin is not None
+    assert origin["path"] == str(found)
+    assert f"from {found}, step 3 of run run-7, as recorded by an earlier start" in caplog.text
+    monkeypatch.chdir(tmp_path)
+    assert weights_directory(settings(Path("run/../stage"), recorded)) == found
+    (tmp_path / "link").symlink_to(stage)
+    assert weights_directory(settings(tmp_path / "link", recorded)) == found
+
+
+def test_a_link_that_points_elsewhere_by_now_changes_no_weights(tmp_path):
+    run = run_directory(tmp_path / "run")
+    one, other, third = (model_directory(tmp_path / name, *WHOLE) for name in "abc")
+    (tmp_path / "link").symlink_to(one)
+    record(run, weights_origin(settings(tmp_path / "link", run), "single", None), None)
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(other)
+    assert weights_directory(settings(tmp_path / "link", run)) == one
+    assert weights_directory(settings(third, run)) == third, "another --init_from is looked up"
+
+
+def test_recorded_weights_that_are_gone_are_named_with_the_ways_out(recorded, tmp_path, caplog):
+    stage = tmp_path / "stage"
+    (stage / "checkpoint-3" / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"stage/checkpoint-3, .* holds no weights"):
+        weights_directory(settings(stage, recorded))
+    shutil.rmtree(stage / "checkpoint-3")
+    message = "checkpoint-3, which it still needs: it is not there any more.* --accept_changes"
+    with pytest.raises(ConfigurationError, match=message):
+        weights_directory(settings(stage, recorded))
+    accepted = settings(stage, recorded, accept=("init_from",))
+    assert weights_directory(accepted) == stage / "final"
+    assert "--init_from is looked up again, as accepted" in caplog.text
 
 
 def test_the_origin_of_a_final_model_is_its_run_and_digests(tmp_path):
@@ -124,6 +240,7 @@ def test_the_origin_of_a_final_model_is_its_run_and_digests(tmp_path):
     model_directory(run / "final", *WHOLE)
     digest = hashlib.sha256(b"model.safetensors").hexdigest()
     assert weights_origin(settings(run), "zero3", None) == {
+        "init_from": str(run),
         "path": str(run / "final"),
         "run_id": "run-7",
         "sha256": {"model.safetensors": digest},
