@@ -13,7 +13,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from utils.checkpoints.kept_digests import kept_digests
 from utils.config.run_settings import RunSettings
-from utils.planning.stages import find_stage
+from utils.planning.stages import weights_directory
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
     if not model.use_peft:
         return None
     if model.init_from is not None:
-        return _of_directory(find_stage(model.init_from))
+        return _of_directory(weights_directory(settings))
     given = Path(str(model.model_name_or_path))
     if given.is_dir():
         return _of_directory(given)

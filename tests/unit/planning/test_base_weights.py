@@ -15,7 +15,11 @@ COMMITS = ["a" * 40, "b" * 40]
 def of(**model):
     defaults = {"use_peft": True, "init_from": None, "model_name_or_path": None}
     return base_weights(
-        SimpleNamespace(model=SimpleNamespace(**(defaults | {"model_revision": None} | model)))
+        SimpleNamespace(
+            model=SimpleNamespace(**(defaults | {"model_revision": None} | model)),
+            training=SimpleNamespace(output_dir="no-such-run"),
+            run=SimpleNamespace(accept_changes=[]),
+        )
     )
 
 
