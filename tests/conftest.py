@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,14 +44,48 @@ def _restore_environment():
     os.environ.update(before)
 
 
+class Disk:
+    """A real file system in memory of a given size, mounted at `path`; `umount` ends it."""
+
+    def __init__(self, path: Path, size_kib: int, files: int):
+        self.path, self.size_kib, self.files = path, size_kib, files
+        path.mkdir(parents=True)
+        self._mount("-t", "tmpfs", "-o", self._size(), "none")
+
+    def resize(self, size_kib: int, files: int) -> None:
+        """Make it larger, or as small as what is on it allows."""
+        self.size_kib, self.files = size_kib, files
+        self._mount("-o", f"remount,{self._size()}")
+
+    def umount(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+
+    def _size(self) -> str:
+        return f"size={self.size_kib}k,nr_inodes={self.files}"
+
+    def _mount(self, *arguments: str) -> None:
+        """Skip the test, saying why, where none can be mounted."""
+        command = ["mount", *arguments, str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 64 KiB and 16 inodes; skips, saying why, where none can be mounted."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=16", "none", str(directory)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+def disks(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Return what mounts file systems of `size_kib` and `files`, which are gone after the test."""
+    made: list[Disk] = []
+
+    def mount(size_kib: int, files: int) -> Disk:
+        made.append(Disk(tmp_path / f"disk-{len(made)}", size_kib, files))
+        return made[-1]
+
+    yield mount
+    for disk in made:
+        disk.umount()
+
+
+@pytest.fixture
+def small_disk(disks: Callable[..., Disk]) -> Path:
+    """A file system of 64 KiB and 16 inodes."""
+    return disks(size_kib=64, files=16).path

@@ -26,6 +26,8 @@ PROOFS = {
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
     "two_jobs": "Two jobs started at once on one directory, and again where both find a killed run",
     "verification_cost": "What the digests of a checkpoint of 1 GB cost",
+    "full_disks": "File systems of many sizes: how the run ended there; wrong: a checkpoint lost "
+    "or not whole, or other weights at the end, once there was room",
     "async_save": "How long training stands still for a save",
 }
 CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")

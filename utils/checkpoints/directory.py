@@ -36,11 +36,17 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
         try:
             manifest = read_manifest(directory)
         except (DamagedCheckpointError, OSError) as error:
-            logger.warning("%s: %s; it is left where it is", directory, error)
+            logger.warning("%s: %s; it does not count as a checkpoint", directory, error)
             continue
         if manifest.run_id == run_id:
             found.append((directory, manifest))
     return found
+
+
+def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
+    """Return what is named like a checkpoint and has no manifest, newest first."""
+    numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
+    return [directory for directory in numbered if not (directory / MANIFEST).exists()]
 
 
 def set_aside(directory: Path, prefix: str) -> Path:

@@ -1,6 +1,5 @@
 """Finds the checkpoint to go on from: the newest one that is committed and whole."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -16,6 +15,7 @@ from utils.checkpoints.directory import (
     leftovers,
     numbered_checkpoints,
     set_aside,
+    uncommitted_checkpoints,
 )
 from utils.checkpoints.files import MANIFEST, file_problems
 from utils.checkpoints.manifest import DamagedCheckpointError, read_manifest
@@ -117,19 +117,19 @@ def _search(output_dir: Path, problems_of: Callable[[Path, int], list[str]]) -> 
 
     Raises StorageError when there are committed ones and all have problems.
     """
-    search = _Search(None, [], {})
+    uncommitted = uncommitted_checkpoints(output_dir)
+    damaged: dict[Path, list[str]] = {}
+    found = None
     for step, directory in numbered_checkpoints(output_dir):
-        if not (directory / MANIFEST).exists():
-            search.uncommitted.append(directory)
-        elif search.found is None:
+        if found is None and directory not in uncommitted:
             problems = problems_of(directory, step)
             if problems:
-                search.damaged[directory] = problems
+                damaged[directory] = problems
             else:
-                search = dataclasses.replace(search, found=directory)
-    if search.damaged and search.found is None:
-        raise StorageError(_all_damaged(search.damaged))
-    return search
+                found = directory
+    if damaged and found is None:
+        raise StorageError(_all_damaged(damaged))
+    return _Search(found, uncommitted, damaged)
 
 
 def _timed_problems(directory: Path, step: int, run_id: str) -> list[str]:

@@ -22,6 +22,7 @@ from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list_files, owner
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
+from utils.checkpoints.room import estimated_room
 from utils.checkpoints.rotation import LEAST_KEPT, make_room, rotate
 from utils.checkpoints.sizes import readable
 from utils.cluster.decisions import on_every_rank, on_rank_0
@@ -212,7 +213,8 @@ class Checkpoints:
 
     def _make_room(self, best: Path | None) -> None:
         self._see_that_it_is_ours()
-        make_room(self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes)
+        estimate = estimated_room(self.estimated_bytes, self.facts.world_size)
+        make_room(self.output_dir, self.facts.run_id, self.keep, best, estimate)
 
     def _see_that_it_is_ours(self) -> None:
         """Raise ConfigurationError when another job took the directory over meanwhile."""

@@ -40,6 +40,12 @@ class Saves:
         """Whether checkpoints are written without anybody asking."""
         return self.every is not None
 
+    def scheduled(self, total_steps: int, since: int = 0) -> int:
+        """Return how many checkpoints the rhythm of steps asks for after step `since`."""
+        if self.every is None or since >= total_steps:
+            return 0
+        return math.ceil(total_steps / self.every) - since // self.every
+
     def longest_gap_s(self, step_time_s: float) -> float:
         """Return the longest time between two checkpoints."""
         rhythm = math.inf if self.every is None else self.every * step_time_s

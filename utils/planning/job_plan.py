@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.callbacks.lines import duration, number
+from utils.checkpoints.rotation import most_at_once
+from utils.checkpoints.sizes import readable
 from utils.cluster.job_request import JobRequest, request_from
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.errors import ConfigurationError
@@ -30,7 +32,9 @@ from utils.planning.job_checks import (
 logger = logging.getLogger(__name__)
 
 
-def report_job(settings: RunSettings, launch: LaunchFacts, total_steps: int) -> None:
+def report_job(
+    settings: RunSettings, launch: LaunchFacts, total_steps: int, checkpoint_bytes: int
+) -> None:
     """Log what will happen, one fact a line, and what may go wrong as warnings.
 
     Raises ConfigurationError with every contradiction between settings, launch and request.
@@ -43,7 +47,7 @@ def report_job(settings: RunSettings, launch: LaunchFacts, total_steps: int) -> 
         problems += request_problems(request, saves, pace)
     if problems:
         raise ConfigurationError(problems)
-    for line in plan_lines(settings, launch, saves, total_steps):
+    for line in plan_lines(settings, launch, saves, total_steps, checkpoint_bytes):
         logger.info("%s", line)
     if request is not None:
         for line in job_lines(request, saves, pace, total_steps):
@@ -68,24 +72,41 @@ def _launch_problems(settings: RunSettings, launch: LaunchFacts) -> Iterator[str
 
 
 def plan_lines(
-    settings: RunSettings, launch: LaunchFacts, saves: Saves, total_steps: int
+    settings: RunSettings,
+    launch: LaunchFacts,
+    saves: Saves,
+    total_steps: int,
+    checkpoint_bytes: int,
 ) -> Iterator[str]:
     """Yield what will happen to the run itself, in whatever way it is started."""
     ranks = _counted(launch.world_size, "process", "processes")
     yield f"processes: {ranks}, strategy {launch.strategy}"
     kept = "all are kept" if saves.kept is None else f"the newest {saves.kept} are kept"
     if saves.every:
-        count = math.ceil(total_steps / saves.every)
+        count = saves.scheduled(total_steps)
         also = ", and of each new best" if saves.best else ""
         if saves.minutes:
             also += f", and when the last one is {saves.minutes:g} minutes old"
         also += ", in the background" if saves.background else ""
         yield f"saves: every {saves.every:,} steps, {count:,} in all{also}; {kept}"
+        yield _storage_line(saves, count, checkpoint_bytes)
     else:
         yield "saves: none (save_strategy no)"
     output_dir = Path(str(settings.training.output_dir))
     state = "goes on there" if (output_dir / "config.yaml").exists() else "new"
     yield f"run directory: {output_dir} ({state})"
+
+
+def _storage_line(saves: Saves, count: int, checkpoint_bytes: int) -> str:
+    most = most_at_once(saves.kept, count)
+    at_once = "1 at most"
+    if most > 1:
+        at_once = f"{most:,} at once ({most - 1:,} stay while the last one is written)"
+    best = ", one more where the best is none of the newest" if saves.best else ""
+    return (
+        f"storage: a checkpoint takes about {readable(checkpoint_bytes)}, {at_once}{best}: about "
+        f"{readable(most * checkpoint_bytes)}, beside final/"
+    )
 
 
 def job_lines(

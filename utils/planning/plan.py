@@ -99,9 +99,9 @@ def plan_run(
     loss_head = _loss_head(settings, config)
     compiled = _compiled(settings, launch)
     memory = plan_memory(settings, data, config, launch, attention, loss_head)
-    if run.dry_run:
-        report_job(settings, launch, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
+    if run.dry_run:
+        report_job(settings, launch, total_steps, saved_bytes)
     return RunPlan(
         sampler, total_steps, attention, loss_head, memory, compiled, optimizer_states, saved_bytes
     )

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from utils.checkpoints.sizes import readable
+from utils.checkpoints.room import free_room
 from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
 from utils.cluster.host import host_name
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.limits import call_within
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.runs.storage_room import StorageNeeds, check_room
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +26,16 @@ CLOCKS_REFUSED_S = 60.0
 CLOCKS_SAID_S = 5.0
 LEFT_BEHIND_S = 3600.0
 PROBE_BYTES = 2**20
-CHECKPOINTS = 2  # a new one is whole before an old one goes
-# Beside weights and optimizer: settings, tokenizer, states; shards and random states of each rank.
-FILES = 30
-FILES_PER_RANK = 4
 
 Answer = TypeVar("Answer")
 
 
-def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) -> None:
+def check_storage(output_dir: Path, needs: StorageNeeds, launch: LaunchFacts) -> None:
     """Check that all hosts write to one ``output_dir``, with room, and that their clocks agree.
 
     Every rank calls it, and every rank raises the same StorageError (UnfitClusterError for clocks,
     ConfigurationError for a file of that name). Makes the directory; after a refusal one that was
-    not there before is gone again. Room is wanted for two checkpoints of ``checkpoint_bytes``, less
-    those that are there already.
+    not there before is gone again. For the room that is wanted see `check_room`.
 
     What a file system does not tell is not found: a quota with too little left (a small file is
     written to see whether it takes any at all), and what other jobs will write meanwhile.
@@ -48,14 +44,14 @@ def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) 
     mark = ""
     hosts = {host: launch.hosts.index(host) for host in launch.hosts}
     try:
-        mark, room = on_rank_0(
-            lambda: _in_time(lambda: _open(output_dir, checkpoint_bytes, launch.world_size, made))
+        mark, room, probe_bytes = on_rank_0(
+            lambda: _in_time(lambda: _open(output_dir, needs, len(hosts), made))
         )
         first_of_host = launch.rank in hosts.values()
         own_mark = f"{mark}-{launch.rank}"
         on_every_rank(
             lambda: (
-                _in_time(lambda: _check_sight(output_dir, own_mark, mark, checkpoint_bytes))
+                _in_time(lambda: _check_sight(output_dir, own_mark, mark, probe_bytes))
                 if first_of_host
                 else None
             )
@@ -81,18 +77,26 @@ def check_storage(output_dir: Path, checkpoint_bytes: int, launch: LaunchFacts) 
         )
 
 
-def _open(output_dir: Path, checkpoint_bytes: int, ranks: int, made: list[Path]) -> tuple[str, str]:
-    """Make the directory, see that it has room, and leave a mark in it; return mark and room."""
+def _open(
+    output_dir: Path, needs: StorageNeeds, hosts: int, made: list[Path]
+) -> tuple[str, str, int]:
+    """Make the directory, see that it has room, and leave a mark in it.
+
+    Returns mark, room in words, and how much each host is to write for a trial: not more than fits
+    where room will only come with what goes.
+    """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     _make(output_dir, made)
-    room = _check_room(output_dir, checkpoint_bytes, ranks)
+    room = check_room(output_dir, needs)
+    share = int(free_room(output_dir).size_bytes) // (2 * hosts)
+    probe_bytes = max(1, min(PROBE_BYTES, needs.checkpoint_bytes, share))
     mark = MARK + secrets.token_hex(8)
     try:
         (output_dir / mark).touch(exist_ok=False)
     except OSError as error:
         raise StorageError(_takes_nothing(output_dir, error)) from error
-    return mark, room
+    return mark, room, probe_bytes
 
 
 def _make(output_dir: Path, made: list[Path]) -> None:
@@ -109,31 +113,7 @@ def _make(output_dir: Path, made: list[Path]) -> None:
         made.append(path)
 
 
-def _check_room(output_dir: Path, checkpoint_bytes: int, ranks: int) -> str:
-    """Return what is free and what checkpoints take, in words; raise where it does not suffice."""
-    there = sum(path.is_dir() for path in output_dir.glob("checkpoint-*"))
-    count = max(1, CHECKPOINTS - there)
-    needed_bytes = count * checkpoint_bytes
-    needed_files = count * (FILES + FILES_PER_RANK * ranks)
-    status = os.statvfs(output_dir)
-    free_bytes = status.f_bavail * status.f_frsize
-    wanted = f"{_count(count, 'checkpoint')} of this run {'takes' if count == 1 else 'take'} about"
-    remedy = "make room there (see also your quota), or name an --output_dir with more of it."
-    if free_bytes < needed_bytes:
-        raise StorageError(
-            f"{host_name()}: {output_dir} has {readable(free_bytes)} free, but {wanted} "
-            f"{readable(needed_bytes)}: {remedy}"
-        )
-    # Some file systems make inodes as they go and count 0 of them.
-    if status.f_files and status.f_favail < needed_files:
-        raise StorageError(
-            f"{host_name()}: {output_dir} has {status.f_favail:,} inodes (files) free, but "
-            f"{wanted} {needed_files:,}: {remedy}"
-        )
-    return f"{readable(free_bytes)} free ({wanted} {readable(needed_bytes)})"
-
-
-def _check_sight(output_dir: Path, own_mark: str, mark: str, checkpoint_bytes: int) -> None:
+def _check_sight(output_dir: Path, own_mark: str, mark: str, probe_bytes: int) -> None:
     """Find rank 0's mark from this host, and write a file of its own."""
     end = time.monotonic() + SIGHT_LIMIT_S
     while not _lists(output_dir, mark):
@@ -148,7 +128,7 @@ def _check_sight(output_dir: Path, own_mark: str, mark: str, checkpoint_bytes: i
     own = output_dir / own_mark
     try:
         with own.open("wb") as file:
-            file.write(secrets.token_bytes(min(PROBE_BYTES, max(checkpoint_bytes, 1))))
+            file.write(secrets.token_bytes(probe_bytes))
             os.fsync(file.fileno())  # a quota may speak only when the data is on its way
     except OSError as error:
         raise StorageError(_takes_nothing(output_dir, error)) from error

@@ -34,6 +34,7 @@ from utils.cluster.wandb_setup import prepare_wandb
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
+from utils.planning.job_checks import saves_of
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.planning.stages import weights_origin
@@ -46,6 +47,7 @@ from utils.runs.provenance import (
     write_provenance,
 )
 from utils.runs.restarts import check_progress
+from utils.runs.storage_room import StorageNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,9 @@ def start_run(
     """
     assert plan.attention is not None, "only a dry run leaves it open"
     output_dir = Path(str(settings.training.output_dir))
-    check_storage(output_dir, plan.checkpoint_bytes, launch)
+    saves = saves_of(settings, plan.total_steps)
+    needs = StorageNeeds(plan.checkpoint_bytes, launch.world_size, saves, plan.total_steps)
+    check_storage(output_dir, needs, launch)
     facts = {
         "script": script,
         "attention": dataclasses.asdict(plan.attention),

@@ -11,7 +11,7 @@ from utils.cluster.job_request import REQUEST, JobRequest, StopSignal
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import parse_pretraining
-from utils.planning.job_checks import measured_pace
+from utils.planning.job_checks import Saves, measured_pace
 from utils.planning.job_plan import report_job
 
 REQUESTED = JobRequest(
@@ -56,7 +56,7 @@ def report(tmp_path, monkeypatch, caplog):
             monkeypatch.setenv(REQUEST, request.to_json())
         caplog.clear()
         with caplog.at_level(logging.INFO, "utils.planning.job_plan"):
-            report_job(parsed, launch, total_steps)
+            report_job(parsed, launch, total_steps, checkpoint_bytes=2**30)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 
     return run
@@ -80,6 +80,8 @@ def test_what_will_happen_is_one_fact_a_line(report, tmp_path):
         "processes: 8 processes, strategy fsdp2",
         "saves: every 100 steps, 10 in all, and when the last one is 30 minutes old; the newest 3 "
         "are kept",
+        "storage: a checkpoint takes about 1.0 GiB, 3 at once (2 stay while the last one is "
+        "written): about 3.0 GiB, beside final/",
         f"run directory: {tmp_path}/run (new)",
         "job: pretrain, 2 nodes of 4 GPUs, 4 processes; strategy fsdp2 from "
         "accelerate_configs/fsdp2.yaml",
@@ -111,6 +113,25 @@ def test_every_kind_of_save_is_said(report):
     assert "10 in all, in the background; the newest 3" in text
     assert "pace: a step and two saves together must fit into the 300 s" in text
     assert "saves: none" in said(report(save_strategy="no", save_steps=None))
+
+
+def test_the_storage_that_checkpoints_take_is_said(report):
+    assert ", 3 at once (2 stay while" in said(report(save_total_limit=2))
+    assert ", 10 at once (9 stay while the last one is written): about 10.0 GiB" in said(
+        report(save_total_limit="null")
+    )
+    assert "about 1.0 GiB, 1 at most: about 1.0 GiB" in said(report(total_steps=50))
+    settings = {"eval_data": "a=x", "eval_strategy": "steps", "eval_steps": 10}
+    settings |= {"metric_for_best_model": "eval_a_loss", "save_best": "true"}
+    assert "one more where the best is none of the newest: about" in said(report(**settings))
+
+
+def test_the_rhythm_says_what_is_ahead():
+    saves = Saves(100, 0, False, False, 3)
+    assert [saves.scheduled(250, since) for since in (0, 99, 100, 200, 249, 250)] == [
+        3, 3, 2, 1, 1, 0,
+    ]  # fmt: skip
+    assert Saves(None, 0, False, False, 3).scheduled(250) == 0
 
 
 def test_without_a_request_nothing_is_said_about_a_job(report):

@@ -12,12 +12,19 @@ import pytest
 from utils.cluster import decisions
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.planning.job_checks import Saves
 from utils.runs import preflight
 from utils.runs.preflight import check_storage
+from utils.runs.storage_room import StorageNeeds
 
 
 def facts(rank: int = 0, hosts: tuple[str, ...] = ("n1",)) -> LaunchFacts:
     return LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
+
+
+def needs(checkpoint_bytes: int, ranks: int = 1) -> StorageNeeds:
+    """Those of a run that saves once: see test_storage_room.py for all others."""
+    return StorageNeeds(checkpoint_bytes, ranks, Saves(10, 0, False, False, 3), 10)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +67,9 @@ class Ranks:
             self.rank.number = rank
             try:
                 place = self.seen.get(rank, output_dir)
-                check_storage(place, checkpoint_bytes, facts(rank, self.hosts))
+                check_storage(
+                    place, needs(checkpoint_bytes, len(self.hosts)), facts(rank, self.hosts)
+                )
             except ConfigurationError as error:
                 self.errors[rank] = error
 
@@ -87,10 +96,10 @@ def ranks(monkeypatch) -> Callable[..., Ranks]:
 def test_one_line_says_what_was_found_and_nothing_stays(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = tmp_path / "runs" / "x"
-    check_storage(run, 5 * 2**20, facts())
+    check_storage(run, needs(5 * 2**20), facts())
     [line] = caplog.messages
     assert line.startswith(f"preflight: 1 host, 1 rank, {run} on n1 can be written to, ")
-    assert line.endswith("GiB free (2 checkpoints of this run take about 10.0 MiB)")
+    assert line.endswith("GiB free (the next checkpoint of this run takes about 6.0 MiB)")
     assert list(run.iterdir()) == []
 
 
@@ -136,42 +145,10 @@ def test_too_little_room_is_refused_with_the_figures(tmp_path, ranks):
     two.run(tmp_path / "x", checkpoint_bytes=2**60)
     error = two.the_error()
     assert isinstance(error, StorageError)
-    with pytest.raises(StorageError, match=r"n1: .*/x has [\d.,]+ GiB free, but 2 checkpoints .* "
-                       r"take about 2,147,483,648.0 GiB: make room"):  # fmt: skip
+    with pytest.raises(StorageError, match=r"n1: .*/x has [\d.,]+ GiB free, but the next .* "
+                       r"takes about 1,073,741,824.0 GiB: .* are missing. Make room"):  # fmt: skip
         raise error
     assert not (tmp_path / "x").exists()
-
-
-def test_checkpoints_that_are_there_need_no_room_again(small_disk, monkeypatch):
-    monkeypatch.setattr(preflight, "FILES", 1)
-    run = small_disk / "x"
-    (run / "checkpoint-1").mkdir(parents=True)
-    check_storage(run, 50_000, facts())
-    (run / "checkpoint-1").rmdir()
-    with pytest.raises(StorageError, match="2 checkpoints of this run take about"):
-        check_storage(run, 50_000, facts())
-    for step in range(3):
-        (run / f"checkpoint-{step}").mkdir(parents=True)
-    with pytest.raises(StorageError, match="1 checkpoint of this run takes about"):
-        check_storage(run, 70_000, facts())
-    assert len(list(run.iterdir())) == 3
-
-
-def test_too_few_inodes_are_refused_with_the_figures(small_disk, monkeypatch):
-    monkeypatch.setattr(preflight, "FILES", 3)
-    check_storage(small_disk / "x", 1, facts())
-    monkeypatch.setattr(preflight, "FILES", 30)
-    with pytest.raises(
-        StorageError, match=r"n1: .* has 1\d inodes \(files\) free, but .* 68: make"
-    ):
-        check_storage(small_disk / "x", 1, facts())
-
-
-def test_a_file_system_without_a_count_of_inodes_has_enough(tmp_path, monkeypatch):
-    real = os.statvfs(tmp_path)
-    uncounted = os.statvfs_result((*real[:5], 0, 0, 0, *real[8:]))
-    monkeypatch.setattr(preflight.os, "statvfs", lambda _: uncounted)
-    check_storage(tmp_path / "x", 1, facts())
 
 
 def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk, monkeypatch):
@@ -179,7 +156,7 @@ def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk
     plenty = os.statvfs("/")
     monkeypatch.setattr(preflight.os, "statvfs", lambda _: plenty)
     with pytest.raises(StorageError, match=r"n1: .*cannot be written to \(No space left.*quota"):
-        check_storage(small_disk / "x", 2**20, facts())
+        check_storage(small_disk / "x", needs(2**20), facts())
     assert not (small_disk / "x").exists()
 
 
@@ -193,7 +170,7 @@ def test_a_directory_that_cannot_be_made_is_refused_on_all_ranks(ranks):
 def test_a_file_of_that_name_is_the_commands_fault(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(ConfigurationError, match="is a file: name a directory") as caught:
-        check_storage(tmp_path / "x", 1, facts())
+        check_storage(tmp_path / "x", needs(1), facts())
     assert caught.value.exit_code == 2
 
 
@@ -241,14 +218,14 @@ def test_storage_that_fails_in_any_way_is_said_on_all_ranks(tmp_path, ranks, mon
 def test_traces_of_a_start_that_was_killed_here_go(tmp_path):
     mark = tmp_path / ".stoker-preflight-0123"
     mark.touch()
-    check_storage(tmp_path, 1, facts())
+    check_storage(tmp_path, needs(1), facts())
     assert list(tmp_path.iterdir()) == [mark], "it may be another start's of this very moment"
     os.utime(mark, (0, 0))
-    check_storage(tmp_path, 1, facts())
+    check_storage(tmp_path, needs(1), facts())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_was_there_stays_after_a_refusal(tmp_path):
     with pytest.raises(StorageError):
-        check_storage(tmp_path, 2**60, facts())
+        check_storage(tmp_path, needs(2**60), facts())
     assert tmp_path.is_dir()

@@ -1,0 +1,216 @@
+"""A run on file systems of many sizes: it ends well, or with 74 and every checkpoint whole.
+
+With more room the same command goes on to the uninterrupted run's end, bit for bit. One that was
+killed inside a save goes on where it is, wherever the undisturbed run had room.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tiny
+from kernel_calls import Call, Ending, Starts, killing
+from kill_scenes import STEPS, Scene, committed
+
+from utils.checkpoints.directory import numbered_checkpoints
+from utils.checkpoints.files import MANIFEST
+from utils.checkpoints.room import RESERVE, taken_room
+from utils.config.errors import ExitCode
+
+pytestmark = pytest.mark.slow
+
+PLENTY_KIB, PLENTY_FILES = 65_536, 10_000
+AT_ONCE = 3  # checkpoints, with a limit of 2 as with one of 3
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The run on a disk with room for all, and what it takes there."""
+
+    scene: Callable[..., Scene]
+    checkpoint_kib: float
+    others_kib: float  # journal, provenance and the like
+
+    def size_kib(self, checkpoints: float) -> int:
+        """The size of a disk with room for so many checkpoints and all else."""
+        reserve = RESERVE.size_bytes / 1024
+        return max(16, int(checkpoints * self.checkpoint_kib + self.others_kib + reserve))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
+    """Six steps with a checkpoint after each, of which a limit of 2 keeps two."""
+    place = tmp_path_factory.mktemp("full_disks")
+    size = {"hidden_size": 64, "intermediate_size": 256}
+    model = tiny.make_model_config(place / "model.json", **size)
+    starts, whole = Starts(place), place / "whole"
+
+    def scene(keep: object = 2, **changes: object) -> Scene:
+        def argv(output_dir: Path) -> list[str]:
+            settings = {
+                "train_data": workspace / "documents",
+                "tokenizer_name_or_path": workspace / "tokenizer",
+                "model_config": model,
+                "output_dir": output_dir,
+                "max_steps": STEPS,
+                "save_steps": 1,
+                "save_total_limit": keep,
+            }
+            return tiny.flags(**(tiny.RUN | settings | changes))
+
+        options = {"one_thread": "async_save" not in changes}
+        return Scene(starts, "stoker", argv, None, whole, options)
+
+    ending = scene().start(whole)
+    assert ending.exit_code == ExitCode.DONE, ending.output
+    checkpoints = [directory for _, directory in numbered_checkpoints(whole)]
+    one, final, both = (
+        taken_room(paths).size_bytes / 1024
+        for paths in (checkpoints[:1], [whole / "final"], [whole])
+    )
+    # The finished model comes when what a save needs is free again.
+    return Undisturbed(scene, one, both - final - len(checkpoints) * one)
+
+
+def harmed(run: Path, ending: Ending) -> list[str]:
+    """What a start must not leave behind, whatever its disk: fewer than two, or parts."""
+    whole = committed(run)
+    named = [step for step, path in numbered_checkpoints(run) if (path / MANIFEST).exists()]
+    saved = sum(" committed (" in line for line in ending.output.splitlines())
+    wrong = []
+    if sorted(named) != whole:
+        wrong.append(f"of {named} only {whole} are whole")
+    if len(whole) < min(2, saved):
+        wrong.append(f"{saved} were committed, {whole} are left")
+    if ending.exit_code not in (ExitCode.DONE, ExitCode.STORAGE):
+        wrong.append(f"{ending.exit_code}: {ending.output[-2000:]}")
+    return wrong
+
+
+def tried(scene: Scene, disk) -> tuple[str, list[str]]:
+    """Start on a disk, and again when it is larger; how the first one ended, and what was wrong."""
+    run = disk.path / "run"
+    ending = scene.start(run)
+    wrong = harmed(run, ending)
+    if ending.exit_code == ExitCode.DONE:
+        return "ended well", wrong + scene.differences(run)
+    before = committed(run)
+    end = "ended with 74" if "preflight: " in ending.output else "refused with 74"
+    disk.resize(PLENTY_KIB, PLENTY_FILES)
+    again = scene.start(run)
+    if again.exit_code != ExitCode.DONE:
+        wrong.append(f"with more room {again.exit_code}: {again.output[-2000:]}")
+    elif before and f"resuming from {run}/checkpoint-{before[-1]}" not in again.output:
+        wrong.append(f"it did not resume from {before[-1]}")
+    else:
+        wrong += scene.differences(run)
+    return end, wrong
+
+
+def spread(least: float, most: float, count: int) -> list[float]:
+    return [least + (most - least) * place / (count - 1) for place in range(count)]
+
+
+# Settings, and room for how many checkpoints: a few, and many with `--exhaustive`.
+KINDS = {
+    "limit of 2": ({"keep": 2}, [2.9, 3.1], spread(-0.7, 4.5, 30)),
+    "limit of 3": ({"keep": 3}, [3.1], spread(-0.7, 4.5, 12)),
+    "no limit": ({"keep": "null"}, [4.5], spread(1.5, 7.3, 12)),
+    "limit of 2, in the background": (
+        {"keep": 2, "async_save": "true"}, [3.1], spread(-0.7, 4.5, 12),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_of_any_size_harms_nothing(kind, undisturbed, disks, exhaustive, figures):
+    settings, few, many = KINDS[kind]
+    scene = undisturbed.scene(**settings)
+    ends: Counter[str] = Counter()
+    wrong = []
+    for checkpoints in many if exhaustive else few:
+        end, problems = tried(scene, disks(undisturbed.size_kib(checkpoints), PLENTY_FILES))
+        ends[end] += 1
+        wrong += [f"room for {checkpoints:.2f}: {problem}" for problem in problems]
+        if kind.startswith("limit") and (end == "ended well") != (checkpoints > AT_ONCE):
+            wrong.append(f"room for {checkpoints:.2f}: {end}")
+    noted(figures, kind, ends, wrong)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("keep", [2, "null"])
+def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exhaustive, figures):
+    scene = undisturbed.scene(keep=keep)
+    ends: Counter[str] = Counter()
+    wrong = []
+    sampled = [90] if keep == "null" else []
+    for files in range(10, 170, 10) if exhaustive else sampled:
+        end, problems = tried(scene, disks(PLENTY_KIB, files))
+        ends[end] += 1
+        wrong += [f"{files} inodes: {problem}" for problem in problems]
+    noted(figures, f"few inodes, {'no limit' if keep == 'null' else 'limit of 2'}", ends, wrong)
+    assert not wrong, "\n".join(wrong)
+    if exhaustive:
+        assert set(ends) >= {"ended well", "refused with 74"}
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_run_goes_on_if_its_oldest_checkpoint_may_make_room(keep, undisturbed, disks, figures):
+    """Half a checkpoint is free: with a limit of 3 the oldest one goes, with 2 none may."""
+    scene = undisturbed.scene(keep=keep)
+    disk = disks(PLENTY_KIB, PLENTY_FILES)
+    run = disk.path / "run"
+    killed = scene.starts.run("stoker", scene.argv(run), die_at=keep)
+    whole = list(range(1, keep + 1))
+    assert (killed.exit_code, committed(run)) == (-9, whole), killed.output
+    free_kib = undisturbed.checkpoint_kib / 2 + RESERVE.size_bytes / 1024
+    status = os.statvfs(run)
+    used_kib = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
+    disk.resize(used_kib + int(free_kib), PLENTY_FILES)
+    end, wrong = tried(scene, disk)
+    noted(figures, f"resumed beside half a checkpoint, limit of {keep}", Counter([end]), wrong)
+    assert not wrong, "\n".join(wrong)
+    assert end == ("ended well" if keep == 3 else "refused with 74")
+
+
+# The first checkpoint, one that is written beside two, and their deletions.
+KILLS = [
+    Call("fsync", "checkpoint-1/model.safetensors", 1, 0),
+    Call("mkdir", "checkpoint-3", 1, 0),
+    Call("fsync", "checkpoint-3/model.safetensors", 1, 0),
+    Call("rename", "checkpoint-4/.manifest.json.draft", 1, 0),
+    Call("fsync", "checkpoint-5/optimizer.pt", 1, 0),
+]
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_run_killed_in_a_save_goes_on_on_the_same_disk(
+    keep, undisturbed, disks, exhaustive, figures
+):
+    scene = undisturbed.scene(keep=keep)
+    ends: Counter[str] = Counter()
+    wrong = []
+    for checkpoints in spread(3.1, 3.9, 6) if exhaustive else [3.1]:
+        for call in KILLS if exhaustive else KILLS[-1:]:
+            disk = disks(undisturbed.size_kib(checkpoints), PLENTY_FILES)
+            run = disk.path / "run"
+            killed = scene.start(run, killing(call, run))
+            assert killed.exit_code == -9, killed.output
+            problems = [line for line in harmed(run, killed) if not line.startswith("-9")]
+            again = scene.start(run)
+            if again.exit_code == ExitCode.DONE:
+                problems += scene.differences(run)
+            else:
+                problems.append(f"{again.exit_code} {again.output[-2000:]}")
+            ends["failed" if problems else "went on by itself"] += 1
+            wrong += [f"{call}, room for {checkpoints:.2f}: {problem}" for problem in problems]
+    noted(figures, f"killed in a save, limit of {keep}", ends, wrong)
+    assert not wrong, "\n".join(wrong)
+
+
+def noted(figures, kind: str, ends: Counter[str], wrong: list[str]) -> None:
+    if ends:
+        figures("full_disks")[kind] = {"disks": ends.total(), **ends, "wrong": len(wrong)}
