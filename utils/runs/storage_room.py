@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.checkpoints.directory import committed_checkpoints, uncommitted_checkpoints
+from utils.checkpoints.manifest import Manifest
 from utils.checkpoints.room import (
     RESERVE,
     Room,
@@ -77,8 +78,7 @@ def check_room(output_dir: Path, needs: StorageNeeds) -> str:
         has, takes, missing = shortage(free, freed, needed)
         raise StorageError(
             f"{host_name()}: {output_dir} has {has}, but {wanted} {takes}{_why(needs, demand)}: "
-            f"{missing} are missing. Make room there (see also your quota), or name an "
-            "--output_dir with more of it."
+            f"{missing} are missing. Make room there (see also your quota), {_else(newest)}."
         )
     later = one.times(demand.later) + RESERVE
     if demand.later > demand.now and not (free + freed).holds(later):
@@ -106,6 +106,12 @@ def _wanted(count: int) -> str:
     if count == 1:
         return "the next checkpoint of this run takes about"
     return f"{count} checkpoints of this run take about"
+
+
+def _else(newest: Manifest | None) -> str:
+    if newest is None:
+        return "or name an --output_dir with more of it"
+    return "then start the same command again: it goes on, and no checkpoint was touched"
 
 
 def _why(needs: StorageNeeds, demand: _Demand) -> str:

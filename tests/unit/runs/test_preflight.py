@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from utils.checkpoints.room import Room
+from utils.checkpoints.run_record import PROVENANCE
 from utils.cluster import decisions
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
 from utils.planning.job_checks import Saves
-from utils.runs import preflight
+from utils.runs import preflight, storage_room
 from utils.runs.preflight import check_storage
 from utils.runs.storage_room import StorageNeeds
 
@@ -158,6 +160,18 @@ def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk
     with pytest.raises(StorageError, match=r"n1: .*cannot be written to \(No space left.*quota"):
         check_storage(small_disk / "x", needs(2**20), facts())
     assert not (small_disk / "x").exists()
+
+
+def test_a_disk_that_will_have_room_is_tried_with_what_fits_now(small_disk, monkeypatch):
+    """The part of a killed save goes when the next one needs its room, not before."""
+    monkeypatch.setattr(storage_room, "RESERVE", Room(0, 0))
+    monkeypatch.setattr(storage_room, "estimated_room", lambda size_bytes, _: Room(size_bytes, 1))
+    (small_disk / PROVENANCE).write_text('{"run_id": "x", "starts": []}')
+    part = small_disk / "checkpoint-10"
+    part.mkdir()
+    (part / "weights").write_bytes(bytes(40_000))
+    check_storage(small_disk, needs(50_000), facts())
+    assert {path.name for path in small_disk.iterdir()} == {PROVENANCE, part.name}
 
 
 def test_a_directory_that_cannot_be_made_is_refused_on_all_ranks(ranks):
