@@ -53,16 +53,15 @@ def set_aside(directory: Path, prefix: str) -> Path:
     """Rename a directory so that nothing takes it for a checkpoint; return its new name.
 
     One of the same name that was set aside before is kept if it was damaged, and goes if it was
-    incomplete, for then nothing can be had from it.
+    incomplete, for then nothing can be had from it. What cannot go keeps its name.
     """
     target = directory.with_name(prefix + directory.name)
     if prefix == INCOMPLETE:
-        delete(target)
-    else:
-        number = 1
-        while target.exists():
-            number += 1
-            target = directory.with_name(f"{prefix}{number}.{directory.name}")
+        delete_if_possible(target)
+    number = 1
+    while target.exists():
+        number += 1
+        target = directory.with_name(f"{prefix}{number}.{directory.name}")
     directory.rename(target)
     flush(directory.parent)
     return target
@@ -79,6 +78,14 @@ def delete(directory: Path) -> None:
         directory.rename(doomed)
         flush(directory.parent)
     shutil.rmtree(doomed)
+
+
+def delete_if_possible(directory: Path) -> None:
+    """Delete a directory that nobody needs; where that fails say so: it is in nobody's way."""
+    try:
+        delete(directory)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", directory, error)
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> Sequence[Path]:

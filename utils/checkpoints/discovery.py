@@ -11,7 +11,7 @@ from utils.checkpoints.directory import (
     DELETING,
     INCOMPLETE,
     RESHARDED,
-    delete,
+    delete_if_possible,
     leftovers,
     numbered_checkpoints,
     set_aside,
@@ -42,12 +42,13 @@ def resume_point(output_dir: Path, run_id: str) -> Path | None:
     """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
 
     Every file is read and compared with the manifest. What was not committed is set aside under
-    incomplete., what is not as it was committed under damaged., both aloud. Rank 0 alone calls it.
+    incomplete., what is not as it was committed under damaged., both aloud. A leftover that cannot
+    be deleted is said aloud, too, and no reason to stop. Rank 0 alone calls it.
     Raises StorageError, with nothing moved, when all committed ones are damaged: to start at step 0
     again is a person's to decide. Raises ConfigurationError for a checkpoint of another run.
     """
     for directory in leftovers(output_dir, DELETING, RESHARDED):
-        delete(directory)
+        delete_if_possible(directory)
     search = _search(output_dir, lambda path, step: _timed_problems(path, step, run_id))
     for directory in search.uncommitted:
         logger.warning(

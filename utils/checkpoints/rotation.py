@@ -11,7 +11,7 @@ from utils.checkpoints.directory import (
     INCOMPLETE,
     RESHARDED,
     committed_checkpoints,
-    delete,
+    delete_if_possible,
     leftovers,
 )
 from utils.checkpoints.manifest import Manifest
@@ -44,10 +44,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None, best: Path | None) -
     """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep, best)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
-        try:
-            delete(directory)
-        except OSError as error:
-            logger.warning("%s could not be deleted: %s", directory, error)
+        delete_if_possible(directory)
 
 
 def make_room(
@@ -72,7 +69,7 @@ def make_room(
         raise StorageError(_no_room(output_dir, shortage(free, freed, needed), staying))
     for directory in doomed:
         logger.warning("%s is deleted before the save: its room is needed", directory)
-        delete(directory)
+        delete_if_possible(directory)  # what is missing then the save will say
 
 
 def _no_room(output_dir: Path, words: tuple[str, str, str], staying: int) -> str:

@@ -1,7 +1,12 @@
+import errno
+import shutil
+from pathlib import Path
+
 import pytest
 from made import commit, names, write_files
 
 from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.rotation import rotate
 from utils.config.errors import ConfigurationError, StorageError
 
 RUN = "run-1"
@@ -92,6 +97,45 @@ def test_what_a_killed_start_was_deleting_or_resharding_goes(prefix, tmp_path):
     write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
     assert names(tmp_path) == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("prefix", ["deleting.", "resharded."])
+def test_a_leftover_that_cannot_be_deleted_ends_no_start(prefix, tmp_path, monkeypatch, caplog):
+    commit(tmp_path, 4)
+    write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    for _ in range(2):
+        caplog.clear()
+        assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
+        assert "checkpoint-2 could not be deleted: [Errno 5] Input/output error" in caplog.text
+
+
+@pytest.mark.parametrize("refused", ["rmtree", "rename"])
+def test_nor_does_an_incomplete_one_in_the_way_of_another(refused, tmp_path, monkeypatch, caplog):
+    """Both stay, under names that the next rotation knows."""
+    commit(tmp_path, 4)
+    write_files(tmp_path, 6).rename(tmp_path / "incomplete.checkpoint-6")
+    write_files(tmp_path, 6)
+    rename = Path.rename
+    if refused == "rmtree":
+        monkeypatch.setattr(shutil, "rmtree", refuse)
+    else:
+        monkeypatch.setattr(
+            Path,
+            "rename",
+            lambda path, to: (refuse if "deleting." in to.name else rename)(path, to),
+        )
+    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
+    assert "incomplete.checkpoint-6 could not be deleted: [Errno 5]" in caplog.text
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 3
+    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
+    rotate(tmp_path, RUN, None, None)
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
+def refuse(*_args, **_options):
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_names_that_only_look_alike_are_left_alone(tmp_path):
