@@ -2,7 +2,8 @@
 
 strace stops a process at the entry of its n-th call of a kind and kills it there, or lets the call
 fail. A recording says which calls change something below a directory. Only the main thread is
-looked at: killed_child.py lets it do all of the writing, and `other_threads_change` proves that.
+looked at, which killed_child.py lets do all of the writing (`other_threads_change` proves that), or
+with -f every thread: strace counts the calls of each by itself.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import killed_child
-from launching import free_port
+import yaml
+from launching import CONFIGS, CPU_ENVIRONMENT, STRATEGIES, free_port
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
+FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
 START_LIMIT_S = 120
 
 # All calls that change files, or bring them to stable storage.
@@ -39,17 +41,20 @@ _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
 class Call:
     """A call that changes something below a directory.
 
-    `file` is where, relative to it; `occurrence` counts the calls of this name there. `number`
-    counts all calls of this name, for files whose names nobody knows beforehand.
+    `file` is where, relative to it; `occurrence` counts its thread's calls of this name there.
+    `number` counts all of them, for files whose names nobody knows beforehand. `aside`: made by
+    another thread than the first.
     """
 
     name: str
     file: str
     occurrence: int
     number: int
+    aside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.file or '.'} #{self.occurrence}"
+        aside = " aside" if self.aside else ""
+        return f"{self.name} {self.file or '.'} #{self.occurrence}{aside}"
 
     def selected(self, directory: Path) -> tuple[str, ...]:
         """The flags of strace that select this call's file, if it has a name of its own."""
@@ -66,6 +71,7 @@ class Ending:
     exit_code: int
     output: str
     trace: str = ""
+    pid: int = 0
 
 
 class Starts:
@@ -134,7 +140,7 @@ class Child:
         self.process.start()
         theirs.close()
         self.signal.recv()  # or calls would be counted that have nothing to do with the program
-        self.ending = Ending(0, "")
+        self.ending = Ending(0, "", pid=self.pid)
 
     @property
     def pid(self) -> int:
@@ -167,7 +173,7 @@ class Child:
             self.trace.unlink()
         output = self.output.read_text(errors="replace")
         self.output.unlink()
-        self.ending = Ending(self.process.exitcode, output, written)
+        self.ending = Ending(self.process.exitcode, output, written, self.pid)
         self.process.close()
 
 
@@ -188,48 +194,62 @@ def _injecting(call: Call, directory: Path, what: str) -> list[str]:
 
 def changes_below(directory: Path, trace: str) -> list[Call]:
     """The calls of a recording that changed something below a directory, in their order."""
-    numbers: dict[str, int] = {}
-    occurrences: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
+    occurrences: dict[tuple[str, str, str], int] = {}
     found = []
-    for name, arguments in _calls(trace):
-        numbers[name] = numbers.get(name, 0) + 1
+    main = None
+    for thread, name, arguments in _calls(trace):
+        main = main or thread
+        numbers[thread, name] = numbers.get((thread, name), 0) + 1
         file = _file(arguments, directory)
         if file is None:
             continue
         # Every call counts, as it does for strace; those that change nothing are left out.
-        occurrences[name, file] = occurrences.get((name, file), 0) + 1
+        at = (thread, name, file)
+        occurrences[at] = occurrences.get(at, 0) + 1
         if _changes(name, arguments):
-            found.append(Call(name, file, occurrences[name, file], numbers[name]))
+            number = numbers[thread, name]
+            found.append(Call(name, file, occurrences[at], number, aside=thread != main))
     return found
 
 
-def hit(call: Call, directory: Path, trace: str) -> bool:
-    """Whether the process entered this very call last."""
-    made = list(_calls(trace))
+def hit(call: Call, directory: Path, ending: Ending, *, failed: bool = False) -> bool:
+    """Whether this very call is the last one that a start entered, or the last that failed."""
+    made = [made for made in _calls(ending.trace) if not failed or "(INJECTED)" in made[2]]
     if not made:
         return False
-    name, arguments = made[-1]
-    return (name, _file(arguments, directory)) == (call.name, call.file)
+    thread, name, arguments = made[-1]
+    aside = thread not in ("", str(ending.pid))
+    return (name, _file(arguments, directory), aside) == (call.name, call.file, call.aside)
 
 
-def other_threads_change(directory: Path, trace: str) -> list[str]:
+def other_threads_change(directory: Path, ending: Ending) -> list[str]:
     """The lines of a recording of all threads in which another than the main one changes files."""
-    lines = [line for line in trace.splitlines() if _LINE.match(line)]
-    main = lines[0].split()[0]
     return [
         line
-        for line in lines
-        if line.split()[0] != main
+        for line in ending.trace.splitlines()
+        if _LINE.match(line)
+        and line.split()[0] != str(ending.pid)
         and str(directory) in line
         and _changes(*_LINE.match(line).groups()[1:])
     ]
 
 
-def _calls(trace: str) -> Iterator[tuple[str, str]]:
-    for line in trace.splitlines():
+def _calls(trace: str) -> Iterator[tuple[str, str, str]]:
+    """Thread (empty in a recording of one), name and arguments of each call, by its beginning."""
+    lines = trace.splitlines()
+    ends: dict[int, str] = {}
+    begun: dict[str, int] = {}
+    for place, line in enumerate(lines):
+        thread, _, rest = line.partition(" ")
+        if line.endswith("<unfinished ...>"):
+            begun[thread] = place
+        elif rest.lstrip().startswith("<... ") and thread in begun:
+            ends[begun.pop(thread)] = rest
+    for place, line in enumerate(lines):
         match = _LINE.match(line)
         if match:
-            yield match[2], match[3]
+            yield match[1] or "", match[2], match[3] + ends.get(place, "")
 
 
 def _changes(name: str, arguments: str) -> bool:
@@ -277,6 +297,16 @@ def events(trace: str) -> list[Event]:
         if not re.search(r"= -1 E", arguments):
             found.append(Event(name, arguments, began, place))
     return found
+
+
+def fsdp2_environment() -> Mapping[str, str]:
+    """What accelerate's launcher makes of accelerate_configs/fsdp2.yaml."""
+    config = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())["fsdp_config"]
+    settings = {
+        name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in config.items()
+    }
+    return {**CPU_ENVIRONMENT["fsdp2"], "ACCELERATE_USE_FSDP": "true", **settings}
 
 
 def launched_environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:

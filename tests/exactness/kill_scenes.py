@@ -14,11 +14,11 @@ from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing
 
 from utils.checkpoints.directory import numbered_checkpoints
 from utils.checkpoints.discovery import checkpoint_problems
+from utils.checkpoints.files import list_files
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
-LAST = f"checkpoint-{STEPS}"
-# Of the last checkpoint; its trainer_state.json and manifest.json hold times.
-EXACT = ("model.safetensors", "optimizer.pt", "scheduler.pt")
+# Of a checkpoint: they hold times, random names and the path of the run.
+INEXACT = {"trainer_state.json", "manifest.json", ".metadata", "training_args.bin"}
 ATTEMPTS = 8
 
 
@@ -27,7 +27,7 @@ class Scene:
     """A start to be disturbed: from `prepared` (None: from nothing) to the end of `whole`.
 
     `argv` makes the command line of a run directory. `first_only`: only the calls before the first
-    checkpoint is begun. Of two ranks one is disturbed.
+    checkpoint is begun. Of two ranks one is disturbed. `threads`: the calls of all threads count.
     """
 
     starts: Starts
@@ -38,6 +38,10 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)
     first_only: bool = False
     rank: int | None = None  # of two, the one that is disturbed; None: there is one
+    environment: dict[str, str] = field(default_factory=dict)  # of ranks
+    steps: int = STEPS
+    makes_room: bool = False
+    threads: bool = False
     recorded: dict[str, int] = field(default_factory=dict)  # the calls' numbers
 
     def fresh(self, directory: Path) -> Path:
@@ -48,11 +52,12 @@ class Scene:
         return directory
 
     def start(self, directory: Path, strace: Iterable[str] | None = None) -> Ending:
-        flags = None if strace is None else list(strace)
+        flags = None if strace is None else [*(["-f"] if self.threads else []), *strace]
         argv = self.argv(directory)
         if self.rank is None:
             return self.starts.run(self.program, argv, strace=flags, **self.options)
-        with self.starts.ranks(argv, {self.rank: flags} if flags else {}, **self.options) as ranks:
+        traced = {self.rank: flags} if flags else {}
+        with self.starts.ranks(argv, traced, self.environment, **self.options) as ranks:
             pass
         disturbed = ranks[self.rank].ending
         if not flags:  # the log is rank 0's
@@ -76,7 +81,7 @@ class Scene:
         """Kill the start where it enters a call; what it left is in the directory."""
 
         def struck(ending: Ending) -> bool:
-            return ending.exit_code == -9 and hit(call, directory, ending.trace)
+            return ending.exit_code == -9 and hit(call, directory, ending)
 
         return self._aimed(call, directory, killing, struck)
 
@@ -84,8 +89,7 @@ class Scene:
         """Let a call of the start fail."""
 
         def struck(ending: Ending) -> bool:
-            injected = [line for line in ending.trace.splitlines() if "(INJECTED)" in line]
-            return bool(injected) and hit(call, directory, injected[-1])
+            return hit(call, directory, ending, failed=True)
 
         return self._aimed(call, directory, lambda *at: failing(*at, error), struck)
 
@@ -124,11 +128,55 @@ class Scene:
 
     def differences(self, directory: Path) -> list[str]:
         """In which files the end of a run differs from the undisturbed one's."""
-        files = [f"{LAST}/{name}" for name in EXACT] + ["final/model.safetensors"]
-        found = [name for name in files if digest(directory / name) != digest(self.whole / name)]
+        last = f"checkpoint-{self.steps}"
+        files = exact_files(directory / last) | exact_files(self.whole / last)
+        names = [*(f"{last}/{name}" for name in sorted(files)), "final/model.safetensors"]
+        found = [name for name in names if digest(directory / name) != digest(self.whole / name)]
         if self.program == "stoker" and tiny.losses(directory) != tiny.losses(self.whole):
             found.append("metrics.jsonl")
         return found
+
+    def losses_of_checkpoints(self, directory: Path) -> list[str]:
+        """Which committed checkpoints are gone, or not as they were, but by rotation."""
+        before = committed(self.prepared) if self.prepared else []
+        left = committed(directory)
+        saves = (
+            [] if self.first_only else range(before[-1] + SAVE_STEPS, self.steps + 1, SAVE_STEPS)
+        )
+        lawful = lawful_states(before, saves, KEPT, self.makes_room)
+        wrong = [] if left in lawful else [f"of {before} there are {left}"]
+        for step in set(before) & set(left):
+            name = f"checkpoint-{step}/manifest.json"
+            if digest(directory / name) != digest(self.prepared / name):
+                wrong.append(f"{name} is another")
+        return wrong
+
+
+def lawful_states(
+    before: Iterable[int], saves: Iterable[int], kept: int, makes_room: bool
+) -> list[list[int]]:
+    """Which committed checkpoints may be there at any moment, each a list of steps.
+
+    Every save adds one, and after it the oldest goes where there are more than `kept`; where there
+    is no room for it that one goes before.
+    """
+    states = [list(before)]
+
+    def delete_beyond(most: int) -> None:
+        while len(states[-1]) > most:
+            states.append(states[-1][1:])
+
+    for step in saves:
+        if makes_room:
+            delete_beyond(kept - 1)
+        states.append([*states[-1], step])
+        delete_beyond(kept)
+    return states
+
+
+def exact_files(checkpoint: Path) -> set[str]:
+    """The files of a checkpoint that each run of the same settings writes alike, bit for bit."""
+    return {name for name in list_files(checkpoint) if Path(name).name not in INEXACT}
 
 
 def digest(path: Path) -> str | None:

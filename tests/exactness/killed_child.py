@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 import traceback
+import types
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import accelerate.state
 import torch
 import transformers
 import trl  # noqa: F401 - imported once, for all children
@@ -31,8 +33,11 @@ import utils.runs.reporting
 import utils.runs.startup
 import utils.training.pretrain_trainer
 from utils.callbacks.stop import StopWatch
-from utils.cluster import run_lock
+from utils.checkpoints import background, rotation, staging
+from utils.cluster import lock_owner, run_lock
 from utils.cluster.script import run_script
+
+HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
 
 torch.set_num_threads(1)
 for name in ("deepspeed", "wandb"):  # accelerate and transformers look for them on the way
@@ -53,6 +58,27 @@ class InOneThread(concurrent.futures.Executor):
         except Exception as error:
             done.set_exception(error)
         return done
+
+
+class OneWriter:
+    """A thread in all but name: what is started goes to one thread, one after the other.
+
+    Its calls are counted from the first save to the last.
+    """
+
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def __init__(self, target, args, **_options):
+        self.work, self.done = (target, *args), None
+
+    def start(self):
+        self.done = self.pool.submit(*self.work)
+
+    def is_alive(self):
+        return not self.done.done()
+
+    def join(self):
+        self.done.result()
 
 
 def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
@@ -79,12 +105,23 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
 def stoker(argv: list[str], options: dict) -> int:
     """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins.
 
+    `staged_within`: what is written in the background is staged in the run directory's folder of
+    that name, always the same. `quota_bytes` is all that fits into the run directory. `host` is the
+    name of the machine that it takes itself to be on.
+
     STOKER_TEST_COPY in the environment: trouble in the background, see troubled_copies.py.
     """
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
+    if "host" in options:
+        pretend_host(options["host"])
     utils.runs.preflight.call_within = lambda _limit_s, action: action()
     if options.get("one_thread", True):
         utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
+    run = Path(argv[argv.index("--output_dir") + 1])
+    if "staged_within" in options:
+        stage_within(run / options["staged_within"])
+    if "quota_bytes" in options:
+        rotation._free_bytes = lambda _: options["quota_bytes"] - rotation._size_bytes(run)
     begin = StopWatch.on_step_begin
 
     def disturbed(watch, args, state, control, **kwargs):
@@ -94,9 +131,34 @@ def stoker(argv: list[str], options: dict) -> int:
         begin(watch, args, state, control, **kwargs)
 
     StopWatch.on_step_begin = disturbed
+    if os.environ.get("STOKER_TEST_CPU_STRATEGY") == "fsdp2":
+        from sitecustomize import allow_fsdp2
+
+        allow_fsdp2(accelerate.state)
     if "STOKER_TEST_COPY" in os.environ:
         trouble_copies()
     return run_script(lambda: pretrain.main(argv))
+
+
+def pretend_host(name: str) -> None:
+    """Be on another machine, as far as locks can tell, with a heartbeat that others see."""
+    os.environ["SLURMD_NODENAME"] = name
+    lock_owner._machine = lambda: f"a boot of {name}"
+    run_lock.BEAT_S, run_lock.WATCH_S = 0.1, HOST_WATCH_S
+
+
+def stage_within(memory: Path) -> None:
+    """Stage checkpoints here, under one name, and write them in one thread."""
+
+    def make_directory(prefix: str, dir: Path) -> str:
+        directory = Path(dir) / f"{staging.PREFIX}here"
+        directory.mkdir()
+        return str(directory)
+
+    memory.mkdir(exist_ok=True)
+    staging.MEMORY = memory
+    staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
+    background.threading = types.SimpleNamespace(Thread=OneWriter)
 
 
 class _NumberedRows(torch.utils.data.Dataset):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 from kernel_calls import Child, Starts
+from killed_child import HOST_WATCH_S
 
 from utils.cluster.lock_owner import Owner
 from utils.config.errors import ExitCode
@@ -35,13 +36,70 @@ def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path, figures
     assert trains.ending.exit_code == ExitCode.DONE, trains.ending.output
     assert f"{run}: its last owner is gone (process" in trains.ending.output
     assert f"resuming from {run}/checkpoint-3" in trains.ending.output
+    is_the_whole_run(run, whole, starts, pretraining)
+    assert len(tiny.starts(run)) == 2, "refused starts are none"
+    # `two_at_once` and the lines above have seen to each of these.
+    figures(FIGURES)["stoker"] = {"pairs": 2, "second_refused": 2, "both_wrote": 0}
+
+
+def test_of_two_starts_on_two_hosts_one_trains(starts, pretraining, tmp_path, figures):
+    """As above, where no host can look at the other's processes and only the heartbeat tells."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with two_at_once(starts, pretraining(run), "n8", "n9") as trains:
+        wait_for(run / "checkpoint-3" / "manifest.json")
+        os.kill(trains.pid, signal.SIGKILL)
+    # Neither is on the host of the killed one: both watch for a heartbeat that does not come.
+    with two_at_once(starts, pretraining(run), "n6", "n7") as trains:
+        pass
+    assert trains.ending.exit_code == ExitCode.DONE, trains.ending.output
+    assert f"resuming from {run}/checkpoint-3" in trains.ending.output
+    is_the_whole_run(run, whole, starts, pretraining)
+    assert len(tiny.starts(run)) == 2, "refused starts are none"
+    figures(FIGURES)["stoker on two hosts"] = {"pairs": 2, "second_refused": 2, "both_wrote": 0}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
+    end, starts, pretraining, tmp_path, figures
+):
+    """Its process was killed; or suspended for so long that another job has ended the run."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    argv = pretraining(run)
+    with starts.running("stoker", argv, step_delay_s=0.7, host="n8") as owner:
+        wait_for(run / "checkpoint-3" / "manifest.json")
+        os.kill(owner.pid, end)
+        named = f"process {owner.pid} on n8"
+        began = time.monotonic()
+        taken = starts.run("stoker", argv, host="n9")
+        took_s = time.monotonic() - began
+        before = contents(run)
+        if end == signal.SIGSTOP:
+            os.kill(owner.pid, signal.SIGCONT)
+    assert taken.exit_code == ExitCode.DONE, taken.output
+    assert f"the run directory belongs to {named}" in taken.output
+    assert f"{run}: its last owner is gone ({named}" in taken.output
+    assert f"resuming from {run}/checkpoint-3" in taken.output
+    assert took_s > HOST_WATCH_S
+    if end == signal.SIGSTOP:
+        assert owner.ending.exit_code == ExitCode.REFUSED, owner.ending.output
+        assert f"{run} was taken over by process" in owner.ending.output
+        assert not {path for path in contents(run) - before if "checkpoint" in path[0]}
+    is_the_whole_run(run, whole, starts, pretraining)
+    row = figures(FIGURES).setdefault("stale lock of another host", {"pairs": 0})
+    row |= {"pairs": row["pairs"] + 1, "taken_over_after_s": round(HOST_WATCH_S), "both_wrote": 0}
+
+
+def is_the_whole_run(run: Path, whole: Path, starts: Starts, pretraining) -> None:
     assert starts.run("stoker", pretraining(whole)).exit_code == ExitCode.DONE
     assert tiny.losses(run) == tiny.losses(whole)
     weights = "final/model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-    assert len(tiny.starts(run)) == 2, "refused starts are none"
-    # `two_at_once` and the lines above have seen to each of these.
-    figures(FIGURES)["stoker"] = {"pairs": 2, "second_refused": 2, "both_wrote": 0}
+
+
+def contents(run: Path) -> set[tuple[str, int]]:
+    """Each file with the time of its last change."""
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in files}
 
 
 def test_plain_trainer_lets_both_train(starts, workspace, tmp_path, figures):
@@ -61,15 +119,20 @@ def test_plain_trainer_lets_both_train(starts, workspace, tmp_path, figures):
 
 
 @contextlib.contextmanager
-def two_at_once(starts: Starts, argv: list[str]):
+def two_at_once(starts: Starts, argv: list[str], *hosts: str):
     """The start that trains, once the other one was refused because of it."""
     run = argv[argv.index("--output_dir") + 1]
+    places = [{"host": host} for host in hosts] or [{}, {}]
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7)) for _ in "ab"]
+        both = [
+            stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7, **place))
+            for place in places
+        ]
         refused = first_to_end(both)
         (trains,) = (child for child in both if child is not refused)
         said = refused.output.read_text()
-        assert f"{run} is in use by process {trains.pid} on " in said
+        host = hosts[both.index(trains)] if hosts else ""
+        assert f"{run} is in use by process {trains.pid} on {host}" in said
         assert "Traceback" not in said
         assert trains.process.is_alive()
         yield trains

@@ -24,6 +24,7 @@ from utils.callbacks.lines import readable_line
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.time_left import TimeLeft
 from utils.checkpoints.store import Checkpoints
+from utils.cluster.run_lock import known_loss
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,9 @@ class Journal(TrainerCallback):
             self.file = None
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        """Append a line, unless the journal is another job's by now (the lock said so aloud)."""
+        if known_loss(self.path.parent) is not None:
+            return
         text = json.dumps(valid_json({**line, "time": round(time.time(), 3)}), allow_nan=False)
         if self.file is None:  # an evaluation outside of training
             self.path.parent.mkdir(parents=True, exist_ok=True)

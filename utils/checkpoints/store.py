@@ -116,10 +116,11 @@ class Checkpoints:
     def begin(self, step: int, best: Path | None) -> bool:
         """Wait for the save before, and see that this one has room; False: the step is committed.
 
-        Raises StorageError on all ranks.
+        Raises on all ranks StorageError, and ConfigurationError where the directory was lost.
         """
         self.begun = time.monotonic()
         self.finish()
+        self.see_that_it_is_ours()
         if self.is_committed(step):
             return False
         on_rank_0(lambda: self._make_room(best))
@@ -168,6 +169,13 @@ class Checkpoints:
         if self.background is not None:
             self.background.close()
 
+    def see_that_it_is_ours(self) -> None:
+        """Raise ConfigurationError on all ranks when another job took the directory meanwhile.
+
+        Before anything is written that another job would rely on, or has written itself.
+        """
+        on_rank_0(self._see_that_it_is_ours)
+
     def check(self, directory: Path) -> None:
         """See that a committed checkpoint is still whole; raises StorageError on all ranks."""
 
@@ -212,12 +220,10 @@ class Checkpoints:
         logger.info("%s committed (%s, %s)", self.directory(save.step), size, took)
 
     def _make_room(self, best: Path | None) -> None:
-        self._see_that_it_is_ours()
         estimate = estimated_room(self.estimated_bytes, self.facts.world_size)
         make_room(self.output_dir, self.facts.run_id, self.keep, best, estimate)
 
     def _see_that_it_is_ours(self) -> None:
-        """Raise ConfigurationError when another job took the directory over meanwhile."""
         lost = taken_over(self.output_dir)
         if lost is not None:
             raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")

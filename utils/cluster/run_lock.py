@@ -66,6 +66,12 @@ def taken_over(output_dir: str | os.PathLike[str]) -> str | None:
     return None if lock is None else lock.taken_over()
 
 
+def known_loss(output_dir: str | os.PathLike[str]) -> str | None:
+    """Say what the last heartbeat found of `taken_over`; reads nothing, for what is done often."""
+    lock = _held.get(_key(output_dir))
+    return None if lock is None else lock.lost
+
+
 @atexit.register
 def _leave_all() -> None:
     for output_dir in list(_held):
@@ -84,6 +90,7 @@ class RunLock:
         self.folder = output_dir / FOLDER
         self.owner = Owner.this_process(secrets.token_hex(8), os.environ)
         self.beats = 0
+        self.lost: str | None = None  # by now, as the last heartbeat found
         self.number = self._acquire()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
@@ -179,6 +186,7 @@ class RunLock:
                 said = True
                 continue
             if lost is not None:
+                self.lost = lost
                 logger.error("%s", lost)
                 return
 

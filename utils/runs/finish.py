@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 def finish_run(trainer: PackedTrainerMixin) -> int:
     """Evaluate if the last step was not, write ``final/``, and say where everything is.
 
-    Returns the exit code. A run that was stopped is left as it is, for the next start.
+    Returns the exit code. A run that was stopped is left as it is, for the next start. Raises
+    ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
     """
     if trainer.watch.stopped:
         return _leave_stopped_run(trainer)
@@ -29,6 +30,7 @@ def finish_run(trainer: PackedTrainerMixin) -> int:
     )
     if trainer.eval_dataset and not evaluated:
         trainer.evaluate()
+    trainer.checkpoints.see_that_it_is_ours()
     final = export_final(trainer)
     if trainer.state.best_model_checkpoint:
         logger.info(

@@ -49,6 +49,15 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     assert [line["event"] for line in lines(tmp_path)] == ["started", "train"]
 
 
+def test_a_run_that_lost_its_directory_leaves_the_journal_to_the_next_one(tmp_path, monkeypatch):
+    write(tmp_path, [(1, {"loss": 1.0})])
+    before = lines(tmp_path)
+    losses = {tmp_path: "it was taken over by process 7 on n2."}
+    monkeypatch.setattr("utils.callbacks.journal.known_loss", losses.get)
+    write(tmp_path, [(2, {"loss": 1.0})], start_step=1)
+    assert lines(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("value", "written"),
     [

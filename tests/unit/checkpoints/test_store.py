@@ -56,6 +56,8 @@ def test_a_best_checkpoint_with_a_strangers_pickle_is_not_loaded(tmp_path):
     "act",
     [
         lambda checkpoints: checkpoints.begin(6, None),
+        lambda checkpoints: checkpoints.begin(2, None),
+        lambda checkpoints: checkpoints.see_that_it_is_ours(),
         lambda checkpoints: checkpoints.commit(4, tokens=0, best=None),
     ],
 )

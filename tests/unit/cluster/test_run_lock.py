@@ -17,7 +17,7 @@ import pytest
 
 from utils.cluster import lock_owner, run_lock
 from utils.cluster.lock_owner import Owner
-from utils.cluster.run_lock import leave_run_lock, take_run_lock, taken_over
+from utils.cluster.run_lock import known_loss, leave_run_lock, take_run_lock, taken_over
 from utils.config.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[3]
@@ -269,6 +269,18 @@ def test_a_run_that_was_suspended_learns_that_it_lost_its_lock(holder, tmp_path)
     process.wait()
     assert taken_over(tmp_path) is None, "and its end changed nothing"
     assert not (tmp_path / ".lock" / "owner-1").exists()
+
+
+def test_the_heartbeat_learns_of_it_by_itself(tmp_path):
+    take_run_lock(tmp_path)
+    assert known_loss(tmp_path) is None
+    owned_by(tmp_path, ELSEWHERE, number=2)
+    give_up_at = time.monotonic() + 20
+    while known_loss(tmp_path) is None and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    assert "was taken over by process 4711 on n9" in known_loss(tmp_path)
+    leave_run_lock(tmp_path)
+    assert known_loss(tmp_path) is None
 
 
 def test_a_lock_removed_by_hand_is_lost(tmp_path):

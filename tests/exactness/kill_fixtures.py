@@ -1,0 +1,159 @@
+"""The scenes that are killed (test_kill_points.py) and failed (test_storage_failures.py)."""
+
+import concurrent.futures
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+from kernel_calls import Starts, fsdp2_environment
+from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
+
+from utils.checkpoints.files import MANIFEST
+from utils.config.errors import ExitCode
+
+AT_ONCE = 2  # starts
+
+
+@pytest.fixture(scope="session")
+def slots(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kill_points")
+
+
+@pytest.fixture(scope="session")
+def starts(slots) -> Starts:
+    trial = subprocess.run(["strace", "-o", "/dev/null", "true"], check=False)
+    assert trial.returncode == 0, "strace works where processes may be traced (ptrace)"
+    return Starts(slots)
+
+
+@pytest.fixture(scope="session")
+def command(workspace) -> Callable[..., list[str]]:
+    def argv(output_dir: Path, **changes: object) -> list[str]:
+        settings = {
+            "train_data": workspace / "documents",
+            "tokenizer_name_or_path": workspace / "tokenizer",
+            "model_config": workspace / "model.json",
+            "output_dir": output_dir,
+            "max_steps": STEPS,
+            "save_steps": SAVE_STEPS,
+            "save_total_limit": KEPT,
+        }
+        return tiny.flags(**(tiny.RUN | settings | changes))
+
+    return argv
+
+
+@pytest.fixture(scope="session")
+def resuming(starts, command, slots) -> Scene:
+    """Checkpoints of steps 2 and 4, killed in step 6; the start saves that, rotates, exports."""
+    whole, prepared = slots / "whole", slots / "prepared"
+    assert starts.run("stoker", command(whole)).exit_code == ExitCode.DONE
+    assert starts.run("stoker", command(prepared), die_at=5).exit_code == -9
+    assert committed(prepared) == [2, 4]
+    return Scene(starts, "stoker", command, prepared, whole)
+
+
+@pytest.fixture(scope="session")
+def beginning(resuming) -> Scene:
+    return Scene(resuming.starts, "stoker", resuming.argv, None, resuming.whole, first_only=True)
+
+
+@pytest.fixture(scope="session")
+def recovering(resuming, slots) -> Scene:
+    """The same, killed before it committed step 6, with all that other kills leave behind.
+
+    The start has to set step 6 aside, and to delete that and step 2 before it has room to save.
+    """
+    prepared = resuming.fresh(slots / "prepared_to_recover")
+    newest = prepared / f"checkpoint-{STEPS}"
+    shutil.copytree(resuming.whole / newest.name, newest)
+    (newest / MANIFEST).unlink()
+    for left in ("deleting.checkpoint-1", "resharded.checkpoint-4", f"incomplete.{newest.name}"):
+        (prepared / left).mkdir()
+        for name in ("optimizer.pt", "scheduler.pt"):
+            shutil.copy(newest / name, prepared / left)
+    size = sum(path.stat().st_size for path in newest.iterdir())
+    return Scene(
+        resuming.starts, "stoker", resuming.argv, prepared, resuming.whole,
+        options={"quota_bytes": int(3.5 * size)}, makes_room=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def background(starts, command, slots) -> Scene:
+    """Checkpoints of steps 6 and 8, each staged in memory and written while training goes on."""
+    whole, prepared, steps = slots / "whole_aside", slots / "prepared_aside", 8
+    options = {"staged_within": "memory"}
+
+    def argv(output_dir: Path) -> list[str]:
+        return command(output_dir, max_steps=steps, async_save="true")
+
+    assert starts.run("stoker", command(whole, max_steps=steps)).exit_code == ExitCode.DONE
+    # Where the memory is in the run directory, only a start that resumes may find it there.
+    before = command(prepared, max_steps=steps)
+    assert starts.run("stoker", before, die_at=5).exit_code == -9
+    assert committed(prepared) == [2, 4]
+    return Scene(
+        starts, "stoker", argv, prepared, whole, options=options, steps=steps, threads=True
+    )
+
+
+@pytest.fixture(scope="session")
+def of_two(starts, command, slots) -> list[Scene]:
+    """As `resuming` with two ranks under DDP, by the rank that is disturbed."""
+    return scenes_of_two(starts, command, slots, "ddp", {})
+
+
+@pytest.fixture(scope="session")
+def of_two_sharded(starts, command, slots) -> list[Scene]:
+    """The same under FSDP2: each rank writes shards of weights and optimizer."""
+    return scenes_of_two(starts, command, slots, "fsdp2", dict(fsdp2_environment()))
+
+
+def scenes_of_two(
+    starts: Starts, command, slots: Path, strategy: str, environment: dict[str, str]
+) -> list[Scene]:
+    whole, prepared = slots / f"whole_{strategy}", slots / f"prepared_{strategy}"
+    with starts.ranks(command(whole), environment=environment) as ranks:
+        pass
+    assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
+    with starts.ranks(command(prepared), environment=environment, die_at=5) as ranks:
+        pass
+    assert committed(prepared) == [2, 4]
+    return [
+        Scene(starts, "stoker", command, prepared, whole, rank=rank, environment=environment)
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture(scope="session")
+def stock(starts, workspace, slots) -> Scene:
+    """Plain Trainer in the place of `resuming`."""
+    whole, prepared = slots / "stock_whole", slots / "stock_prepared"
+    options = {"max_steps": STEPS, "save_steps": SAVE_STEPS}
+
+    def argv(directory: Path) -> list[str]:
+        return [str(workspace / "model.json"), str(directory)]
+
+    done = starts.run("stock", argv(whole), **options)
+    assert done.exit_code == 0, done.output
+    assert starts.run("stock", argv(prepared), die_at=5, **options).exit_code == -9
+    return Scene(starts, "stock", argv, prepared, whole, options)
+
+
+def in_slots(slots: Path, work: Callable, items: list) -> list:
+    """Do the work for each item in a directory of its own, some at once; all results."""
+    free = [slots / f"slot-{number}" for number in range(AT_ONCE)]
+
+    def do(item):
+        directory = free.pop()
+        try:
+            return work(item, directory)
+        finally:
+            free.append(directory)
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(do, items))
