@@ -24,7 +24,8 @@ PROOFS = {
     "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
     "deleted, linked, swapped, taken from another step",
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
-    "two_jobs": "Two jobs started at once on one directory, and again where both find a killed run",
+    "two_jobs": "Two jobs started at once on one directory, and again where both find a killed "
+    "run, on one host and on two",
     "verification_cost": "What the digests of a checkpoint of 1 GB cost",
     "full_disks": "File systems of many sizes: how the run ended there; wrong: a checkpoint lost "
     "or not whole, or other weights at the end, once there was room",

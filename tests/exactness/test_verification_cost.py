@@ -29,7 +29,10 @@ pytestmark = pytest.mark.slow
 # 82 million parameters, 12 bytes each: float32 weights and the two states of AdamW.
 MODEL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
 PAIRS, WARM_UP = 9, 1
-SETTINGS = {"global_batch_size": 1, "per_device_train_batch_size": 1, "save_total_limit": 2}
+SETTINGS = {
+    "global_batch_size": 1, "per_device_train_batch_size": 1, "save_total_limit": 2,
+    "learning_rate": 1e-5,
+}  # fmt: skip
 
 
 def has_digests(step: int) -> bool:
