@@ -92,10 +92,10 @@ def background(starts, command, slots) -> Scene:
         return command(output_dir, max_steps=steps, async_save="true")
 
     assert starts.run("stoker", command(whole, max_steps=steps)).exit_code == ExitCode.DONE
-    # Where the memory is in the run directory, only a start that resumes may find it there.
     before = command(prepared, max_steps=steps)
     assert starts.run("stoker", before, die_at=5).exit_code == -9
     assert committed(prepared) == [2, 4]
+    (prepared / "memory").mkdir()
     return Scene(
         starts, "stoker", argv, prepared, whole, options=options, steps=steps, threads=True
     )

@@ -155,7 +155,6 @@ def stage_within(memory: Path) -> None:
         directory.mkdir()
         return str(directory)
 
-    memory.mkdir(exist_ok=True)
     staging.MEMORY = memory
     staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
     background.threading = types.SimpleNamespace(Thread=OneWriter)
