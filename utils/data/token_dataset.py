@@ -1,5 +1,6 @@
 """A pre-tokenized dataset on disk, opened without copying a token."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from utils.data.measured import measured_once
 from utils.data.packing import Segments
 from utils.data.splits import data_files, find_split
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
+
+logger = logging.getLogger(__name__)
+
+READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 
 
 class TokenDataset:
@@ -137,8 +142,8 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     """Open a split; of a folder of splits, `default_split`.
 
     A split without stoker.json is measured once, which reads every token; so is one whose files
-    were written to or copied since then. Under several ranks let one open it first: the others
-    then find its statistics in the cache.
+    were written to or copied since then, up to READ_AGAIN_TOKENS. Under several ranks let one open
+    it first: the others then find its statistics in the cache.
 
     Raises ConfigurationError for what is no token dataset (missing or damaged files, wrong column
     types, nulls, masks of another length, several loss masks, rows that are packed already), and
@@ -153,8 +158,16 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
         description = measured_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
     elif changed := changed_files(description, files):
         why = f"may have changed since {DESCRIPTION_FILE} described it (first: {changed[0]})"
-        found = measured_once(directory, files, columns, why)
-        check_contents(directory, description, found, changed)
+        if description.statistics.tokens > READ_AGAIN_TOKENS:
+            logger.warning(
+                "%s %s, by the times of its files; its %s tokens are too many to be read again "
+                "before a start, so they count as described. Copies that keep the times (cp -a, "
+                "rsync -a) count as they are; where the tokens are others, prepare them again.",
+                directory, why, f"{description.statistics.tokens:,}",
+            )  # fmt: skip
+        else:
+            found = measured_once(directory, files, columns, why)
+            check_contents(directory, description, found, changed)
     if (
         description.loss_mask != loss_mask
         or description.statistics.documents != len(columns[TOKENS].offsets) - 1

@@ -390,6 +390,20 @@ def test_what_may_have_changed_is_measured_once(tmp_path, monkeypatch, caplog, w
     assert open_token_dataset(path).fingerprint == described.fingerprint
 
 
+def test_what_is_too_large_to_be_read_again_counts_as_described_aloud(
+    tmp_path, monkeypatch, caplog
+):
+    path = save(tmp_path / "d", [[2, 300], [4, 5]])
+    described = describe_split(path)
+    edit_in_place(path / ARROW_FILE, [2, 300], [2, 299])
+    monkeypatch.setattr("utils.data.token_dataset.READ_AGAIN_TOKENS", 3)
+    assert open_token_dataset(path).fingerprint == described.fingerprint
+    assert "its 4 tokens are too many to be read again before a start" in caplog.text
+    monkeypatch.setattr("utils.data.token_dataset.READ_AGAIN_TOKENS", 4)
+    with pytest.raises(ConfigurationError, match="describes other contents"):
+        open_token_dataset(path)
+
+
 # ---- what is refused on opening
 
 
