@@ -92,14 +92,14 @@ def test_a_deletion_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch, c
 def disk(monkeypatch):
     """Sets what is free; deleting gives back what was deleted."""
     free = [Room(0, 100)]
-    real = rotation.delete
+    real = rotation.delete_if_possible
 
     def delete(directory):
         free[0] += taken_room([directory])
         real(directory)
 
     monkeypatch.setattr(rotation, "free_room", lambda _directory: free[0])
-    monkeypatch.setattr(rotation, "delete", delete)
+    monkeypatch.setattr(rotation, "delete_if_possible", delete)
     monkeypatch.setattr(rotation, "RESERVE", Room(0, 0))
 
     def set_free(size_bytes, files=100):
