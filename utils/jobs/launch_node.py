@@ -55,20 +55,29 @@ class StopSignals:
         self.directory: Path | None = None
         self.started = False
         self.asked = False
+        self.waiting: list[int] | None = None
         for number in STOPPING:
             signal.signal(number, self._handle)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let signals wait while something is done that none may cut in two."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        """Let signals wait while something is done that none may cut in two.
+
+        Not by a mask: that is one thread's, and another thread would take the signal.
+        """
+        self.waiting = []
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            waiting, self.waiting = self.waiting, None
+            for number in waiting:
+                self._handle(number, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self.waiting is not None:
+            self.waiting.append(number)
+            return
         if number == signal.SIGTERM and (verdict := read_verdict()) is not None:
             self.ignore()
             kill_workers()

@@ -141,6 +141,7 @@ def test_a_stop_while_the_directory_is_made_waits_for_it(monkeypatch, tmp_path):
         made.append(tmp_path / "stoker-local")
         made[0].mkdir()
         os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.05)  # whichever thread of the process it goes to
         return made[0]
 
     monkeypatch.setattr(launch_node, "make_node_directory", stopped_in_the_middle)
