@@ -15,6 +15,7 @@ from kill_fixtures import (  # noqa: F401 - as below
     background,
     beginning,
     command,
+    longer,
     of_two,
     of_two_sharded,
     recovering,

@@ -12,9 +12,11 @@ from kernel_calls import Starts, fsdp2_environment
 from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
 
 from utils.checkpoints.files import MANIFEST
+from utils.checkpoints.room import RESERVE
 from utils.config.errors import ExitCode
 
 AT_ONCE = 2  # starts
+LONGER = 8  # steps
 
 
 @pytest.fixture(scope="session")
@@ -62,42 +64,56 @@ def beginning(resuming) -> Scene:
 
 
 @pytest.fixture(scope="session")
-def recovering(resuming, slots) -> Scene:
-    """The same, killed before it committed step 6, with all that other kills leave behind.
+def longer(starts, command, slots) -> Path:
+    """An undisturbed run of 8 steps."""
+    whole = slots / "whole_longer"
+    assert starts.run("stoker", command(whole, max_steps=LONGER)).exit_code == ExitCode.DONE
+    return whole
 
-    The start has to set step 6 aside, and to delete that and step 2 before it has room to save.
+
+@pytest.fixture(scope="session")
+def recovering(starts, command, longer, slots) -> Scene:
+    """Checkpoints of steps 2, 4 and 6, and all that kills leave behind; step 8 not committed.
+
+    The start has to set step 8 aside, and to delete that and step 2 before it has room to save.
     """
-    prepared = resuming.fresh(slots / "prepared_to_recover")
-    newest = prepared / f"checkpoint-{STEPS}"
-    shutil.copytree(resuming.whole / newest.name, newest)
+    prepared = slots / "prepared_to_recover"
+
+    def argv(output_dir: Path) -> list[str]:
+        return command(output_dir, max_steps=LONGER, save_total_limit=3)
+
+    assert starts.run("stoker", argv(prepared), die_at=7).exit_code == -9
+    assert committed(prepared) == [2, 4, 6]
+    newest = prepared / f"checkpoint-{LONGER}"
+    shutil.copytree(longer / newest.name, newest)
     (newest / MANIFEST).unlink()
-    for left in ("deleting.checkpoint-1", "resharded.checkpoint-4", f"incomplete.{newest.name}"):
+    for left in ("deleting.checkpoint-1", "resharded.checkpoint-6", f"incomplete.{newest.name}"):
         (prepared / left).mkdir()
         for name in ("optimizer.pt", "scheduler.pt"):
             shutil.copy(newest / name, prepared / left)
     size = sum(path.stat().st_size for path in newest.iterdir())
     return Scene(
-        resuming.starts, "stoker", resuming.argv, prepared, resuming.whole,
-        options={"quota_bytes": int(3.5 * size)}, makes_room=True,
+        starts, "stoker", argv, prepared, longer,
+        options={"quota_bytes": int(3.5 * size + RESERVE.size_bytes)},
+        steps=LONGER, kept=3, makes_room=True,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def background(starts, command, slots) -> Scene:
+def background(starts, command, longer, slots) -> Scene:
     """Checkpoints of steps 6 and 8, each staged in memory and written while training goes on."""
-    whole, prepared, steps = slots / "whole_aside", slots / "prepared_aside", 8
+    prepared = slots / "prepared_aside"
     options = {"staged_within": "memory"}
 
     def argv(output_dir: Path) -> list[str]:
-        return command(output_dir, max_steps=steps, async_save="true")
+        return command(output_dir, max_steps=LONGER, async_save="true")
 
-    assert starts.run("stoker", command(whole, max_steps=steps)).exit_code == ExitCode.DONE
-    before = command(prepared, max_steps=steps)
+    before = command(prepared, max_steps=LONGER)
     assert starts.run("stoker", before, die_at=5).exit_code == -9
     assert committed(prepared) == [2, 4]
     (prepared / "memory").mkdir()
     return Scene(
-        starts, "stoker", argv, prepared, whole, options=options, steps=steps, threads=True
+        starts, "stoker", argv, prepared, longer, options=options, steps=LONGER, threads=True
     )
 
 

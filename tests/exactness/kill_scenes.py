@@ -15,6 +15,7 @@ from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing
 from utils.checkpoints.directory import numbered_checkpoints
 from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import list_files
+from utils.checkpoints.rotation import LEAST_KEPT
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 # Of a checkpoint: they hold times, random names and the path of the run.
@@ -40,6 +41,7 @@ class Scene:
     rank: int | None = None  # of two, the one that is disturbed; None: there is one
     environment: dict[str, str] = field(default_factory=dict)  # of ranks
     steps: int = STEPS
+    kept: int = KEPT
     makes_room: bool = False
     threads: bool = False
     recorded: dict[str, int] = field(default_factory=dict)  # the calls' numbers
@@ -143,7 +145,7 @@ class Scene:
         saves = (
             [] if self.first_only else range(before[-1] + SAVE_STEPS, self.steps + 1, SAVE_STEPS)
         )
-        lawful = lawful_states(before, saves, KEPT, self.makes_room)
+        lawful = lawful_states(before, saves, self.kept, self.makes_room)
         wrong = [] if left in lawful else [f"of {before} there are {left}"]
         for step in set(before) & set(left):
             name = f"checkpoint-{step}/manifest.json"
@@ -158,7 +160,7 @@ def lawful_states(
     """Which committed checkpoints may be there at any moment, each a list of steps.
 
     Every save adds one, and after it the oldest goes where there are more than `kept`; where there
-    is no room for it that one goes before.
+    is no room for it that one goes before, but two stay.
     """
     states = [list(before)]
 
@@ -168,7 +170,7 @@ def lawful_states(
 
     for step in saves:
         if makes_room:
-            delete_beyond(kept - 1)
+            delete_beyond(max(kept - 1, LEAST_KEPT))
         states.append([*states[-1], step])
         delete_beyond(kept)
     return states

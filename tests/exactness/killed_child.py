@@ -8,6 +8,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import importlib
+import math
 import os
 import signal
 import sys
@@ -34,8 +35,10 @@ import utils.runs.startup
 import utils.training.pretrain_trainer
 from utils.callbacks.stop import StopWatch
 from utils.checkpoints import background, rotation, staging
+from utils.checkpoints.room import Room, taken_room
 from utils.cluster import lock_owner, run_lock
 from utils.cluster.script import run_script
+from utils.runs import storage_room
 
 HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
 
@@ -121,7 +124,10 @@ def stoker(argv: list[str], options: dict) -> int:
     if "staged_within" in options:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
-        rotation._free_bytes = lambda _: options["quota_bytes"] - rotation._size_bytes(run)
+        for module in (rotation, storage_room, utils.runs.preflight):
+            module.free_room = lambda _: Room(
+                options["quota_bytes"] - taken_room([run]).size_bytes, math.inf
+            )
     begin = StopWatch.on_step_begin
 
     def disturbed(watch, args, state, control, **kwargs):

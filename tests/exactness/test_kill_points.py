@@ -82,7 +82,8 @@ def test_a_kill_of_one_of_two_ranks_at_any_call_needs_nobody(
 
 def test_the_checkpoints_that_may_be_there():
     assert lawful_states([2, 4], [6], 2, False) == [[2, 4], [2, 4, 6], [4, 6]]
-    assert lawful_states([2, 4], [6], 2, True) == [[2, 4], [4], [4, 6]]
+    assert lawful_states([2, 4], [6], 2, True) == [[2, 4], [2, 4, 6], [4, 6]]
+    assert lawful_states([2, 4, 6], [8], 3, True) == [[2, 4, 6], [4, 6], [4, 6, 8]]
     assert [2, 6] not in lawful_states([2, 4], [6, 8], 2, False)
 
 
