@@ -29,7 +29,7 @@ DROPOUT = 0.0 if ON_GPU else 0.1
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [
-        ("pretrain", False),
+        pytest.param("pretrain", False, marks=() if ON_GPU else pytest.mark.exhaustive),
         pytest.param("sft", False, marks=GPU),
         pytest.param("pretrain", True, marks=GPU),
         pytest.param("sft", True, marks=GPU),

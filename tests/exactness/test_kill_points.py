@@ -21,7 +21,7 @@ from utils.config.errors import ExitCode
 pytestmark = pytest.mark.slow
 
 # Points of a scene in `make test`.
-SAMPLED = {"resuming": 9, "beginning": 4, "recovering": 5, "background": 5}
+SAMPLED = {"resuming": 6, "beginning": 3, "recovering": 3, "background": 3}
 LAST = f"checkpoint-{STEPS}"
 
 
@@ -89,7 +89,7 @@ def test_the_checkpoints_that_may_be_there():
 
 def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures):
     calls = stock.record(slots / "slot-0")
-    chosen = calls if exhaustive else sample(calls, 5)
+    chosen = calls if exhaustive else sample(calls, 3)
 
     def kill(call, directory: Path) -> str:
         stock.killed_at(call, directory)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 FIGURES = "storage_refusals"
 # Cases of a scene in `make test`.
-SAMPLED = {"resuming": 6, "beginning": 2, "recovering": 4, "background": 3}
+SAMPLED = {"resuming": 4, "beginning": 2, "recovering": 2, "background": 2}
 
 
 def errors_of(call: Call) -> list[str]:
@@ -63,7 +63,7 @@ def test_what_plain_trainer_makes_of_such_storage(stock, slots, exhaustive, figu
     calls = stock.record(slots / "slot-0")
     cases = [(call, error) for call in calls for error in errors_of(call)]
     if not exhaustive:
-        cases = sample(cases, 4)
+        cases = sample(cases, 2)
 
     def refuse(case, directory) -> tuple[str, str]:
         ending = stock.failed_at(case[0], directory, case[1])

@@ -154,9 +154,8 @@ def test_any_order_of_world_sizes_is_one_run(
     }
 
 
-@pytest.mark.parametrize(
-    "accumulation", ["as it was", pytest.param("by hand", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accumulation", ["as it was", "by hand"])
 def test_plain_trainer_on_other_numbers_of_ranks(
     accumulation, workspace, base_model, tmp_path, exhaustive, figures
 ):
