@@ -63,7 +63,9 @@ def test_a_kill_at_any_call_needs_nobody(name, request, slots, exhaustive, figur
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["of_two", "of_two_sharded"])
+@pytest.mark.parametrize(
+    "name", ["of_two", pytest.param("of_two_sharded", marks=pytest.mark.exhaustive)]
+)
 def test_a_kill_of_one_of_two_ranks_at_any_call_needs_nobody(
     name, rank, request, slots, exhaustive, figures
 ):
@@ -107,7 +109,9 @@ def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures)
         assert outcomes["refused"], "Trainer got better: say so where these figures are quoted"
 
 
-@pytest.mark.parametrize("name", ["resuming", "of_two_sharded"])
+@pytest.mark.parametrize(
+    "name", ["resuming", pytest.param("of_two_sharded", marks=pytest.mark.exhaustive)]
+)
 def test_no_thread_but_the_main_one_changes_the_run_directory(name, request, slots):
     """Or a sweep over the main thread's calls would be none over all."""
     scenes = request.getfixturevalue(name)
