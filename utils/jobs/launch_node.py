@@ -61,10 +61,7 @@ class StopSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let signals wait while something is done that none may cut in two.
-
-        Not by a mask: that is one thread's, and another thread would take the signal.
-        """
+        """Let signals wait for what none may cut in two; a mask would bind one thread alone."""
         self.waiting = []
         try:
             yield
