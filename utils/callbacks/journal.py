@@ -121,12 +121,8 @@ class Journal(TrainerCallback):
             for source in self.sources:
                 line |= source.details()
         self._write(line)
-        logger.info(
-            "%s",
-            readable_line(
-                line, state.max_steps, self.time_left.seconds(state.global_step, state.max_steps)
-            ),
-        )
+        seconds_left = self.time_left.seconds(state.global_step, state.max_steps)
+        logger.info("%s", readable_line(line, state.max_steps, seconds_left))
         if event == "train":
             for remark in filter(None, (source.report() for source in self.sources)):
                 logger.info("%s", remark)

@@ -18,9 +18,12 @@ class RunLoss:
     through: int = 0  # the last step that is counted or left out
 
     @classmethod
-    def carried(cls, values: Mapping[str, Any]) -> "RunLoss":
-        """Return what a checkpoint carries; of one that carries none, an empty one."""
-        return cls(**values.get("run_loss", {}))
+    def carried(cls, values: Mapping[str, Any], logged: int) -> "RunLoss":
+        """Return what a checkpoint carries; of one that carries none, one that begins there.
+
+        logged: the last step that a log counted.
+        """
+        return cls(**values.get("run_loss", {"through": logged}))
 
     def count(self, step: int, mean: float) -> None:
         """Count the steps since the last call up to `step`, with their mean loss."""

@@ -70,7 +70,8 @@ class InterruptibleTrainerMixin(Trainer):
     def _take_losses_over(self) -> None:
         """Put the losses that the checkpoint carries back where they are summed up."""
         carried = carried_state(self.state)
-        self.run_loss = RunLoss.carried(carried)
+        unlogged = carried.get("unlogged_steps", 0)
+        self.run_loss = RunLoss.carried(carried, self.state.global_step - unlogged)
         sums = carried.get("unlogged_loss_sums", [])
         if not sums:
             return
