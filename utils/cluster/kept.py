@@ -29,8 +29,12 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 def kept_path(kind: str, facts: Any) -> Path:
     """Return where the content that follows from `facts` (JSON values) is kept."""
     name = hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=16).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return root / "stoker" / kind / f"{name}.json"
+    return cache_root() / kind / f"{name}.json"
+
+
+def cache_root() -> Path:
+    """Return the folder for all that is kept; its ~ is left to whoever reads or writes there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "stoker"
 
 
 def read_kept(path: Path, read: Callable[[Any], Content], otherwise: str) -> Content | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.cluster.kept import cache_root
 from utils.data import packing, row_filling
 from utils.data.packing import PackPlan, Segments
 
@@ -49,8 +50,7 @@ def plan_path(facts: Mapping[str, Any]) -> Path:
     digest.update(json.dumps([FORMAT, facts], sort_keys=True).encode())
     for module in (packing, row_filling):
         digest.update(Path(str(module.__file__)).read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return root.expanduser() / "stoker" / "plans" / f"{digest.hexdigest()}.npz"
+    return cache_root().expanduser() / "plans" / f"{digest.hexdigest()}.npz"
 
 
 def read_plan(path: Path) -> PackPlan | None:

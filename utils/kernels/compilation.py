@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from utils.cluster.kept import cache_root
 from utils.config.errors import ConfigurationError
 
 # Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
@@ -40,8 +41,8 @@ def prepare_compilation(strategy: str) -> Path:
             + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
             + ": load or install one, or leave --compile out"
         )
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.setdefault(CACHE_VARIABLE, str(home / "stoker" / "compiled")))
+    compiled = cache_root().expanduser() / "compiled"
+    return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
 
 
 def compile_layers(model: nn.Module) -> int:
