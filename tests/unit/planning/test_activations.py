@@ -164,3 +164,13 @@ def test_one_place_says_what_is_recomputed(monkeypatch):
 )
 def test_words_and_booleans(given, choice):
     assert memory_plan.requested_choice(settings(**given), LAUNCH) == choice
+
+
+@pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
+def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
+    """With accumulation those of the first micro-batches lie beside the buckets."""
+    given = settings()
+    given.training.gradient_accumulation_steps = accumulation
+    launch = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("here",) * 2, device="cpu")
+    found = memory_estimate.estimate_memory(given, LLAMA, launch, work(), "none")
+    assert found.gradients == copies * found.weights
