@@ -48,5 +48,6 @@ def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def idle(slurm: SlurmCluster) -> None:
-    """Wait until nothing of an earlier test runs any more."""
+    """Begin without a job of an earlier test, which may have failed and left one in the queue."""
+    slurm.cancel_all()
     slurm.wait_for_nodes()

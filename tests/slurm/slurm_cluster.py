@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 NODES = ("n1", "n2")
+PATIENCE_S = 300.0  # until a test is given up: machines have busy minutes
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
 _CONFIG = """\
@@ -93,7 +94,7 @@ class SlurmCluster:
             f"--socket={socket_path}", f"--pid-file={self.directory}/munged.pid",
             f"--log-file={self.directory}/munged.log", f"--seed-file={self.directory}/munged.seed",
         )  # fmt: skip
-        wait_until(socket_path.exists, 10, "munged does not open its socket")
+        wait_until(socket_path.exists, "munged does not open its socket")
         self._spawn("slurmctld", "-D")
         for node in NODES:
             self.start_node(node)
@@ -102,11 +103,8 @@ class SlurmCluster:
     def stop(self) -> None:
         """End all jobs, then the daemons."""
         if "slurmctld" in self.daemons:
-            user = getpass.getuser()
-            self.run("scancel", f"--user={user}", check=False)
-            self.run("scancel", f"--user={user}", "--signal=KILL", "--full", check=False)
             with contextlib.suppress(TimeoutError):  # a node that a test left dead keeps its job
-                wait_until(self._no_job_is_left, 30, "jobs are left")
+                self.cancel_all()
         for name in sorted(self.daemons, reverse=True):  # slurmd, slurmctld, munged
             self.daemons[name].terminate()
         for process in self.daemons.values():
@@ -115,6 +113,15 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def cancel_all(self) -> None:
+        """End every job, those too that wait in the queue; raises TimeoutError."""
+        if self._no_job_is_left():
+            return
+        user = getpass.getuser()
+        self.run("scancel", f"--user={user}", check=False)
+        self.run("scancel", f"--user={user}", "--signal=KILL", "--full", check=False)
+        wait_until(self._no_job_is_left, "jobs are left", self._state, timeout_s=60)
 
     def start_node(self, node: str, hidden: Path | None = None) -> None:
         """Start a node's slurmd; jobs there see an empty file system in place of `hidden`."""
@@ -141,7 +148,7 @@ class SlurmCluster:
 
     def wait_for_nodes(self) -> None:
         """Wait until both nodes are idle; raises TimeoutError."""
-        wait_until(self._nodes_are_idle, 60, "the nodes do not become idle", self._state)
+        wait_until(self._nodes_are_idle, "the nodes do not become idle", self._state)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment for Slurm's commands, without what an outer job set."""
@@ -183,12 +190,11 @@ class SlurmCluster:
         pairs = (word.split("=", 1) for word in shown.split() if "=" in word)
         return {pair[0]: pair[1] for pair in pairs}
 
-    def wait(self, job: Job, timeout_s: float, states: Sequence[str] = ()) -> str:
-        """Wait until the job ended (or is in one of `states`) and return its state."""
-        ends = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_until(
-            lambda: self.state(job) in ends, timeout_s, f"job {job.id} does not end", job.output
-        )
+    def wait(self, job: Job, timeout_s: float = PATIENCE_S) -> str:
+        """Wait until the job ended and return its state."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        what = f"job {job.id} does not end"
+        wait_until(lambda: self.state(job) in ends, what, job.output, timeout_s)
         return self.state(job)
 
     def _write_configuration(self) -> None:
@@ -260,10 +266,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_until(condition, timeout_s: float, what: str, details=lambda: "") -> None:
+def wait_until(
+    condition: Callable[[], object],
+    what: str,
+    details: Callable[[], str] = str,
+    timeout_s: float = PATIENCE_S,
+) -> None:
     """Wait until `condition()` holds; raises TimeoutError with what did not happen, and details."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} (waited {timeout_s} s)\n{details()}")
+            raise TimeoutError(f"{what} (waited {timeout_s:.0f} s)\n{details()}")
         time.sleep(0.2)

@@ -292,7 +292,7 @@ def test_values_arrive_at_the_ranks_of_a_real_job(slurm: SlurmCluster, tmp_path)
         "slurm/train_job.sh", "report ; touch CANARY4.py", *VALUES,
         cwd=root, log=tmp_path / "log", env=environment,
     )  # fmt: skip
-    assert slurm.wait(job, 120) == "COMPLETED", job.output()
+    assert slurm.wait(job) == "COMPLETED", job.output()
     for rank in range(2):
         arguments, variable = json.loads((tmp_path / f"report-{rank}").read_text())
         assert arguments == VALUES

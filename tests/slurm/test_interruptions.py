@@ -56,12 +56,14 @@ def record(cause: str, found: Sequence[Cycle]) -> None:
 
 def test_the_time_limit(jobs, uninterrupted, tmp_path):
     run = tmp_path / "run"
-    slowly = {"STOKER_TEST_STEP_DELAY_S": "0.9"}
-    job = jobs.submit(run, *TWO_NODES, "--time=1", "--signal=B:USR1@5", env=slowly)
-    assert jobs.slurm.wait(job, 300) == "COMPLETED", job.output()
+    # More than a limit holds, and a start-up takes a fraction of one: Slurm may send its signal a
+    # minute early, and one minute once held no step on a machine that was busy otherwise.
+    slowly = {"STOKER_TEST_STEP_DELAY_S": "2.8"}
+    job = jobs.submit(run, *TWO_NODES, "--time=2", "--signal=B:USR1@5", env=slowly)
+    assert jobs.slurm.wait(job, timeout_s=900) == "COMPLETED", job.output()
     assert_the_same(run, uninterrupted)
     found = cycles(run)
-    record("one-minute time limit", found)
+    record("two-minute time limit", found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
     # More than cycles where the limit met a start before its first step or after its last one.
@@ -87,10 +89,10 @@ def test_one_job_survives_sigterm_stop_a_killed_worker_and_a_lost_node(
     jobs.wait_for_step(run, 33, job)
     slurm.kill_node("n2")
     # slurmctld notices, requeues the job, and waits for a second node.
-    wait_until(lambda: slurm.state(job) == "PENDING", 90, "not requeued", job.output)
+    wait_until(lambda: slurm.state(job) == "PENDING", "not requeued", job.output)
     slurm.start_node("n2")
 
-    assert slurm.wait(job, 240) == "COMPLETED", job.output()
+    assert slurm.wait(job) == "COMPLETED", job.output()
     assert_the_same(run, uninterrupted)
     found = cycles(run)
     # Slurm may end the job once more: what it meant for the lost node's old start comes late.

@@ -375,7 +375,7 @@ def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
         name: jobs.submit(*small, *options, script=MULTINODE) for name, options in asked.items()
     }
     for name, job in submitted.items():
-        assert jobs.slurm.wait(job, 60) == "COMPLETED", f"{name}:\n{job.output()}"
+        assert jobs.slurm.wait(job) == "COMPLETED", f"{name}:\n{job.output()}"
         nodes = {
             node: dict(pair.split("=", 1) for pair in text.split("\0")[:-1])
             for node, text in jobs.started(job).items()
@@ -400,27 +400,27 @@ def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
 def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     """One-node jobs side by side; each ends its own way."""
     stop = {name: jobs.submit(how="stop") for name in ("signalled", "cancelled")}
-    wait_until(lambda: all(jobs.started(job, "ready") for job in stop.values()), 30, "not up")
+    wait_until(lambda: all(jobs.started(job, "ready") for job in stop.values()), "not up")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", stop["signalled"].id)
     jobs.slurm.run("scancel", stop["cancelled"].id)
-    assert jobs.slurm.wait(stop["cancelled"], 30) == "CANCELLED"
+    assert jobs.slurm.wait(stop["cancelled"]) == "CANCELLED"
     log = stop["cancelled"].output()
     assert "stopped at step 7; cancelled: not requeued. To go on: cd" in log, log
 
     kept = jobs.submit("--no-requeue", how="stop")
     byhand = jobs.submit(how="stop")
     array = jobs.submit("--array=4", how="stop")
-    wait_until(lambda: all(jobs.started(job, "ready") for job in (kept, byhand)), 60, "not up")
+    wait_until(lambda: all(jobs.started(job, "ready") for job in (kept, byhand)), "not up")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", kept.id)
     jobs.slurm.run("scontrol", "requeue", byhand.id)
-    assert jobs.slurm.wait(kept, 30) == "FAILED"
+    assert jobs.slurm.wait(kept) == "FAILED"
     assert jobs.slurm.fields(kept)["ExitCode"] == "75:0"
     assert "not requeued: it was handed in with --no-requeue" in kept.output()
-    wait_until(lambda: jobs.started(array, "ready"), 60, "the array does not start")
+    wait_until(lambda: jobs.started(array, "ready"), "the array does not start")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", array.id)
 
     lost, failed = jobs.submit(how="killed"), jobs.submit(how="fail")
-    assert jobs.slurm.wait(failed, 60) == "FAILED"
+    assert jobs.slurm.wait(failed) == "FAILED"
     assert jobs.slurm.fields(failed)["ExitCode"] == "3:0"
     last_line = failed.output().splitlines()[-1]
     assert re.fullmatch(r"rank 1 on n[12] failed: ValueError: 7", last_line)
@@ -430,7 +430,7 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
         (array, "stopped at step 7; putting it back into the queue"),
         (lost, "a node's launcher was killed by signal 9"),
     ):
-        assert jobs.slurm.wait(job, 90) == "COMPLETED", job.output()
+        assert jobs.slurm.wait(job) == "COMPLETED", job.output()
         assert jobs.slurm.fields(job)["Restarts"] == "1"
         log = job.output()
         assert said in log, log
@@ -442,6 +442,6 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
 def test_an_srun_that_refuses_ends_the_job_with_its_message(jobs):
     (jobs.root / "slurm/cluster.env").write_text("STOKER_SRUN_ARGS=(--no-such-option)\n")
     job = jobs.submit()
-    assert jobs.slurm.wait(job, 30) == "FAILED"
+    assert jobs.slurm.wait(job) == "FAILED"
     assert "no-such-option" in job.output()
     assert "srun ended with exit code 255" in job.output().splitlines()[-1]

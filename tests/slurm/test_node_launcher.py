@@ -240,7 +240,7 @@ def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path)
         env=slurm.environment(environment()), cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_until(lambda: len(ranks(tmp_path)) == 4, 60, "the ranks do not start")
+    wait_until(lambda: len(ranks(tmp_path)) == 4, "the ranks do not start")
     step.send_signal(10)  # USR1, as slurm/training_job.sh does
     output, _ = step.communicate(timeout=30)
     assert step.returncode == 75, output

@@ -133,7 +133,7 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
     )
     with ThreadPoolExecutor() as pool:
         ended = pool.submit(stand_ins.run, PREPARE, "--sources", "x")
-        wait_until((stand_ins.directory / "up").exists, 30, "the step does not start")
+        wait_until((stand_ins.directory / "up").exists, "the step does not start")
         os.kill(int((stand_ins.directory / "pid").read_text()), signal.SIGUSR1)
         done = ended.result()
     assert done.returncode == 75, done.stdout
@@ -181,7 +181,7 @@ class Preparations:
             shown = self.slurm.run("squeue", "--noheader", "--jobs", job.id, check=False)
             return not shown.stdout.strip() or "Invalid job id" in shown.stdout
 
-        wait_until(ended, 120, "the array does not end", self.output_of)
+        wait_until(ended, "the array does not end", self.output_of)
 
     def output_of(self, task: int | None = None) -> str:
         logs = sorted(self.directory.glob("*.log"))

@@ -37,7 +37,7 @@ def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, config):
 def test_one_node(jobs, tmp_path):
     run = tmp_path / "run"
     job = jobs.submit(run, "--gpus-per-node=2", script="slurm/train_job.sh", max_steps=4)
-    assert jobs.slurm.wait(job, 120) == "COMPLETED", job.output()
+    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
     assert len(tiny.losses(run)) == 4
     assert tiny.starts(run)[0]["launch"]["world_size"] == 2
 
@@ -50,7 +50,7 @@ def test_tasks_of_srun_are_the_ranks_without_a_launcher(jobs, tmp_path):
     options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
     env = {"ACCELERATE_CONFIG": "", "OMP_NUM_THREADS": "1"}
     job = jobs.submit(run, *options, script=str(script), env=env, max_steps=4)
-    assert jobs.slurm.wait(job, 120) == "COMPLETED", job.output()
+    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
     assert "srun's 4 tasks are the ranks" in job.output()
     assert len(tiny.losses(run)) == 4
     launch = tiny.starts(run)[0]["launch"]

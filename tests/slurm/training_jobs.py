@@ -96,10 +96,10 @@ class TrainingJobs:
         run = self.files / config
         if not run.exists():
             job = self.submit(run, "--nodes=2", "--gpus-per-node=2", config=config)
-            assert self.slurm.wait(job, 180) == "COMPLETED", job.output()
+            assert self.slurm.wait(job) == "COMPLETED", job.output()
         return run
 
-    def wait_for_step(self, output_dir: Path, step: int, job: Job, timeout_s: float = 120) -> None:
+    def wait_for_step(self, output_dir: Path, step: int, job: Job) -> None:
         """Wait until the journal holds this step; raises with the log if it never does."""
 
         def reached() -> bool:
@@ -107,7 +107,7 @@ class TrainingJobs:
             assert state in ("PENDING", "RUNNING", "COMPLETING"), job.output()
             return any(line.get("step", 0) >= step for line in raw_journal(output_dir))
 
-        wait_until(reached, timeout_s, f"step {step} is not reached", job.output)
+        wait_until(reached, f"step {step} is not reached", job.output)
 
 
 def raw_journal(output_dir: Path) -> list[dict]:
