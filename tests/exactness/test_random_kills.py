@@ -121,9 +121,9 @@ def test_the_end_is_the_same_after_random_kills(
     kills, under_launcher = EXHAUSTIVE if exhaustive else SAMPLED
     chance = random.Random(0)
     counts: collections.Counter[str] = collections.Counter()
-    runs = 0
+    failures: list[str] = []
     while counts["kills"] < kills:
-        run = tmp_path / f"run-{runs}"
+        run = tmp_path / f"run-{counts['runs']}"
         argv = pretraining(run, **settings)
         before = committed(run) if run.exists() else []
         if counts["kills"] % (kills // under_launcher) == 1:
@@ -134,7 +134,8 @@ def test_the_end_is_the_same_after_random_kills(
             said = kill_ranks(starts, argv, run, chance, victims)
             counts["of_" + "_and_".join(f"rank_{rank}" for rank in victims)] += 1
         counts["kills"] += 1
-        assert not re.search("(configuration|storage|cluster) error|no progress", said), said
+        if re.search("(configuration|storage|cluster) error|no progress", said):
+            failures.append(said)
         found = re.search(r"resuming from \S+/checkpoint-(\d+)", said)
         if found:  # the life came so far that it looked for one
             assert [int(found[1])] == before[-1:], said
@@ -142,28 +143,22 @@ def test_the_end_is_the_same_after_random_kills(
         left = committed(run) if run.exists() else []
         assert len(left) >= min(2, len(before)), f"{before} {left} {said}"
         assert left[-1:] >= before[-1:], f"{before} {left} {said}"
-        if left[-1:] >= [ALMOST_DONE]:
-            finish(starts, argv, run, whole)
-            runs += 1
-    if not left[-1:] >= [ALMOST_DONE]:
-        finish(starts, argv, run, whole)
-        runs += 1
-    figures(FIGURES)["stoker"] = {
-        **counts,
-        "starts_that_failed": 0,
-        "runs": runs,
-        "runs_ended_as_the_undisturbed_one": runs,
-    }
+        if left[-1:] >= [ALMOST_DONE] or counts["kills"] == kills:
+            counts["runs"] += 1
+            counts["runs_ended_as_the_undisturbed_one"] += ends_as(starts, argv, run, whole)
+    figures(FIGURES)["stoker"] = {**counts, "starts_that_failed": len(failures)}
+    assert not failures, failures[0]
+    assert counts["runs_ended_as_the_undisturbed_one"] == counts["runs"]
 
 
-def finish(starts: Starts, argv: list[str], run: Path, whole: Path) -> None:
-    """Let the run end; it is the undisturbed one, bit for bit."""
+def ends_as(starts: Starts, argv: list[str], run: Path, whole: Path) -> bool:
+    """Let the run end; whether it is the undisturbed one, bit for bit."""
     with starts.ranks(argv) as ranks:
         pass
     assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
-    assert tiny.losses(run) == tiny.losses(whole)
-    for name in EXACT:
-        assert digest(run / name) == digest(whole / name) is not None, name
+    digests = [(digest(run / name), digest(whole / name)) for name in EXACT]
+    same = all(mine == undisturbed is not None for mine, undisturbed in digests)
+    return same and tiny.losses(run) == tiny.losses(whole)
 
 
 @pytest.mark.exhaustive

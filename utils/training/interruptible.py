@@ -16,6 +16,7 @@ from typing_extensions import override
 from utils.callbacks.carried import carried_state, carry
 from utils.callbacks.run_loss import RunLoss
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
+from utils.checkpoints.digests import in_place_of_crc32
 from utils.checkpoints.store import Checkpoints
 from utils.training.model_descriptions import restore_generation_settings
 
@@ -208,7 +209,7 @@ class InterruptibleTrainerMixin(Trainer):
             if state.best_global_step == step:
                 state.best_model_checkpoint = str(self.checkpoints.directory(step))
             return
-        with self._without_trainers_rotation():
+        with self._without_trainers_rotation(), in_place_of_crc32():
             super()._save_checkpoint(model, trial)
         if self.checkpoints.staged:
             self._name_the_best()

@@ -1,11 +1,13 @@
 """Digests by parts: of a file and of its pieces the same, and of every byte."""
 
 import hashlib
+import zipfile
 
 import pytest
+import torch
 
 from utils.checkpoints import digests
-from utils.checkpoints.digests import PartsDigest, file_digests
+from utils.checkpoints.digests import PartsDigest, file_digests, in_place_of_crc32
 
 PART = 1000
 
@@ -64,3 +66,34 @@ def test_digests_come_in_the_order_of_the_files(tmp_path):
     assert file_digests(paths) == [file_digests([path])[0] for path in paths]
     with pytest.raises(FileNotFoundError):
         file_digests([*paths, tmp_path / "none"])
+
+
+def test_torch_saves_without_crc32_and_loads_just_that(tmp_path):
+    """Also after a save that failed, torch's own choice is back."""
+    state = {"exp_avg": torch.arange(1000.0)}
+    with in_place_of_crc32():
+        torch.save(state, tmp_path / "without.pt")
+    with pytest.raises(OSError, match="full"), in_place_of_crc32():
+        raise OSError("full")
+    torch.save(state, tmp_path / "with.pt")
+    assert damaged_entry(tmp_path / "without.pt")
+    assert damaged_entry(tmp_path / "with.pt") is None
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "without.pt", weights_only=True, mmap=mmap)
+        assert torch.equal(loaded["exp_avg"], state["exp_avg"])
+
+
+def test_torch_load_looks_at_no_crc32(tmp_path):
+    """Else leaving it out would take something away."""
+    torch.save(torch.ones(1000), tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(torch.ones(1000).numpy().tobytes()) + 500] ^= 0x40
+    (tmp_path / "a.pt").write_bytes(content)
+    assert damaged_entry(tmp_path / "a.pt")
+    assert not torch.equal(torch.load(tmp_path / "a.pt", weights_only=True), torch.ones(1000))
+
+
+def damaged_entry(path) -> str | None:
+    """The first entry that is not as its CRC-32 says."""
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
