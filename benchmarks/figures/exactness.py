@@ -26,7 +26,7 @@ PROOFS = {
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
     "two_jobs": "Two jobs started at once on one directory, and again where both find a killed "
     "run, on one host and on two",
-    "verification_cost": "What the digests of a checkpoint of 1 GB cost",
+    "verification_cost": "What checksums of a checkpoint of 1 GB cost: ours, torch's CRC-32, none",
     "full_disks": "File systems of many sizes: how the run ended there; wrong: a checkpoint lost "
     "or not whole, or other weights at the end, once there was room",
     "async_save": "How long training stands still for a save",
