@@ -5,6 +5,8 @@ import random
 from functools import cache
 from pathlib import Path
 
+import datasets
+
 from utils.config.preparation import PreparationArguments
 from utils.data.preparation.pipeline import Preparation
 from utils.data.tokenizers import train_tokenizer
@@ -32,6 +34,11 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 def text_source(path: Path, number: int = 200, seed: int = 0) -> Path:
     return write_jsonl(path, [{"text": text} for text in sentences(number, seed)])
+
+
+def rows(folder: Path) -> list[list[int]]:
+    """Return the tokens of each document of a prepared split."""
+    return datasets.load_from_disk(str(folder))["input_ids"][:]
 
 
 def chat(*contents: str, system: str | None = None) -> dict:

@@ -1,0 +1,98 @@
+"""Rows that cannot be used: named or skipped, never silently."""
+
+import json
+import logging
+from collections import Counter
+
+import preparation_samples as samples
+import pytest
+
+from utils.config.errors import ConfigurationError
+
+pytestmark = pytest.mark.usefixtures("small_units")
+
+
+BAD_LINES = {
+    "malformed_json": (b'{"text": ', r"malformed JSON"),
+    "not_an_object": (b"[1]", r"a JSON object is needed on each line, found list"),
+    "missing_field": (b'{"messages": []}', r"no 'text', which the format text needs"),
+    "wrong_type": (b'{"text": 7}', r"'text' must be a string, found int"),
+    "empty": (b'{"text": " \\n"}', r"empty document"),
+    "invalid_utf8": (b'{"text": "\xff"}', r"not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path, tokenizer, reason):
+    line, message = BAD_LINES[reason]
+    good = samples.text_source(tmp_path / "a.jsonl", 100).read_bytes().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*good[:77], line + b"\n", *good[77:]]))
+    with pytest.raises(ConfigurationError, match=rf"a\.jsonl:78: {message}.*--on_bad_row skip"):
+        samples.prepare(
+            sources=[tmp_path / "a.jsonl"],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=tokenizer,
+            format="text",
+        )
+
+
+def test_bad_rows_are_skipped_counted_and_shown(tmp_path, tokenizer, caplog):
+    caplog.set_level(logging.INFO)
+    good = samples.text_source(tmp_path / "a.jsonl", 100).read_bytes().splitlines(keepends=True)
+    bad = [line + b"\n" for line, _ in BAD_LINES.values()]
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*bad, *good, *bad[:2]]))
+    samples.prepare(
+        sources=[tmp_path / "a.jsonl"],
+        output_dir=tmp_path / "out",
+        tokenizer_name_or_path=tokenizer,
+        format="text",
+        on_bad_row="skip",
+    )
+    assert len(samples.rows(tmp_path / "out" / "train")) == 100
+    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
+    dropped = Counter(dict.fromkeys(BAD_LINES, 1))
+    dropped.update({"malformed_json": 1, "not_an_object": 1})
+    assert content["sources"]["dropped"] == dict(dropped)
+    assert "2 malformed_json" in caplog.text
+    assert "a.jsonl:1: malformed JSON" in caplog.text
+
+
+def test_a_chat_without_assistant_is_a_bad_row(tmp_path):
+    source = samples.write_jsonl(
+        tmp_path / "a.jsonl", [samples.chat("q", "a"), samples.chat("only a question")]
+    )
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:2: no assistant token"):
+        samples.prepare(
+            sources=[source],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=samples.saved_tokenizer(tmp_path / "tokenizer"),
+            chat_template=samples.CHATML,
+        )
+
+
+@pytest.mark.slow
+def test_a_bad_row_found_by_a_worker_process_names_file_and_line(
+    tmp_path, source, tokenizer, workers_for_little
+):
+    with source.open("a") as stream:
+        stream.write("{oops\n")
+    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
+        samples.prepare(
+            sources=[source],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=tokenizer,
+            num_proc=2,
+        )
+    assert len(caught.value.problems) == 1
+    assert not caught.value.problems[0].startswith("-")
+
+
+def test_a_split_that_is_left_without_documents_is_named(tmp_path, tokenizer):
+    source = samples.text_source(tmp_path / "a.jsonl", 5)
+    with pytest.raises(ConfigurationError, match="validation: no document is left"):
+        samples.prepare(
+            sources=[source],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=tokenizer,
+            validation_fraction=1e-9,
+        )

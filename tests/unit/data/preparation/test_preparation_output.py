@@ -1,0 +1,161 @@
+"""The output directory: what is done already, what is in the way, and the merge of shards."""
+
+import json
+import logging
+import shutil
+
+import preparation_samples as samples
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments
+from utils.data.preparation.pipeline import Preparation
+from utils.data.token_dataset import open_token_dataset
+
+pytestmark = pytest.mark.usefixtures("small_units")
+
+
+def test_a_finished_preparation_is_not_done_again(tmp_path, source, tokenizer):
+    settings = {
+        "sources": [source],
+        "output_dir": tmp_path / "out",
+        "tokenizer_name_or_path": tokenizer,
+    }
+    assert not samples.prepare(**settings).is_finished
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert samples.prepare(**settings, num_proc=2).is_finished
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+@pytest.mark.parametrize("change", ["settings", "sources", "tokenizer"])
+def test_another_dataset_in_the_output_directory_is_not_written_over(
+    tmp_path, source, tokenizer, change
+):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    samples.prepare(**settings, output_dir=tmp_path / "out")
+    if change == "settings":
+        settings["validation_fraction"] = 0.5
+    elif change == "sources":
+        samples.text_source(source, 201)
+    else:
+        samples.tiny_tokenizer().save_pretrained(tmp_path / "other")
+        config = json.loads((tmp_path / "other" / "tokenizer_config.json").read_text())
+        config["eos_token"] = "<|im_end|>"
+        (tmp_path / "other" / "tokenizer_config.json").write_text(json.dumps(config))
+        settings["tokenizer_name_or_path"] = str(tmp_path / "other")
+    before = samples.data_bytes(tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="prepared with other settings or"):
+        samples.prepare(**settings, output_dir=tmp_path / "out")
+    assert samples.data_bytes(tmp_path / "out") == before
+
+
+def test_a_folder_with_other_files_is_not_written_into(tmp_path, source, tokenizer):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"holds other files \(thesis\.tex\)"):
+        samples.prepare(
+            sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer
+        )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_is_no_output_directory(tmp_path, source, tokenizer):
+    with pytest.raises(ConfigurationError, match="is a file, not a folder"):
+        samples.prepare(sources=[source], output_dir=source, tokenizer_name_or_path=tokenizer)
+
+
+def test_unfinished_work_of_other_settings_is_not_mixed_in(tmp_path, source, tokenizer):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    samples.prepare(**settings, output_dir=tmp_path / "out", shard="0/2")
+    with pytest.raises(ConfigurationError, match="unfinished work of other settings"):
+        samples.prepare(
+            **settings, output_dir=tmp_path / "out", shard="1/2", validation_fraction=0.5
+        )
+
+
+def test_a_unit_that_was_prepared_with_other_settings_counts_as_missing(
+    tmp_path, source, tokenizer
+):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    samples.prepare(**settings, output_dir=tmp_path / "out", shard="0/2")
+    record = tmp_path / "out" / ".shards" / "unit-000000.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "digest": "that of a job started by mistake"}))
+    with pytest.raises(ConfigurationError, match="shard 0/2 is incomplete, 1 of its work units"):
+        samples.prepare(**settings, output_dir=tmp_path / "out", merge=2)
+
+
+def test_merge_names_the_shards_that_are_incomplete(tmp_path, source, tokenizer):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    for shard in (0, 2):
+        samples.prepare(**settings, output_dir=tmp_path / "out", shard=f"{shard}/4")
+    (tmp_path / "out" / ".shards" / "unit-000002.json").unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        samples.prepare(**settings, output_dir=tmp_path / "out", merge=4)
+    named = [problem.split(" is incomplete")[0] for problem in caught.value.problems]
+    assert named == ["shard 1/4", "shard 2/4", "shard 3/4"]
+    assert "--shard 1/4" in caught.value.problems[0]
+
+
+def test_merge_without_any_shard_is_refused(tmp_path, source, tokenizer):
+    with pytest.raises(ConfigurationError, match="no shard has been run into this folder"):
+        samples.prepare(
+            sources=[source],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=tokenizer,
+            merge=2,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_merge_refuses_a_file_that_was_cut_short(tmp_path, source, tokenizer):
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    samples.prepare(**settings, output_dir=tmp_path / "out", shard="0/1")
+    # "0/1" is a whole preparation: start over with two shards and damage a file of the first.
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    for shard in (0, 1):
+        samples.prepare(**settings, output_dir=tmp_path / "out", shard=f"{shard}/2")
+    file = tmp_path / "out" / ".shards" / "unit-000001-train.arrow"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match=r"unit-000001-train\.arrow: has 100 bytes where"):
+        samples.prepare(**settings, output_dir=tmp_path / "out", merge=2)
+
+
+def test_merge_refuses_files_that_do_not_hold_what_was_counted(tmp_path, source, tokenizer):
+    settings = {"sources": [source], "output_dir": tmp_path / "out"}
+    samples.prepare(**settings, tokenizer_name_or_path=tokenizer, shard="0/1")
+    record = next((tmp_path / "out/.shards").glob("unit-*.json"))
+    content = json.loads(record.read_text())
+    content["counts"]["splits"]["train"]["tokens"] += 1
+    record.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"tokens, but .* were counted as they were"):
+        samples.prepare(**settings, tokenizer_name_or_path=tokenizer, merge=1)
+
+
+def test_the_result_is_held_against_the_counts_of_the_shards(tmp_path, source, tokenizer, caplog):
+    with caplog.at_level(logging.INFO):
+        samples.prepare(
+            sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer
+        )
+    train = open_token_dataset(tmp_path / "out/train")
+    assert (
+        f"train: {len(train):,} documents, {train.lengths.sum():,} tokens, as counted while "
+        f"tokenizing; fingerprint {train.fingerprint[:16]}"
+    ) in caplog.messages
+
+
+def test_a_tokenizer_trained_first_serves_the_shards_of_the_same_folder(tmp_path, source):
+    out = tmp_path / "out"
+    first = Preparation(
+        PreparationArguments(
+            sources=[str(source)], output_dir=str(out), train_tokenizer=300, tokenizer_only=True
+        )
+    )
+    first.provide_tokenizer()
+    first.finish_with_tokenizer()
+    assert [path.name for path in out.iterdir()] == ["tokenizer"]
+    settings = {"sources": [source], "tokenizer_name_or_path": str(out / "tokenizer")}
+    for shard in (0, 1):
+        samples.prepare(**settings, output_dir=out, shard=f"{shard}/2")
+    samples.prepare(**settings, output_dir=out, merge=2)
+    assert len(samples.rows(out / "train")) == 200

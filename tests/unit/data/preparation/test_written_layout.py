@@ -1,0 +1,73 @@
+"""The splits as they are written: what opens them, and what describes them."""
+
+import json
+
+import datasets
+import numpy as np
+import preparation_samples as samples
+import pytest
+
+from utils.data.token_dataset import open_token_dataset
+
+pytestmark = pytest.mark.usefixtures("small_units")
+
+
+def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, tokenizer):
+    samples.prepare(
+        sources=[source],
+        eval_sources=[f"more={samples.text_source(tmp_path / 'more.jsonl', 20, seed=5)}"],
+        output_dir=tmp_path / "out",
+        tokenizer_name_or_path=tokenizer,
+        validation_fraction=0.1,
+    )
+    counts = {}
+    for split in ("train", "validation", "more"):
+        dataset = datasets.load_from_disk(str(tmp_path / "out" / split))
+        assert dataset.features == datasets.Features(
+            {"input_ids": datasets.List(datasets.Value("uint16"))}
+        )
+        opened = open_token_dataset(tmp_path / "out" / split)
+        assert opened.statistics.documents == len(dataset)
+        assert opened.tokens(0).tolist() == dataset[0]["input_ids"]
+        counts[split] = len(dataset)
+    assert counts["train"] + counts["validation"] == 200
+    assert counts["more"] == 20
+    assert not (tmp_path / "out" / ".shards").exists()
+
+
+def test_splits_have_different_fingerprints_for_the_caches_of_datasets(tmp_path, source, tokenizer):
+    samples.prepare(
+        sources=[source],
+        output_dir=tmp_path / "out",
+        tokenizer_name_or_path=tokenizer,
+        validation_fraction=0.3,
+    )
+    fingerprints = {
+        datasets.load_from_disk(str(tmp_path / "out" / split))._fingerprint
+        for split in ("train", "validation")
+    }
+    assert len(fingerprints) == 2
+
+
+def test_text_documents_end_with_the_end_of_text_token(tmp_path, source, tokenizer):
+    samples.prepare(sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer)
+    plain = samples.tiny_tokenizer()
+    decoded = [plain.decode(row) for row in samples.rows(tmp_path / "out" / "train")]
+    assert decoded == [text + "<|endoftext|>" for text in samples.sentences(200)]
+
+
+def test_the_description_holds_the_figures_of_the_report(tmp_path, source, tokenizer):
+    samples.prepare(sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer)
+    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())
+    preparation = content["preparation"]
+    lengths = [len(row) for row in samples.rows(tmp_path / "out" / "train")]
+    assert preparation["tokens"] == content["statistics"]["tokens"] == sum(lengths)
+    assert preparation["loss_token_share"] == 1.0
+    percentiles = preparation["length_percentiles_tokens"]
+    for name in ("p1", "p50", "p99"):
+        share = float(name[1:])
+        assert percentiles[name] == np.percentile(lengths, share, method="inverted_cdf")
+    assert percentiles["max"] == max(lengths)
+    text_bytes = sum(len(text.encode()) for text in samples.sentences(200))
+    assert preparation["bytes_per_token"] == pytest.approx(text_bytes / sum(lengths))
+    assert content["tokenizer"]["vocabulary_size"] == 320
