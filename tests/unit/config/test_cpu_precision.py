@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_arguments_and_checks import parse, parse_training_settings, problems_of
+from command_lines import parse, parse_training_settings, problems_of
 
 from utils.config import cpu_precision
 from utils.config.reading.strict_yaml import dump_yaml

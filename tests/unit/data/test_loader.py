@@ -3,7 +3,6 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -19,8 +18,6 @@ from utils.data.token_dataset import open_token_dataset
 T = 16
 PAD = 999
 SHAPED = ("input_ids", "labels", "position_ids")
-
-datasets.disable_progress_bars()
 
 
 @pytest.fixture(autouse=True)

@@ -1,144 +1,14 @@
-"""The training arguments and their checks: what is built, and every contradiction refused."""
+"""Settings that contradict each other: every one refused, in a line of its own."""
 
 import re
-import warnings
 
 import pytest
-import torch
+from command_lines import EVALUATED, METRICS, parse, problems_of
 
-from utils.config import cpu_precision
-from utils.config.arguments import DataArguments, ModelArguments
-from utils.config.checks.contradictions import (
-    FINE_TUNING_CHECKS,
-    PRETRAINING_CHECKS,
-    check_hardware,
-)
-from utils.config.checks.devices import missing_devices
-from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.config.reading.declarations import declared_settings
-from utils.config.reading.parsing import parse_arguments
-from utils.config.reading.settings import SettingValues
-from utils.config.reading.strict_yaml import dump_yaml
-from utils.config.run_arguments import RunArguments
-from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
+from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
+from utils.config.trainer_arguments import FineTuneConfig
 
-BASE = {
-    "global_batch_size": "8",
-    "sequence_length": "64",
-    "train_data": "data/x",
-    "model_config": "model.yaml",
-    "use_cpu": "true",
-}
-
-
-@pytest.fixture(autouse=True)
-def started_alone(monkeypatch, tmp_path):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu_precision, "has_amx", lambda: False)
-    monkeypatch.chdir(tmp_path)
-
-
-def parse_training_settings(training_class, argv):
-    checks = PRETRAINING_CHECKS if training_class is PretrainConfig else FINE_TUNING_CHECKS
-    classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    return parse_arguments(classes, argv, checks=checks)
-
-
-def words(changes):
-    given = {**BASE, "output_dir": "runs/x", **changes}
-    return [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
-    ]
-
-
-def parse(training_class=PretrainConfig, **changes):
-    return parse_training_settings(training_class, words(changes))
-
-
-def problems_of(training_class=PretrainConfig, **changes):
-    with pytest.raises(ConfigurationError) as caught:
-        parse(training_class, **changes)
-    return caught.value.problems
-
-
-@pytest.fixture
-def no_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
-def test_the_defaults_are_those_of_the_libraries_except_where_said(training_class):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run, data, model, training = parse(training_class)
-    assert (run.global_batch_size, run.dry_run, run.hang_timeout_s) == (8, False, 600)
-    assert (data.sequence_length, data.packing, data.eval_splits) == (64, "best_fit", {})
-    assert [source.directory for source in data.train_sources] == ["data/x"]
-    assert (model.dtype, model.attn_implementation) == (None, "auto")
-    assert training.output_dir == "runs/x"
-    assert training.logging_nan_inf_filter is False
-    assert training.logging_steps == 10
-    assert training.report_to == []
-    assert (training.bf16, training.fp16) == (False, False)
-    assert training.activation_checkpointing is False
-    assert training.gradient_checkpointing is False
-    assert training.remove_unused_columns is False
-    assert training.ddp_find_unused_parameters is False
-    assert training.include_num_input_tokens_seen == "no"
-    assert training.dataloader_pin_memory is False
-    assert training.average_tokens_across_devices is True
-    assert training.num_train_epochs == 3
-
-
-def test_fine_tuning_neither_truncates_nor_prepares_data_in_trl():
-    training = parse(FineTuneConfig).instances[3]
-    assert training.max_length is None
-    assert training.dataset_kwargs == {"skip_prepare_dataset": True}
-    assert training.packing is False
-    assert training.learning_rate == 2e-5
-
-
-def test_memory_is_pinned_only_where_there_is_a_device_to_copy_to():
-    training = parse(use_cpu=None).instances[3]
-    assert training.dataloader_pin_memory is (training.device.type != "cpu")
-
-
-def test_our_packing_is_the_only_packing():
-    _, data, _, training = parse(FineTuneConfig, packing="none")
-    assert (data.packing, training.packing) == ("none", False)
-
-
-def test_written_settings_give_the_same_run_again(tmp_path):
-    first = parse(
-        FineTuneConfig,
-        eval_data=["a=data/a"],
-        eval_strategy="epoch",
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs='{"min_lr_rate": 0.1}',
-        run_name="1e-4",
-    )
-    (tmp_path / "config.yaml").write_text(dump_yaml(first.as_dict()))
-    second = parse_training_settings(FineTuneConfig, ["--config", "config.yaml"])
-    assert second.as_dict() == first.as_dict()
-    assert second.changed() == first.changed()
-    assert second.instances[3].to_dict() == first.instances[3].to_dict()
-
-
-@pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
-def test_help_works_for_every_inherited_setting(capsys, training_class):
-    with pytest.raises(SystemExit):
-        parse_training_settings(training_class, ["--help"])
-    text = capsys.readouterr().out
-    assert text.index("--global_batch_size") < text.index("--learning_rate")
-    assert not re.search(r"--(gradient_accumulation_steps|hub_token|deepspeed|max_length)\b", text)
-
-
-EVALUATED = {"eval_data": ["a=data/a", "b=data/b"], "eval_strategy": "steps", "eval_steps": "10"}
-METRICS = "one of eval_a_loss, eval_a_perplexity, eval_b_loss, eval_b_perplexity"
+pytestmark = pytest.mark.usefixtures("started_alone")
 
 CONTRADICTIONS = [
     ({"output_dir": None}, "output_dir is required: the directory of this run"),
@@ -368,12 +238,6 @@ def test_settings_that_agree_are_accepted(changes):
     parse(**changes)
 
 
-def test_lora_settings_act_with_use_peft():
-    changes = {"model_config": None, "model_name_or_path": "m", "use_peft": "true", "lora_r": "4"}
-    _, _, model, _ = parse(FineTuneConfig, **changes, lora_target_modules=["q_proj", "v_proj"])
-    assert (model.lora_r, model.lora_target_modules) == (4, ["q_proj", "v_proj"])
-
-
 def test_pretraining_refuses_what_only_fine_tuning_does():
     changes = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
     problems = problems_of(**changes, on_overlong="drop")
@@ -381,14 +245,6 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
     assert "pretrain.py trains every weight; LoRA is for sft_train" in problems[0]
     assert "on_overlong drop (--on_overlong): pretraining splits long documents" in problems[1]
     parse(FineTuneConfig, on_overlong="drop")
-
-
-def test_the_ranks_of_the_launch_count():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "3")
-        (problem,) = problems_of()
-    assert "global_batch_size 8 does not divide over 3 ranks of 8 sequences each" in problem
-    assert "started alone" not in problem
 
 
 def test_all_contradictions_are_shown_together():
@@ -403,81 +259,6 @@ def test_what_transformers_itself_refuses_is_a_configuration_error():
         **EVALUATED, load_best_model_at_end="true", save_steps="15", metric_for_best_model="a_loss"
     )
     assert "requires the saving steps to be a round multiple of the evaluation steps" in problem
-
-
-@pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
-def test_a_dry_run_checks_a_recipe_for_gpus_on_a_machine_without(no_accelerator, training_class):
-    settings = parse(training_class, bf16="true", tf32="true", use_cpu=None, dry_run="true")
-    training = settings.instances[3]
-    assert training.device.type == "cpu"
-    assert training.bf16 is True
-    assert settings.as_dict()["use_cpu"] is False, "the settings stay the user's"
-    assert settings.as_dict()["tf32"] is True
-
-
-@pytest.mark.parametrize(("use_cpu", "faults"), [(False, 0), (True, 2)])
-def test_half_precision_is_refused_beside_an_accelerator_only_if_it_is_not_used(
-    monkeypatch, use_cpu, faults
-):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    given = {"fp16": True, "tf32": True, "use_cpu": use_cpu}
-    values = SettingValues(declared_settings([RunArguments, PretrainConfig]), given, {})
-    assert len(list(check_hardware(values))) == faults
-
-
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "visible_gpus", "message"),
-    [
-        (
-            TORCHRUN | {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"},
-            2,
-            r"has 4 processes .*local rank 0\), but torch sees 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\)",
-        ),
-        (TORCHRUN, 1, r"torch sees 1 GPU \(CUDA_VISIBLE_DEVICES is not set\).*--gpus-per-node"),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 2, r"local rank 2\), but torch sees 2"),
-    ],
-)
-def test_more_processes_than_gpus_are_refused(monkeypatch, environment, visible_gpus, message):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible_gpus)
-    with pytest.raises(UnfitClusterError, match=message) as caught:
-        parse(use_cpu=None)
-    assert caught.value.exit_code == 69
-
-
-@pytest.mark.parametrize(
-    "changes", [{"use_cpu": "true"}, {"use_cpu": None, "dry_run": "true"}], ids=["cpu", "dry run"]
-)
-def test_gpus_do_not_matter_where_none_is_used(monkeypatch, no_accelerator, changes):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert parse(**changes).instances[3].device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("environment", "visible_gpus"),
-    [
-        (TORCHRUN, 4),
-        (TORCHRUN | {"ACCELERATE_USE_CPU": "True"}, 1),
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 1),  # each task of srun sees its own
-    ],
-)
-def test_processes_that_have_their_gpu_are_not(environment, visible_gpus):
-    assert missing_devices(environment, visible_gpus) is None
-
-
-def test_float16_weights_may_carry_adapters():
-    changes = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
-    assert parse(FineTuneConfig, **changes, dtype="float16").instances[2].dtype == "float16"
 
 
 def test_every_check_runs_without_faults_on_good_settings_and_reads_no_file():

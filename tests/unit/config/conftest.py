@@ -1,0 +1,19 @@
+"""The machine and the launch that settings are checked against."""
+
+import pytest
+import torch
+
+from utils.config import cpu_precision
+
+
+@pytest.fixture
+def started_alone(monkeypatch, tmp_path):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu_precision, "has_amx", lambda: False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
