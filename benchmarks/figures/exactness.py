@@ -54,8 +54,9 @@ def _section(name: str, title: str, results: Path) -> str:
 
 
 def _table(content: Mapping[str, Any]) -> str:
-    """Write {row: {column: figure}} or {row: figure} as a table."""
-    nested = {key: value for key, value in content.items() if isinstance(value, dict)}
+    """Write {row: {column: figure}} or {row: figure} as a table; lists are no figures."""
+    rows = {key: value for key, value in content.items() if isinstance(value, dict)}
+    nested = {key: row for key, row in rows.items() if _scalars(row)}
     flat = {key: value for key, value in content.items() if not isinstance(value, dict | list)}
     lines = []
     if nested:
