@@ -138,13 +138,16 @@ class Scene:
             found.append("metrics.jsonl")
         return found
 
-    def losses_of_checkpoints(self, directory: Path) -> list[str]:
-        """Which committed checkpoints are gone, or not as they were, but by rotation."""
+    def losses_of_checkpoints(self, directory: Path, ended: bool = False) -> list[str]:
+        """Which committed checkpoints are gone, or not as they were, but by rotation.
+
+        With `ended` the start went on to its end, so that saves came after a beginning, too.
+        """
         before = committed(self.prepared) if self.prepared else []
         left = committed(directory)
-        saves = (
-            [] if self.first_only else range(before[-1] + SAVE_STEPS, self.steps + 1, SAVE_STEPS)
-        )
+        first = (before[-1] if before else 0) + SAVE_STEPS
+        none = self.first_only and not ended
+        saves = [] if none else range(first, self.steps + 1, SAVE_STEPS)
         lawful = lawful_states(before, saves, self.kept, self.makes_room)
         wrong = [] if left in lawful else [f"of {before} there are {left}"]
         for step in set(before) & set(left):

@@ -37,7 +37,7 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
     def refuse(case, directory) -> tuple[str, list[str]]:
         call, error = case
         ending = scene.failed_at(call, directory, error)
-        wrong = scene.losses_of_checkpoints(directory)
+        wrong = scene.losses_of_checkpoints(directory, ending.exit_code == ExitCode.DONE)
         ends = {ExitCode.DONE: "went_on", ExitCode.STORAGE: "ended_with_74"}
         end = ends.get(ending.exit_code, "ended_otherwise")
         if end == "ended_otherwise":
