@@ -141,14 +141,15 @@ class Scene:
     def losses_of_checkpoints(self, directory: Path, ended: bool = False) -> list[str]:
         """Which committed checkpoints are gone, or not as they were, but by rotation.
 
-        With `ended` the start went on to its end, so that saves came after a beginning, too.
+        With `ended` the start went on to its end: what begins has all that a whole run leaves.
         """
         before = committed(self.prepared) if self.prepared else []
         left = committed(directory)
         first = (before[-1] if before else 0) + SAVE_STEPS
-        none = self.first_only and not ended
-        saves = [] if none else range(first, self.steps + 1, SAVE_STEPS)
+        saves = range(first, self.steps + 1, SAVE_STEPS)
         lawful = lawful_states(before, saves, self.kept, self.makes_room)
+        if self.first_only:
+            lawful = lawful[-1:] if ended else lawful[:1]
         wrong = [] if left in lawful else [f"of {before} there are {left}"]
         for step in set(before) & set(left):
             name = f"checkpoint-{step}/manifest.json"
