@@ -214,13 +214,17 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
 
 
 def hit(call: Call, directory: Path, ending: Ending, *, failed: bool = False) -> bool:
-    """Whether this very call is the last one that a start entered, or the last that failed."""
-    made = [made for made in _calls(ending.trace) if not failed or "(INJECTED)" in made[2]]
-    if not made:
-        return False
-    thread, name, arguments = made[-1]
-    aside = thread not in ("", str(ending.pid))
-    return (name, _file(arguments, directory), aside) == (call.name, call.file, call.aside)
+    """Whether this very call is the last one that a start entered, or among those that failed.
+
+    strace counts by thread: where one is made to fail, another's of the same number fails, too.
+    """
+    made = list(_calls(ending.trace))
+    struck = [one for one in made if "(INJECTED)" in one[2]] if failed else made[-1:]
+    sought = (call.name, call.file, call.aside)
+    return any(
+        (name, _file(arguments, directory), thread not in ("", str(ending.pid))) == sought
+        for thread, name, arguments in struck
+    )
 
 
 def other_threads_change(directory: Path, ending: Ending) -> list[str]:
