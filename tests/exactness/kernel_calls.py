@@ -8,9 +8,11 @@ with -f every thread: strace counts the calls of each by itself.
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,9 @@ RECORDING = ("-e", f"trace={CALLS}")
 # What differs from start to start in the names of files that are there for a moment.
 _CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.)\d+(?=\.tmp)|(?<=preflight-)[\w-]+")
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
+# Starting a process, multiprocessing asks for the exit codes of all others: where two threads ask
+# for one at a time the second finds nothing, and makes it 255.
+_ONE_READER = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ class Child:
         theirs, self.signal = context.Pipe()
         arguments = (theirs, str(self.output), program, list(argv), options)
         self.process = context.Process(target=killed_child.child, args=arguments)
-        self.process.start()
+        with _ONE_READER:
+            self.process.start()
         theirs.close()
         self.signal.recv()  # or calls would be counted that have nothing to do with the program
         self.ending = Ending(0, "", pid=self.pid)
@@ -150,10 +156,11 @@ class Child:
         self.signal.send("go")
 
     def wait(self) -> None:
-        self.process.join(START_LIMIT_S)
-        if self.process.exitcode is None:
+        if not multiprocessing.connection.wait([self.process.sentinel], START_LIMIT_S):
             self.process.kill()
             raise AssertionError(f"it does not end: {self.output.read_text()}")
+        with _ONE_READER:
+            self.process.join()
 
     @contextlib.contextmanager
     def traced(self, flags: Sequence[str] | None) -> Iterator[None]:
