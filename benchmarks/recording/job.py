@@ -60,8 +60,9 @@ class Outcome:
 
     `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only, of which
     `window_loss_tokens` bear loss;
-    `first_step_s` counts from the start of the process to the end of its first step. `notes` says
-    which settings and kernels were in use.
+    `first_step_s` counts from the start of the process to the end of its first step. A fine-tuning
+    run's first batch held the workload's `first_documents`. `notes` says which settings and kernels
+    were in use.
     """
 
     window_s: float
@@ -72,6 +73,7 @@ class Outcome:
     peak_memory_bytes: int
     reserved_memory_bytes: int = 0
     window_loss_tokens: int = 0
+    first_documents: list[int] = dataclasses.field(default_factory=list)
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -3,11 +3,14 @@
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.hardware.device import gpu_state
+from benchmarks.recording.first_batch import document_numbers, pieces
 from benchmarks.recording.job import Job, Outcome, seconds_since_start
 from benchmarks.recording.trace import KernelTrace
 from benchmarks.workloads.workload import PAD_TOKEN_ID
@@ -31,6 +34,7 @@ class StepRecorder:
         self.loss_tokens: list[torch.Tensor] = []
         self.first_step_s = 0.0
         self.graphs_after_warmup = 0
+        self.first_documents: list[np.ndarray] = []
         self.trace = KernelTrace() if job.trace else None
         self.seen: dict[str, Any] = {}
 
@@ -43,6 +47,11 @@ class StepRecorder:
         targets = (input_ids if labels is None else labels)[:, 1:]
         ignored = PAD_TOKEN_ID if labels is None else IGNORED_LABEL
         self.loss_tokens.append(targets.ne(ignored).sum())
+
+    def saw_chats(self, inputs: Mapping[str, Any]) -> None:
+        """Keep the documents of a fine-tuning run's first batch."""
+        if self.job.kind == "sft" and not self.first_documents:
+            self.first_documents = pieces(inputs)
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a step's loss."""
@@ -81,12 +90,14 @@ class StepRecorder:
         warm, end = self.job.warmup_steps, self.job.steps
         assert len(self.ends) == len(self.losses) == len(self.tokens) == self.job.all_steps
         allocated, reserved = self.seen.pop("memory")
+        documents = self.job.files / "documents"
         return Outcome(
             window_s=self.ends[end - 1] - self.ends[warm - 1],
             window_tokens=sum(int(tokens) for tokens in self.tokens[warm:end]),
             window_loss_tokens=sum(int(tokens) for tokens in self.loss_tokens[warm:end]),
             step_s=self._step_seconds()[: end - 1],
             losses=[float(loss) for loss in self.losses[:end]],
+            first_documents=document_numbers(self.first_documents, documents),
             first_step_s=self.first_step_s,
             peak_memory_bytes=allocated,
             reserved_memory_bytes=reserved,
@@ -115,6 +126,7 @@ def watch_trainer(recorder: StepRecorder) -> None:
 
     def watched_training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.saw_batch(inputs["input_ids"], labels_of(inputs))
+        recorder.saw_chats(inputs)
         loss = training_step(self, model, inputs, *args, **kwargs)
         recorder.saw_loss(loss)
         return loss

@@ -24,6 +24,7 @@ from benchmarks.components.attention_inputs import make_states
 from benchmarks.contests.sweep import grown
 from benchmarks.contests.training import job_of, parity
 from benchmarks.recording.job import STARTED_AT, CannotRunError
+from benchmarks.workloads.first_loss import first_losses
 from benchmarks.workloads.workload import make_workload
 
 pytestmark = pytest.mark.slow
@@ -84,10 +85,13 @@ def test_everybody_trains_the_same_model(cell, tmp_path):
         outcomes[contestant.name] = [outcome]
     assert len(outcomes) >= 2
     if not cell.workload.zeros:
-        found = parity(cell, outcomes)
-        # Other chats than ours, a few tokens of them: of a toy the losses are near, no more.
-        limit = found["limit"] if cell.workload.kind == "pretrain" else 0.3
-        assert max(found["differences"].values()) <= limit, found
+        expected = {}
+        if cell.workload.kind == "sft":
+            firsts = {name: runs[0].first_documents for name, runs in outcomes.items()}
+            assert all(firsts.values())
+            expected = first_losses(workload, cell.precision, firsts)
+        found = parity(cell, outcomes, expected)
+        assert max(found["differences"].values()) <= found["limit"], found
         assert found["compared_steps"] == (3 if cell.workload.kind == "pretrain" else 1)
         # Toys see few documents, whose prompts are rounded to whole tokens.
         assert max(found["loss_share_differences"].values()) < 0.08, found

@@ -44,10 +44,10 @@ def test_other_losses_break_the_parity():
     cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
     assert cell.workload.kind == "pretrain"
     same = {OURS: [outcome()], "peer": [outcome((4.001, 3.0))]}
-    assert parity(cell, same)["holds"]
-    assert parity(cell, same)["differences"]["peer"] == pytest.approx(5e-4)
+    assert parity(cell, same, {})["holds"]
+    assert parity(cell, same, {})["differences"]["peer"] == pytest.approx(5e-4)
     other = {OURS: [outcome()], "peer": [outcome((4.0, 3.1))]}
-    assert not parity(cell, other)["holds"]
+    assert not parity(cell, other, {})["holds"]
 
 
 def test_another_share_of_tokens_that_bear_loss_breaks_the_parity():
@@ -55,15 +55,27 @@ def test_another_share_of_tokens_that_bear_loss_breaks_the_parity():
     cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
     ours = dataclasses.replace(outcome(), window_loss_tokens=66)
     same = dataclasses.replace(outcome(), window_loss_tokens=67)
-    assert parity(cell, {OURS: [ours], "peer": [same]})["holds"]
-    found = parity(cell, {OURS: [ours], "peer": [dataclasses.replace(same, window_loss_tokens=99)]})
+    expected = {OURS: 4.0, "peer": 4.0}
+    assert parity(cell, {OURS: [ours], "peer": [same]}, expected)["holds"]
+    other = dataclasses.replace(same, window_loss_tokens=99)
+    found = parity(cell, {OURS: [ours], "peer": [other]}, expected)
     assert not found["holds"]
     assert found["loss_share_differences"]["peer"] == pytest.approx(0.33)
 
 
+def test_a_first_loss_is_held_against_that_of_the_same_documents():
+    cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
+    outcomes = {OURS: [outcome((4.0, 3.0))], "peer": [outcome((4.2, 3.0))]}
+    held = parity(cell, outcomes, {OURS: 4.001, "peer": 4.199})
+    assert held["holds"]
+    assert held["differences"] == pytest.approx({OURS: 1e-3, "peer": 1e-3})
+    for expected in ({OURS: 4.0, "peer": 4.0}, {OURS: 4.2, "peer": 4.2}):
+        assert not parity(cell, outcomes, expected)["holds"]
+
+
 def test_without_stoker_nothing_is_compared():
     cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
-    assert parity(cell, {"peer": [outcome()]})["compared_steps"] == 0
+    assert parity(cell, {"peer": [outcome()]}, {})["compared_steps"] == 0
     assert ratios({"peer": [outcome()]}) == {}
 
 

@@ -1,0 +1,41 @@
+"""Which documents of the workload a contestant's first batch held, however it lays them out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workloads.workload import PAD_TOKEN_ID
+
+
+def pieces(inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """Return the token ids of each document of a batch, int32, without padding.
+
+    A row holds one document, or several that begin where `position_ids` are 0 (TRL), or where
+    `cu_seq_lens` says so, counted through all rows (Stoker).
+    """
+    tokens = inputs["input_ids"].cpu().numpy().astype(np.int32)
+    begins = np.zeros(tokens.shape, dtype=bool)
+    begins[:, 0] = True
+    if "cu_seq_lens" in inputs:
+        begins.reshape(-1)[inputs["cu_seq_lens"].cpu().numpy()[:-1]] = True
+    elif "position_ids" in inputs:
+        begins |= inputs["position_ids"].cpu().numpy().reshape(tokens.shape) == 0
+    parts = np.split(tokens.reshape(-1), np.flatnonzero(begins)[1:])
+    bare = [part[part != PAD_TOKEN_ID] for part in parts]
+    return [part for part in bare if len(part)]
+
+
+def document_numbers(parts: Sequence[np.ndarray], documents: Path) -> list[int]:
+    """Return which documents these are; raises ValueError for what is no whole document."""
+    from datasets import load_from_disk
+
+    saved = load_from_disk(str(documents)).with_format("numpy")["input_ids"]
+    numbers = {
+        np.asarray(tokens, dtype=np.int32).tobytes(): number for number, tokens in enumerate(saved)
+    }
+    try:
+        return [numbers[part.tobytes()] for part in parts]
+    except KeyError:
+        raise ValueError("a document of the first batch is none of the workload's") from None

@@ -1,0 +1,65 @@
+"""What the first loss of a fine-tuning run has to be: that of plain transformers on its documents.
+
+`python -m benchmarks.workloads.first_loss asked.json answered.json`: asked are a workload's
+directory, a precision and, by contestant, documents; answered is a loss for each.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def first_loss(model: Any, documents: Any, numbers: Sequence[int], autocast: bool) -> float:
+    """Return the mean loss of all tokens that bear loss, in nats; each document stands alone.
+
+    documents: input_ids and completion_mask by number. autocast: mixed precision bf16.
+    """
+    device = model.device
+    mixed = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+    losses, count = 0.0, 0
+    for number in numbers:
+        document = documents[number]
+        tokens = torch.as_tensor(document["input_ids"], dtype=torch.int64, device=device)
+        bears_loss = torch.as_tensor(document["completion_mask"], device=device)[1:] != 0
+        with mixed:
+            logits = model(input_ids=tokens[None]).logits[0, :-1]
+        targets = tokens[1:][bears_loss]
+        losses += float(
+            torch.nn.functional.cross_entropy(logits[bears_loss].float(), targets, reduction="sum")
+        )
+        count += len(targets)
+    return losses / count
+
+
+def first_losses(
+    workload: Path, precision: str, documents: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Return the first loss by contestant; `documents` are those of its first batch."""
+    from datasets import load_from_disk
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if precision == "bf16_weights" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(workload / "weights", dtype=dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    saved = load_from_disk(str(workload / "documents")).with_format("numpy")
+    return {
+        name: first_loss(model, saved, numbers, autocast=precision == "bf16")
+        for name, numbers in documents.items()
+    }
+
+
+def main(asked_file: str, answered_file: str) -> None:
+    """Answer what a file asks."""
+    asked = json.loads(Path(asked_file).read_text())
+    answered = first_losses(Path(asked["workload"]), asked["precision"], asked["documents"])
+    Path(answered_file).write_text(json.dumps(answered))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
