@@ -202,11 +202,3 @@ def _cut_heads(config: PretrainedConfig) -> None:
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = kept
     config.hidden_size = config.num_attention_heads * head_dim
-
-
-# Deepest first. All of them narrow the MLPs, without which a probe could take gigabytes.
-CUTS = (
-    (_cut_layers, _cut_widths, _cut_heads),
-    (_cut_layers, _cut_widths),
-    (_cut_widths, _cut_heads),
-)
