@@ -11,9 +11,11 @@ what will happen and stops before weights are loaded. The same command goes on w
 import sys
 
 from utils.cluster.environment import configure_environment
+from utils.cluster.garbage import collector_paused, resume_collector
 from utils.cluster.script import run_script
 
 
+@collector_paused()
 def main(argv: list[str] | None = None) -> int:
     """Run one pretraining job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
@@ -42,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     run = start_run(settings, plan, data, launch, script="pretrain.py")
     if run.finished:
         return 0
+    resume_collector()
     trainer = PretrainTrainer(
         model=load_model(settings, config, plan.attention, weights_from=run.weights_from),
         args=settings.training,

@@ -22,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class _TokenizerFacts:
+    """What every dataset is held against; a large vocabulary takes most of a second to hash."""
+
+    path: str
+    sha256: str
+    vocabulary_size: int
+
+
+@dataclass(frozen=True)
 class RunData:
     """What a run trains and evaluates on; `weights` is None when each row counts alike."""
 
@@ -76,12 +85,15 @@ def load_run_data(
     sources = data.train_sources
     named = [("train", source.directory) for source in sources]
     named += list(data.eval_splits.items())
+    facts = _TokenizerFacts(
+        tokenizer.name_or_path, tokenizer_sha256(tokenizer), vocabulary_size(tokenizer)
+    )
     problems: list[str] = []
     opened: list[TokenDataset] = []
     for split, directory in named:
         try:
             # An evaluation split of a folder of splits goes by its own name.
-            opened.append(_open(directory, split, tokenizer, fine_tuning))
+            opened.append(_open(directory, split, facts, fine_tuning))
         except ConfigurationError as error:
             problems += error.problems
     if problems:
@@ -93,19 +105,19 @@ def load_run_data(
     }
     weights = [source.weight for source in sources if source.weight is not None]
     train = _packed("train", rows[: len(sources)], tokenizer)
-    return RunData(train, packed, weights or None, tokenizer_sha256(tokenizer))
+    return RunData(train, packed, weights or None, facts.sha256)
 
 
 def _open(
-    directory: str, split: str, tokenizer: PreTrainedTokenizerBase, fine_tuning: bool
+    directory: str, split: str, tokenizer: _TokenizerFacts, fine_tuning: bool
 ) -> TokenDataset:
     dataset = _first_rank_first(lambda: open_token_dataset(directory, split))
-    problems = dataset_problems(dataset, vocabulary_size(tokenizer), needs_loss_tokens=fine_tuning)
+    problems = dataset_problems(dataset, tokenizer.vocabulary_size, needs_loss_tokens=fine_tuning)
     known = dataset.tokenizer_sha256
-    if known is not None and known != tokenizer_sha256(tokenizer):
+    if known is not None and known != tokenizer.sha256:
         problems.append(
             f"{dataset.path} was made with another tokenizer than the one at "
-            f"{tokenizer.name_or_path}: use that one (--tokenizer_name_or_path), or prepare the "
+            f"{tokenizer.path}: use that one (--tokenizer_name_or_path), or prepare the "
             "data again with this one."
         )
     if problems:
