@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
         return 0  # what trains is imported for who trains
+    from utils.training.trainer_import import import_trainer
+
+    import_trainer()
     from utils.cluster.launch import check_strategy
     from utils.runs.finish import finish_run
     from utils.runs.reporting import run_callbacks

@@ -5,19 +5,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from benchmarks.recording.job import Job, Outcome, run_contestant
-from benchmarks.recording.steps import StepRecorder, watch_trainer
 from benchmarks.workloads.workload import SEED
 from utils.cluster.environment import configure_environment
+from utils.cluster.garbage import collector_paused
 
 
+@collector_paused()  # as the scripts do before anything is imported
 def train(job: Job) -> Outcome:
     """Run pretrain.py or sft_train.py, without writing the final model: nobody else does."""
     configure_environment()  # as the scripts do before anything allocates memory
     import pretrain
     import sft_train
+
+    if job.kind == "pretrain":  # as it does, and before it is watched
+        from utils.training.trainer_import import import_trainer
+
+        import_trainer()
+    from benchmarks.recording.steps import StepRecorder, watch_trainer
 
     run = Path(job.scratch) / "run"
     argv = [word for name, value in settings(job, run).items() for word in _flag(name, value)]
@@ -36,6 +41,8 @@ def train(job: Job) -> Outcome:
 
 def settings(job: Job, run: Path) -> dict[str, Any]:
     """Return the command line."""
+    import torch
+
     chosen: dict[str, Any] = {
         "output_dir": run,
         "model_name_or_path": job.files / "weights",

@@ -97,14 +97,16 @@ def run_contestant(train: Callable[[Job], Outcome]) -> None:
 @contextlib.contextmanager
 def saying_why_not() -> Iterator[None]:
     """End the process with CANNOT_RUN and the reason where its work cannot be done here."""
-    import torch
-
     try:
         yield
     except CannotRunError as error:
         print(error)  # noqa: T201 - read by the process that started this one
         sys.exit(CANNOT_RUN)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        import torch  # not before: when it is imported is the contestant's affair
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         print(". ".join(str(error).split(". ")[:2]))  # noqa: T201 - what follows is advice
         sys.exit(CANNOT_RUN)
 

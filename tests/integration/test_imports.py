@@ -15,7 +15,7 @@ TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.traini
 FORBIDDEN = {
     "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.planning"},
     "dry run": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pandas", "utils.runs.start"},
-    "start": NEVER | FINE_TUNING_ALONE,
+    "start": NEVER | FINE_TUNING_ALONE | {"datasets", "pandas"},
 }
 # One process for all: each command imports what the one before did, and more.
 COMMANDS = """
