@@ -60,7 +60,7 @@ CPU_CELLS: tuple[Cell, ...] = (
     ComponentCell("loader"),
     ComponentCell("packing"),
     ComponentCell("tokenization"),
-    DurationCell("start_up", most_repeats=2),
+    DurationCell("start_up", most_repeats=5),
     DurationCell("checkpoint_stall"),
 )  # fmt: skip
 
