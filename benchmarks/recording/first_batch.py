@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads.workload import PAD_TOKEN_ID
+from utils.data.columns import open_columns
+from utils.data.list_columns import ListColumn
 
 
 def pieces(inputs: Mapping[str, Any]) -> list[np.ndarray]:
@@ -29,13 +31,17 @@ def pieces(inputs: Mapping[str, Any]) -> list[np.ndarray]:
 
 def document_numbers(parts: Sequence[np.ndarray], documents: Path) -> list[int]:
     """Return which documents these are; raises ValueError for what is no whole document."""
-    from datasets import load_from_disk
+    if not parts:
+        return []
+    saved = open_columns(documents)["input_ids"]
+    lengths = np.diff(saved.offsets)
+    return [_number(part, saved, lengths) for part in parts]
 
-    saved = load_from_disk(str(documents)).with_format("numpy")["input_ids"]
-    numbers = {
-        np.asarray(tokens, dtype=np.int32).tobytes(): number for number, tokens in enumerate(saved)
-    }
-    try:
-        return [numbers[part.tobytes()] for part in parts]
-    except KeyError:
-        raise ValueError("a document of the first batch is none of the workload's") from None
+
+def _number(part: np.ndarray, saved: ListColumn, lengths: np.ndarray) -> int:
+    alike = np.flatnonzero(lengths == len(part))
+    found = saved.pieces(saved.bounds(alike, np.zeros_like(alike), lengths[alike]))
+    for number, tokens in zip(alike.tolist(), found, strict=True):
+        if np.array_equal(tokens, part):
+            return number
+    raise ValueError("a document of the first batch is none of the workload's")
