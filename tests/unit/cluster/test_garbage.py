@@ -14,12 +14,11 @@ def test_nothing_is_collected_until_the_collector_resumes_or_the_block_ends():
             seen.append(gc.isenabled())
         return seen
 
-    try:
-        assert start(resume=False) == [False]
-        assert gc.isenabled()
-        assert gc.get_freeze_count() == 0
-        assert start(resume=True) == [False, True]
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0  # what is there by then is not looked at again
-    finally:
-        gc.unfreeze()
+    for resume, seen in ((False, [False]), (True, [False, True])):
+        try:
+            assert gc.get_freeze_count() == 0
+            assert start(resume) == seen
+            assert gc.isenabled()
+            assert gc.get_freeze_count() > 0  # what is there by then is not looked at again
+        finally:
+            gc.unfreeze()
