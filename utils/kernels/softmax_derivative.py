@@ -28,6 +28,8 @@ def by_words(
     differentiate: bool,
 ) -> torch.Tensor:
     """Return the losses (C,) of logits (V, C); `buffer` is float32 for so many words of them."""
+    if logits.dtype == torch.float32 and cap is None:
+        return _by_words_in_place(logits, targets, words, differentiate)
     tokens = logits.shape[1]
     highest = torch.full((tokens,), torch.finfo(torch.float32).min)
     total = torch.zeros(tokens)
@@ -50,6 +52,32 @@ def by_words(
     slope = _slope(chosen, cap)
     at_target = losses.neg().exp_().sub_(1)
     logits[places] = (at_target if slope is None else at_target.mul_(slope)).to(logits.dtype)
+    return losses
+
+
+def _by_words_in_place(
+    logits: torch.Tensor, targets: torch.Tensor, words: int, differentiate: bool
+) -> torch.Tensor:
+    """Do the same to float32 logits without a cap: one exponential each, and no copies.
+
+    A block is left as exp(logits - the maximum up to there), and scaled when the sum is known.
+    """
+    tokens = logits.shape[1]
+    places = targets, torch.arange(tokens)
+    chosen = logits[places]
+    highest = torch.full((tokens,), torch.finfo(torch.float32).min)
+    total = torch.zeros(tokens)
+    blocks, maxima = logits.split(words), []
+    for block in blocks:
+        before, highest = highest, torch.maximum(highest, block.amax(0))
+        total.mul_((before - highest).exp_()).add_(block.sub_(highest).exp_().sum(0))
+        maxima.append(highest)
+    normalizer = highest + total.log()
+    losses = normalizer - chosen
+    if differentiate:
+        for block, maximum in zip(blocks, maxima, strict=True):
+            block.mul_((maximum - normalizer).exp_())
+        logits[places] = losses.neg().exp_().sub_(1)
     return losses
 
 
