@@ -56,6 +56,11 @@ def attend_by_lengths(
 ) -> torch.Tensor:
     """Attend in documents of these lengths, which lie end to end: (tokens, heads, dim)."""
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
+    if len(set(lengths)) == 1:  # whole rows, say: nothing has to be gathered
+        query, key, value = (
+            states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
+        )
+        return causal_sdpa(query, key, value, terms).transpose(1, 2).flatten(0, 1)
     same_length: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         same_length.setdefault(length, []).append(document)
