@@ -35,14 +35,16 @@ def run_script(main: Callable[[], int | None]) -> int:
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
-    ending = 0
+    ending: int | None = None  # until main has returned or raised what is answered for here
 
     def leave_at_once() -> None:
-        """Skip the teardown: process groups may wait there for ranks that wait for this one.
+        """Skip the teardown of one rank of several; all that is to be kept is written.
 
-        Registered before any library is imported, this is the last of all exit handlers.
+        Process groups may wait there for ranks that wait for this one, and a library's thread that
+        meets the end of the interpreter aborts the process: a rank that has finished would have
+        failed. Registered before any library is imported, this is the last of all exit handlers.
         """
-        if ending and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ending)

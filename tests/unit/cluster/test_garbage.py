@@ -14,6 +14,7 @@ def test_nothing_is_collected_until_the_collector_resumes_or_the_block_ends():
             seen.append(gc.isenabled())
         return seen
 
+    gc.unfreeze()  # what other tests of this process left
     for resume, seen in ((False, [False]), (True, [False, True])):
         try:
             assert gc.get_freeze_count() == 0

@@ -270,6 +270,33 @@ def test_a_failed_rank_of_several_does_not_wait_in_its_teardown():
     assert "RuntimeError: boom" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("body", "code"), [("return 0", 0), ("return 75", 75), ("sys.exit(3)", -6)]
+)
+def test_a_rank_that_has_ended_cannot_fail_in_its_teardown(body, code):
+    """As "terminate called without an active exception" made one that had finished its run.
+
+    What leaves by SystemExit is not answered for: it ends as Python ends.
+    """
+    program = f"""
+        import os, sys
+        from utils.cluster.script import run_script
+        class AbortsWhenTornDown:
+            def __del__(self, abort=os.abort): abort()
+        kept = AbortsWhenTornDown()
+        def main(): {body}
+        sys.exit(run_script(main))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
+        timeout=30,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == code
+
+
 def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
