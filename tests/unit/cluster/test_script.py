@@ -246,6 +246,18 @@ def test_the_words_of_libraries_for_a_full_disk_are_known(save, small_disk, caps
     assert str(small_disk) in shown
 
 
+def as_a_rank_of_two(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, which takes itself for a rank."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
+        timeout=30,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_a_failed_rank_of_several_does_not_wait_in_its_teardown():
     """Its threads, exit handlers and process groups may wait for ranks that wait for it."""
     program = """
@@ -258,14 +270,7 @@ def test_a_failed_rank_of_several_does_not_wait_in_its_teardown():
         def main(): raise RuntimeError("boom")
         sys.exit(run_script(main))
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
-        timeout=30,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = as_a_rank_of_two(program)
     assert ended.returncode == 1
     assert "RuntimeError: boom" in ended.stderr
 
@@ -287,14 +292,7 @@ def test_a_rank_that_has_ended_cannot_fail_in_its_teardown(body, code):
         def main(): {body}
         sys.exit(run_script(main))
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
-        timeout=30,
-        capture_output=True,
-        check=False,
-    )
-    assert ended.returncode == code
+    assert as_a_rank_of_two(program).returncode == code
 
 
 def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
