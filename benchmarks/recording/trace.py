@@ -6,7 +6,8 @@ import torch
 
 # Waiting for the whole device, cudaDeviceSynchronize, is what the recorder does itself.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
-MOST = 12
+MOST = 40
+NAME_LENGTH = 160  # of a kernel: templates name theirs in thousands of characters
 
 
 class KernelTrace:
@@ -25,7 +26,10 @@ class KernelTrace:
         self.recorder.start()
 
     def stop(self) -> dict[str, Any]:
-        """Return the kernels that took longest, each [name, share of all their time, calls]."""
+        """Return the kernels that took longest, each [name, share of all their time, calls].
+
+        `kernels_s` is the time of all together: what a step takes beyond it, a GPU was idle.
+        """
         self.recorder.stop()
         events = self.recorder.key_averages()
         key = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
@@ -33,9 +37,10 @@ class KernelTrace:
         total = sum(time for time, _ in times) or 1.0
         return {
             "kernels": [
-                [event.key, round(time / total, 4), event.count]
+                [event.key[:NAME_LENGTH], round(time / total, 4), event.count]
                 for time, event in times[:MOST]
                 if time > 0
             ],
+            "kernels_s": round(total / 1e6, 5),
             "waits_for_device": sum(event.count for event in events if event.key in WAITS),
         }
