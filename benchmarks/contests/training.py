@@ -163,16 +163,24 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def ratios(
     outcomes: Mapping[str, Sequence[Outcome]], tuned: Collection[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return how often faster Stoker is than each peer, tuned than tuned; {} without Stoker."""
-    if OURS not in outcomes:
+    """Return how often faster Stoker is than each peer, tuned than tuned.
+
+    Where one of Stoker's two did not run the other stands in; {} without both.
+    """
+    if not (ours := _ours(outcomes)):
         return {}
-    ours_tuned = OURS_TUNED if OURS_TUNED in outcomes else OURS
+    ours_tuned = OURS_TUNED if OURS_TUNED in outcomes else ours
     speeds = {name: [one.tokens_per_second for one in runs] for name, runs in outcomes.items()}
     return {
-        name: paired_ratio(speeds[ours_tuned if name in tuned else OURS], theirs)._asdict()
+        name: paired_ratio(speeds[ours_tuned if name in tuned else ours], theirs)._asdict()
         for name, theirs in speeds.items()
         if name not in (OURS, OURS_TUNED)
     }
+
+
+def _ours(outcomes: Mapping[str, Sequence[Outcome]]) -> str | None:
+    """Return under which name Stoker ran, the untuned first; None: it did not."""
+    return next((name for name in (OURS, OURS_TUNED) if name in outcomes), None)
 
 
 def parity(
@@ -186,11 +194,11 @@ def parity(
     loss against what is `expected` of its first batch. The share of tokens that bear loss has to
     agree too. Without Stoker nothing is compared.
     """
-    if OURS not in outcomes:
+    if not (reference := _ours(outcomes)):
         return {"compared_steps": 0, "holds": True}
-    ours = outcomes[OURS][0]
+    ours = outcomes[reference][0]
     firsts = {name: runs[0] for name, runs in outcomes.items()}
-    others = {name: one for name, one in firsts.items() if name != OURS}
+    others = {name: one for name, one in firsts.items() if name != reference}
     if cell.workload.kind == "pretrain":
         compared, limit = cell.steps, PRETRAINING_PARITY
         differences = {
