@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import pretrain
 import sft_train
 from utils.callbacks.journal_file import read_journal
-from utils.kernels import linear_cross_entropy
+from utils.kernels import head_sizes
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,8 @@ EXACT = {"adam_epsilon": 1e-4}
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy.CHUNK_ROWS, "cpu", 37)
-    monkeypatch.setitem(linear_cross_entropy.BLOCK_ELEMENTS, "cpu", 9 * tiny.VOCABULARY)
+    monkeypatch.setitem(head_sizes.CHUNK_ROWS, "cpu", 37)
+    monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 9 * tiny.VOCABULARY)
 
 
 def figures(run: Path) -> torch.Tensor:

@@ -19,24 +19,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
+from utils.kernels.head_sizes import (
+    block_elements,
+    chunk_rows,
+    product_words,
+    whole_tiles,
+    words_first,
+)
 from utils.kernels.softmax_derivative import by_tokens, by_words, compiled_by_tokens
 
 IGNORED = -100
-
-# Logits in memory at a time: enough rows for full speed of the matrix products, no more. A GPU's
-# are slower for a number of rows that no tile divides.
-CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}
-COMPILED_CHUNK_ROWS = 2048
-CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}
-TILE_ROWS = {"cpu": 1, "cuda": 128}
-
-# Where logits lie as (V, tokens), and how much of them is in float32 at a time: 1 MiB for a CPU's
-# cache, two times 128 MiB on a GPU, which has no use for small blocks.
-BY_WORDS = {"cpu"}
-BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
-
-# Rows of the weight whose gradient's product is in half precision at a time, before it is added up.
-PRODUCT_WORDS = 8192
 
 _computes = True
 
@@ -72,24 +64,9 @@ def linear_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     wanted = torch.is_grad_enabled()  # inside the function it never is
-    way = _Way(terms, wanted, compiled and device not in BY_WORDS)
+    way = _Way(terms, wanted, compiled and not words_first(device))
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, way)
-
-
-def working_bytes(tokens: int, vocabulary: int, width: int, device: str, compute_bytes: int) -> int:
-    """Return what a training call takes beside its inputs: logits, softmax, weight's gradient.
-
-    width is that of the hidden states, `compute_bytes` the size of the products' type. Not
-    compiled, which takes less.
-    """
-    rows = _chunk_rows(tokens, vocabulary, device, compiled=False)
-    buffers = (1 if device in BY_WORDS else 2) * _block_elements(rows, vocabulary, device)
-    taken = vocabulary * (rows * compute_bytes + width * 4) + buffers * 4
-    if compute_bytes == 4:
-        return taken
-    widened = 0 if device == "cuda" else min(vocabulary, PRODUCT_WORDS)
-    return taken + (vocabulary + widened) * width * compute_bytes
 
 
 @contextmanager
@@ -126,14 +103,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(way.gradients and needs for needs in ctx.needs_input_grad)
-        work = _Work(hidden.to(dtype), weight.to(dtype), bias, way, needed)
+        work = _Work(hidden.to(dtype), weight, bias, way, needed)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         bears_loss = targets != IGNORED
         targets = targets.clamp(min=0)
         chunks = _slices(len(hidden), work.chunk_rows) if _computes else []
         for rows in chunks:
             losses[rows] = work.chunk(rows, targets[rows], bears_loss[rows])
-        ctx.save_for_backward(work.hidden_gradient, work.weight_gradient, work.bias_gradient)
+        ctx.save_for_backward(*work.gradients())
         return losses.sum()
 
     @staticmethod
@@ -150,7 +127,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Work:
-    """The buffers and gradients of one call; gradients are those of the loss's sum."""
+    """The buffers and gradients of one call; gradients are those of the loss's sum.
+
+    The weight has W >= V rows: those beyond the vocabulary are zeros, as what comes of them is.
+    """
 
     def __init__(
         self,
@@ -160,24 +140,34 @@ class _Work:
         way: _Way,
         needed: tuple[bool, ...],
     ):
-        self.hidden, self.weight, self.scale = hidden, weight, way.terms.scale
-        self.bias = None if bias is None else bias.to(hidden.dtype) * self.scale
-        device, vocabulary = hidden.device.type, len(weight)
-        self.words_first, self.compiled = device in BY_WORDS, way.compiled
-        self.chunk_rows = _chunk_rows(len(hidden), vocabulary, device, self.compiled)
-        self.logits = hidden.new_empty(self.chunk_rows * vocabulary)
+        device, self.vocabulary = hidden.device.type, len(weight)
+        words = whole_tiles(self.vocabulary, device)
+        self.hidden, self.scale = hidden, way.terms.scale
+        self.weight = _with_zeros(weight, words, hidden.dtype)
+        self.bias = None if bias is None else _with_zeros(bias, words, hidden.dtype) * self.scale
+        self.words_first, self.compiled = words_first(device), way.compiled
+        self.chunk_rows = chunk_rows(len(hidden), words, device, self.compiled)
+        self.logits = hidden.new_empty(self.chunk_rows * words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        elements = _block_elements(self.chunk_rows, vocabulary, device)
+        elements = block_elements(self.chunk_rows, self.vocabulary, device)
         buffers = 0 if self.compiled else 1 if self.words_first else 2
         self.buffers = [zeros(elements) for _ in range(buffers)]
         self.cap = way.terms.softcap
         self.hidden_gradient = torch.zeros_like(hidden) if needed[0] else None
-        self.weight_gradient = zeros(weight.shape) if needed[1] else None
-        self.bias_gradient = zeros(vocabulary) if needed[2] else None
+        self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
+        self.bias_gradient = zeros(words) if needed[2] else None
         self.needed = any(needed)
         # But for CUDA's a product in half precision has to be widened to be added up.
-        widen = needed[1] and hidden.dtype != torch.float32 and not hidden.is_cuda
-        self.product = torch.empty_like(weight[:PRODUCT_WORDS]) if widen else None
+        widened = 0 if hidden.dtype == torch.float32 else product_words(words, device)
+        self.product = torch.empty_like(self.weight[:widened]) if needed[1] and widened else None
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Return those of hidden states, weight and bias, of the vocabulary alone."""
+        of_words = (self.weight_gradient, self.bias_gradient)
+        return (
+            self.hidden_gradient,
+            *(None if one is None else one[: self.vocabulary] for one in of_words),
+        )
 
     def chunk(self, rows: slice, targets: torch.Tensor, bears_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token (C,) and add up the gradients; targets (C,)."""
@@ -199,28 +189,30 @@ class _Work:
     def _losses(
         self, hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses (C,) and their derivatives by the logits (C, V), perhaps a view."""
-        tokens, vocabulary = len(hidden), len(self.weight)
-        flat = self.logits[: tokens * vocabulary]
+        """Return the losses (C,) and their derivatives by the logits (C, W), perhaps a view."""
+        tokens, words = len(hidden), len(self.weight)
+        flat = self.logits[: tokens * words]
         if self.words_first:
             logits = torch.mm(self.weight, hidden.T, out=flat.view(-1, tokens))
             if self.bias is not None:
                 logits += self.bias[:, None]
             (buffer,) = self.buffers
-            words = len(buffer) // self.chunk_rows
-            losses = by_words(logits, targets, buffer, words, self.cap, self.needed)
+            block = len(buffer) // self.chunk_rows
+            losses = by_words(logits, targets, buffer, block, self.cap, self.needed)
             return losses, logits.T
         logits = torch.mm(hidden, self.weight.T, out=flat.view(tokens, -1))
         if self.bias is not None:
             logits += self.bias
         if not self.compiled:
             wide, logarithms = self.buffers
-            return by_tokens(logits, targets, (wide, logarithms), self.cap, self.needed), logits
+            own = logits[:, : self.vocabulary]
+            return by_tokens(own, targets, (wide, logarithms), self.cap, self.needed), logits
         # The whole buffer, zeros behind the last token: one shape is compiled.
         targets = functional.pad(targets, (0, self.chunk_rows - tokens))
-        all_rows = self.logits.view(-1, vocabulary)
+        all_rows = self.logits.view(-1, words)
         all_rows[tokens:] = 0
-        losses = compiled_by_tokens(all_rows, targets, self.cap, self.needed)
+        own = all_rows[:, : self.vocabulary]
+        losses = compiled_by_tokens(own, targets, self.cap, self.needed)
         return losses[:tokens], logits
 
     def _add_weight_gradient(self, derivative: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -240,27 +232,13 @@ class _Work:
             gradient += torch.mm(derivative.T[words], hidden, out=product)
 
 
-def _chunk_rows(tokens: int, vocabulary: int, device: str, compiled: bool) -> int:
-    """Return how many tokens go through the head at a time: as many in each chunk, about."""
-    most = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary
-    most = min(
-        COMPILED_CHUNK_ROWS if compiled else CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"]), most
-    )
-    tile = TILE_ROWS.get(device, TILE_ROWS["cuda"])
-    most = max(1, most // tile * tile)
-    if compiled:
-        return most  # whatever the tokens, so that one shape is compiled
-    chunks = -(-tokens // most)
-    rows = -(-tokens // chunks) if chunks else 1
-    return min(-(-rows // tile) * tile, most)
-
-
-def _block_elements(chunk_rows: int, vocabulary: int, device: str) -> int:
-    """Return how many logits are in float32 at a time: whole rows of words, or of tokens."""
-    most = BLOCK_ELEMENTS.get(device, BLOCK_ELEMENTS["cuda"])
-    if device in BY_WORDS:
-        return chunk_rows * min(vocabulary, max(1, most // chunk_rows))
-    return vocabulary * min(chunk_rows, max(1, most // vocabulary))
+def _with_zeros(values: torch.Tensor, words: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return (V, ...) as (words, ...) in a type; copied only where either differs."""
+    if len(values) == words:
+        return values.to(dtype)
+    padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)
+    padded[: len(values)] = values
+    return padded
 
 
 def _slices(length: int, step: int) -> list[slice]:

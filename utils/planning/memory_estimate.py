@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
 from utils.config.run_settings import RunSettings
-from utils.kernels.linear_cross_entropy import working_bytes
+from utils.kernels.head_sizes import working_bytes
 from utils.kernels.probe_model import MISFITS, causal_lm_class
 from utils.planning.activations import Phases, most_alive
 from utils.planning.adapters import with_adapters

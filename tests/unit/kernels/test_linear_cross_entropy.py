@@ -9,34 +9,39 @@ import torch
 from torch.nn import functional
 
 from utils.config.errors import ConfigurationError
+from utils.kernels import head_sizes, softmax_derivative
 from utils.kernels import linear_cross_entropy as module
-from utils.kernels import softmax_derivative
 from utils.kernels.compilation import compiled_graphs
+from utils.kernels.head_sizes import working_bytes
 from utils.kernels.linear_cross_entropy import (
     IGNORED,
     PLAIN,
     LogitTerms,
     linear_cross_entropy,
-    working_bytes,
 )
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
+WHOLE_TILES = 304  # words, where a GPU's tile is asked for
 LAYOUTS = ["(V, tokens)", "(tokens, V)", "(tokens, V) at once"]
 CAP = 5.0
 
 
 @pytest.fixture(autouse=True, params=LAYOUTS)
 def layout(monkeypatch, request):
-    """How logits lie on a CPU and on a GPU; several chunks and blocks, the last a short one."""
-    monkeypatch.setitem(module.CHUNK_ROWS, "cpu", 21)
-    monkeypatch.setattr(module, "PRODUCT_WORDS", 100)
-    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 17 * 40)
+    """How logits lie on a CPU and on a GPU; several chunks and blocks, the last a short one.
+
+    A GPU's have some columns more than there are words.
+    """
+    monkeypatch.setitem(head_sizes.CHUNK_ROWS, "cpu", 21)
+    monkeypatch.setattr(head_sizes, "PRODUCT_WORDS", 100)
+    monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 17 * 40)
     if request.param == "(V, tokens)":
         return request.param
-    monkeypatch.setattr(module, "BY_WORDS", set())
-    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    monkeypatch.setattr(head_sizes, "BY_WORDS", set())
+    monkeypatch.setitem(head_sizes.WORDS_TILE, "cpu", head_sizes.WORDS_TILE["cuda"])
+    monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 5 * VOCABULARY)
     if request.param == "(tokens, V) at once":  # what is compiled, as it is
-        monkeypatch.setattr(module, "COMPILED_CHUNK_ROWS", 21)
+        monkeypatch.setattr(head_sizes, "COMPILED_CHUNK_ROWS", 21)
         plainly = softmax_derivative._normalize
         monkeypatch.setattr(softmax_derivative, "_compiled", lambda: plainly)
         plain = module._LinearCrossEntropy.apply
@@ -147,6 +152,31 @@ def test_without_gradients_only_the_loss_is_computed(monkeypatch):
     assert len(products) == 3, "one for each chunk"
 
 
+@pytest.mark.parametrize("layout", ["(tokens, V)", "(tokens, V) at once"], indirect=True)
+def test_a_gpu_is_given_rows_of_whole_16_bytes(monkeypatch):
+    tensors, targets = made(torch.bfloat16, with_bias=True)
+    strides = []
+    plain = torch.mm
+
+    def watched(left, right, **options):
+        strides.extend(max(one.stride()) * one.element_size() for one in (left, right))
+        return plain(left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    _, gradients = fused(tensors, targets)
+    assert strides
+    assert {stride % 16 for stride in strides} == {0}
+    assert [len(gradient) for gradient in gradients] == [TOKENS, VOCABULARY, VOCABULARY]
+
+
+@pytest.mark.parametrize("layout", ["(tokens, V)"], indirect=True)
+def test_a_vocabulary_of_whole_tiles_is_taken_as_it_is():
+    (hidden, weight), _ = made()
+    way = module._Way(PLAIN, gradients=True, compiled=False)
+    work = module._Work(hidden, weight[: WHOLE_TILES - 8], None, way, (True, True, False))
+    assert work.weight.data_ptr() == weight.data_ptr()
+
+
 @pytest.mark.parametrize("tokens", [0, 4], ids=["none at all", "all ignored"])
 def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
     (hidden, weight), _ = made()
@@ -205,8 +235,10 @@ def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
     tensors, targets = made()
     linear_cross_entropy(*tensors, targets)
     at_once = layout == "(tokens, V) at once"
-    logits = (21 if at_once else 17) * VOCABULARY * 4  # 50 tokens in three chunks
-    buffers = sum(taken[:buffers_and_gradient]) + logits
+    words = VOCABULARY if layout == "(V, tokens)" else WHOLE_TILES
+    logits = (21 if at_once else 17) * words * 4  # 50 tokens in three chunks
+    copied = 0 if words == VOCABULARY else words * WIDTH * 4
+    buffers = sum(taken[:buffers_and_gradient]) + logits + copied
     said = working_bytes(TOKENS, VOCABULARY, WIDTH, "cpu", 4)
     assert buffers < said if at_once else buffers == said
     assert sum(taken[buffers_and_gradient:]) < 0.01 * buffers, "losses and sums of tokens"
@@ -215,7 +247,7 @@ def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["(tokens, V)"], indirect=True)
 def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
-    monkeypatch.setattr(module, "COMPILED_CHUNK_ROWS", 21)
+    monkeypatch.setattr(head_sizes, "COMPILED_CHUNK_ROWS", 21)
     (hidden, weight), targets = made()
     expected, expected_gradients = reference([hidden, weight], targets)
     before = compiled_graphs()
