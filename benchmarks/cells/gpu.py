@@ -104,8 +104,8 @@ GPU_CELLS: tuple[Cell, ...] = (
     ),
     TrainingCell(
         "llama_8b_lora",
-        "Llama-3.1-8B shape, LoRA of rank 16, 4,096 tokens, chats of 600 tokens, bf16 weights",
-        _LARGE_CHATS, "bf16_weights", 1, _LARGE,
+        "Llama-3.1-8B shape, LoRA of rank 16, 4,096 tokens, chats of 600 tokens, bf16",
+        _LARGE_CHATS, "bf16_frozen", 1, _LARGE,
         steps=20, warmup_steps=5, learning_rate=1e-4, lora_rank=16, trace=True,
     ),
     ComponentCell("gpu_loss_head"),

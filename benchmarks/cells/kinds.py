@@ -46,7 +46,7 @@ TUNED_LITGPT = Contestant("litgpt, tuned", "litgpt", needs="litgpt")
 class TrainingCell:
     """Contestants that train the same model on the same documents in the same precision.
 
-    `precision` is "fp32", "bf16" (mixed: weights in fp32) or "bf16_weights" (everything in bf16).
+    `precision` is a key of benchmarks/recording/precision.py.
     `lora_rank` above 0: the weights are frozen, adapters of that rank on all linear layers but the
     last are trained. `trace`: a step more shows which kernels ran.
     """

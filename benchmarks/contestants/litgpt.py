@@ -71,7 +71,7 @@ def train(job: Job) -> Outcome:
         model_name=config.name,
         model_config=config,
         out_dir=scratch / "out",
-        precision="bf16-mixed" if job.precision == "bf16" else "32-true",
+        precision="bf16-mixed" if job.numbers.mixed else "32-true",
         initial_checkpoint_dir=scratch / "initial",
         data=Rows(job),
         train=TrainArgs(

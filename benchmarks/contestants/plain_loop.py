@@ -30,9 +30,7 @@ def train(job: Job) -> Outcome:
     documents = load_from_disk(str(job.files / "documents")).with_format("numpy")
     order = np.load(job.files / "order.npy")
     mixed: contextlib.AbstractContextManager = (
-        torch.autocast(device, torch.bfloat16)
-        if job.precision == "bf16"
-        else contextlib.nullcontext()
+        torch.autocast(device, torch.bfloat16) if job.numbers.mixed else contextlib.nullcontext()
     )
     recorder = StepRecorder(job)
     for step in range(job.all_steps):

@@ -22,7 +22,7 @@ def common_settings(job: Job) -> dict[str, Any]:
         "max_steps": job.all_steps,
         "learning_rate": job.learning_rate,
         "lr_scheduler_type": "constant",
-        "bf16": job.precision == "bf16",
+        "bf16": job.numbers.mixed,
         "save_strategy": "no",
         "report_to": "none",
         "seed": SEED,
@@ -57,7 +57,6 @@ def load_model(job: Job) -> Any:
     """Load the workload's weights; tuned, for chats: with FlashAttention 2, at least torch's."""
     from transformers import AutoModelForCausalLM
 
-    dtype = torch.bfloat16 if job.precision == "bf16_weights" else torch.float32
     # Not by transformers' own choice, which would look for a kernel on the Hub.
     flash = job.tuned and torch.cuda.is_available() and job.kind == "sft"
     attention = "flash_attention_2" if flash else "sdpa"
@@ -66,7 +65,7 @@ def load_model(job: Job) -> Any:
 
         stand_in_for_flash_attn()
     return AutoModelForCausalLM.from_pretrained(
-        job.files / "weights", dtype=dtype, attn_implementation=attention
+        job.files / "weights", dtype=job.numbers.weights, attn_implementation=attention
     )
 
 

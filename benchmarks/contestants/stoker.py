@@ -56,18 +56,17 @@ def settings(job: Job, run: Path) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "seed": SEED,
-        "bf16": job.precision == "bf16",
+        "bf16": job.numbers.mixed,
         "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "no",
         "compile": job.tuned,
+        "dtype": job.numbers.weights,
     }
-    if job.precision == "bf16_weights":
-        chosen["dtype"] = "bfloat16"
     if job.checkpointing:
         chosen["gradient_checkpointing"] = True
     if job.lora_rank:
         chosen |= {"use_peft": True, "lora_r": job.lora_rank, "lora_alpha": job.lora_rank}
-        chosen |= {"lora_target_modules": "all-linear"}
+        chosen |= {"lora_target_modules": "all-linear", "lora_dropout": 0.0}  # PEFT's default
     return chosen | job.settings
 
 

@@ -14,9 +14,8 @@ from benchmarks.hardware.device import data_sheet_peak
 from benchmarks.hardware.flops import ModelSize, effective_length, model_size
 from benchmarks.hardware.roofline import Peaks, StepWork, tokens_per_second
 from benchmarks.recording.job import Outcome
+from benchmarks.recording.precision import PRECISIONS
 from benchmarks.workloads.workload import SEED, document_lengths
-
-PARAMETER_BYTES = {"fp32": 4, "bf16": 4, "bf16_weights": 2}
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ def known_device(hardware: dict[str, Any], probes: Path) -> Device:
 
 def state_bytes(size: ModelSize, precision: str) -> int:
     """Return the bytes of weights, gradients and both moments, activations not among them."""
-    each = PARAMETER_BYTES[precision]
-    return each * (size.parameters + 3 * size.trained)
+    numbers = PRECISIONS[precision]
+    frozen = size.parameters if size.adapters else 0
+    return frozen * numbers.frozen_bytes + size.trained * 4 * numbers.trained_bytes
 
 
 def reason_not_to_fit(cell: TrainingCell, device: Device) -> str | None:
@@ -81,7 +81,7 @@ def efficiency(cell: TrainingCell, outcomes: Sequence[Outcome], device: Device) 
     causal_flops = flops - size.attention_flops(seen) / 2
     bound: dict[str, float] = {}
     if device.probed:
-        work = StepWork(tokens, seen, PARAMETER_BYTES[cell.precision])
+        work = StepWork(tokens, seen, PRECISIONS[cell.precision].trained_bytes)
         bound = tokens_per_second(size, work, device.probed)
     return {
         "loss_tokens_per_second": statistics.median(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recording.precision import PRECISIONS, Precision
+
 # When the process was started, in seconds since 1970, as the process that started it saw it.
 STARTED_AT = "STOKER_BENCHMARK_STARTED_AT"
 CANNOT_RUN = 69  # EX_UNAVAILABLE of sysexits.h; the last line of output says why
@@ -30,7 +32,7 @@ class Job:
     workload: str
     scratch: str
     kind: str  # "pretrain" or "sft"
-    precision: str  # "fp32", "bf16" (mixed: fp32 weights) or "bf16_weights" (everything in bf16)
+    precision: str  # a key of PRECISIONS
     sequence_length: int
     micro_batch_size: int
     steps: int
@@ -42,6 +44,11 @@ class Job:
     checkpointing: bool = False  # of activations
     trace: bool = False
     variant: str = ""
+
+    @property
+    def numbers(self) -> Precision:
+        """What its precision means."""
+        return PRECISIONS[self.precision]
 
     @property
     def all_steps(self) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.recording.precision import PRECISIONS
+
 
 @torch.no_grad()
 def first_loss(model: Any, documents: Any, numbers: Sequence[int], autocast: bool) -> float:
@@ -44,13 +46,13 @@ def first_losses(
     from datasets import load_from_disk
     from transformers import AutoModelForCausalLM
 
-    dtype = torch.bfloat16 if precision == "bf16_weights" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(workload / "weights", dtype=dtype)
+    numbers = PRECISIONS[precision]
+    model: Any = AutoModelForCausalLM.from_pretrained(workload / "weights", dtype=numbers.weights)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     saved = load_from_disk(str(workload / "documents")).with_format("numpy")
     return {
-        name: first_loss(model, saved, numbers, autocast=precision == "bf16")
-        for name, numbers in documents.items()
+        name: first_loss(model, saved, its_documents, autocast=numbers.mixed)
+        for name, its_documents in documents.items()
     }
 
 

@@ -71,6 +71,10 @@ def precision_line(
     """Say in which types weights and states are kept and computed with, and who chose that."""
     weights = weights_dtype(settings.model, config)
     parts = [f"{str(weights).removeprefix('torch.')} weights", _mixed_precision(settings)]
+    if settings.model.use_peft and weights != torch.float32 and not _is_mixed(settings):
+        parts.append(
+            "adapters in float32, and so their products (--bf16 true computes those in bfloat16)"
+        )
     if states is not None:
         parts.append(str(states))
     elif weights == torch.bfloat16 and not settings.model.use_peft:
@@ -81,10 +85,14 @@ def precision_line(
     return ", ".join(parts)
 
 
+def _is_mixed(settings: RunSettings) -> bool:
+    return settings.training.mixed_precision != "no"
+
+
 def _mixed_precision(settings: RunSettings) -> str:
     training = settings.training
     mixed, why = training.mixed_precision, settings.values.sources["bf16"]
-    if mixed == "no":
+    if not _is_mixed(settings):
         return "no mixed precision" + (f" ({why})" if why == NODE_UNKNOWN else "")
     if not (training.bf16 or training.fp16):
         return f"mixed precision {mixed} (as the accelerate config says)"

@@ -53,6 +53,22 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
     assert said in precision_line(settings, config, chosen)
 
 
+@pytest.mark.parametrize(
+    ("bf16", "said"),
+    [
+        (
+            "false",
+            "bfloat16 weights, no mixed precision, adapters in float32, and so their products "
+            "(--bf16 true computes those in bfloat16)",
+        ),
+        ("true", "bfloat16 weights, mixed precision bf16"),
+    ],
+)
+def test_products_of_adapters_in_float32_are_spoken_of(bf16, said, tmp_path):
+    settings = parsed(LORA | {"bf16": bf16}, tmp_path)
+    assert precision_line(settings, LlamaConfig(), None) == said
+
+
 def test_a_dry_run_says_that_it_does_not_know_the_node(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = parsed({"bf16": "null", "use_cpu": "false", "dry_run": "true"}, tmp_path)
