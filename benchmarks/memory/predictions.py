@@ -45,6 +45,7 @@ SHAPES = {
     "fp32": Shape(LLAMA_23M, 4, 512, FP32),
     "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true")),
     "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16")),
+    "compiled": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", "--compile", "true")),
     "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
     "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
 }

@@ -6,7 +6,7 @@ the operator that makes it until nothing holds it. Layers alike are gone through
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from utils.planning.compiled_layers import cut_as_compiled
 from utils.planning.live_bytes import LiveBytes, Stretch
 
 FORWARD, BACKWARD = "forward ", "backward "
@@ -45,19 +46,38 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def trace_step(
-    model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None
+    model: nn.Module,
+    inputs: dict[str, Any],
+    autocast: torch.dtype | None,
+    compiled: bool = False,
 ) -> list[Stretch]:
     """Go forward and back on one layer of each kind; return the stretches of all layers in order.
 
     Call it in a FakeTensorMode, on a model that was made in it and is in training mode. What the
-    other layers would do is what the first of their kind did.
+    other layers would do is what the first of their kind did. `compiled`: as layers do that are.
     """
     layers = layers_of(model)
     kinds = _kinds(model, layers)
+    if not compiled:
+        return _all_layers(_go_through(model, inputs, autocast, (layers, kinds)), kinds)
+    with cut_as_compiled(layers[kind] for kind in set(kinds)):
+        # The first time layers are traced, which is not a step's memory.
+        _go_through(model, inputs, autocast, (layers, kinds), counts=False)
+        return _all_layers(_go_through(model, inputs, autocast, (layers, kinds)), kinds)
+
+
+def _go_through(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    autocast: torch.dtype | None,
+    layers_and_kinds: tuple[Sequence[nn.Module], Sequence[int]],
+    *,
+    counts: bool = True,
+) -> list[Stretch]:
+    """Return the stretches of those layers that are the first of their kind, and of the rest."""
     device = next(model.parameters()).device.type
-    known = [*model.parameters(), *model.buffers()]
-    live = LiveBytes(known)
-    with _first_of_each_kind(layers, kinds, live), live:
+    live = LiveBytes([*model.parameters(), *model.buffers()])
+    with _first_of_each_kind(*layers_and_kinds, live), live if counts else nullcontext():
         with torch.autocast(device, autocast, enabled=autocast is not None):
             live.begin("inputs")
             loss = model(**inputs).loss
@@ -67,7 +87,7 @@ def trace_step(
         del loss
         live.begin("end")
     model.zero_grad()
-    return _all_layers(live.stretches, kinds)
+    return live.stretches
 
 
 def most_alive(

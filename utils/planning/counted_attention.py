@@ -82,17 +82,30 @@ def counted_flash_attn(
     return query.new_empty((tokens, heads, value.shape[-1])), statistics
 
 
-def _backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value = ctx.saved_tensors[:3]
-    wide = torch.empty_like(query, dtype=torch.float32)  # queries' gradient is added up in it
-    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    del wide
-    return found
+# An operator too, which needs the output's gradient: else the compiler's cut would compute all that
+# comes of it with the forward pass.
+@torch.library.custom_op("stoker::counted_flash_attn_backward", mutates_args=())
+def counted_flash_attn_backward(
+    gradient: torch.Tensor,  # noqa: ARG001 - needed, not read
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,  # noqa: ARG001
+    statistics: torch.Tensor,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the shapes of the gradients, and of the float32 in which queries' is added up."""
+    wide = torch.empty_like(query, dtype=torch.float32)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), wide
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
+    return counted_flash_attn_backward(gradient, *ctx.saved_tensors)[:3]
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-counted_flash_attn.register_fake(counted_flash_attn._init_fn)
+for _operator in (counted_flash_attn, counted_flash_attn_backward):
+    _operator.register_fake(_operator._init_fn)
 counted_flash_attn.register_autograd(_backward, setup_context=_keep)

@@ -177,6 +177,7 @@ def _workload(
         attention=attention,
         fused_head=loss_head.name == "fused",
         lengths=typical_lengths(_lengths(data), rows * length),
+        compiled=settings.model.compile,
     )
 
 

@@ -1,6 +1,7 @@
 """The user's model without data, gone through once for each choice of activation checkpointing."""
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,23 @@ from utils.kernels.attention import AttentionChoice
 from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.linear_cross_entropy import buffers_alone
 from utils.kernels.packed_varlen import NAME as PACKED
-from utils.kernels.probe_model import causal_lm_class
+from utils.kernels.probe_model import MISFITS, causal_lm_class
 from utils.planning.activations import layer_gradients, layers_of, trace_step
 from utils.planning.adapters import with_adapters
 from utils.planning.counted_attention import register_counted_attention
 from utils.planning.live_bytes import Stretch
+
+logger = logging.getLogger(__name__)
 
 WITH_SCORES = ("sdpa", "eager")  # they run as they are: masks and scores may be in memory
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A micro-batch and the types of its numbers; `lengths` of its documents on a CPU."""
+    """A micro-batch and the types of its numbers; `lengths` of its documents on a CPU.
+
+    `compiled`: whether layers are.
+    """
 
     rows: int
     sequence_length: int
@@ -37,6 +43,7 @@ class Workload:
     attention: AttentionChoice | None
     fused_head: bool
     lengths: Sequence[int]
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def trace(
         model_class: Any = causal_lm_class(config)
         model = model_class(config).to(work.weights)
         if work.fused_head:
-            fuse_loss_head(model)
+            fuse_loss_head(model, work.compiled)
         if choice == "selective":
             keep_products(model)
         if choice != "none":
@@ -82,8 +89,23 @@ def trace(
         model = with_adapters(model, settings.model)
     with FakeTensorMode(), torch.device(work.device), buffers_alone():
         _put_on_device(model)
-        stretches = trace_step(model.train(), _inputs(work), work.autocast)
+        # Where layers are computed again, the checkpoint says what is kept, compiled or not.
+        cut = work.compiled and choice == "none"
+        stretches = _stretches(model.train(), work, cut)
     return StepTrace(stretches, layer_gradients(model), _gathered(model))
+
+
+def _stretches(model: nn.Module, work: Workload, cut: bool) -> list[Stretch]:
+    if cut:
+        try:
+            return trace_step(model, _inputs(work), work.autocast, compiled=True)
+        except MISFITS as error:
+            logger.warning(
+                "memory: layers of %s are counted as not compiled, which is more: %s: %.200s",
+                type(model).__name__, type(error).__name__, error,
+            )  # fmt: skip
+            model.zero_grad()
+    return trace_step(model, _inputs(work), work.autocast)
 
 
 def _gathered(model: nn.Module) -> int:

@@ -1,16 +1,23 @@
 """Counting on one layer of a kind is counting on all, and follows what tensors really take."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings, parse_fine_tuning, parse_pretraining
 from utils.kernels.activation_checkpointing import CHOICES
 from utils.kernels.attention import AttentionChoice
-from utils.planning import activations, memory_estimate, memory_plan
+from utils.kernels.loss_head import LossHeadChoice
+from utils.planning import activations, compiled_layers, memory_estimate, memory_plan
 from utils.planning.activations import Phases, most_alive
+from utils.planning.compiled_layers import cut_as_compiled
 from utils.planning.counted_attention import typical_lengths
 from utils.planning.live_bytes import LiveBytes, Stretch
 from utils.planning.memory_trace import Workload, trace
@@ -89,6 +96,73 @@ def test_more_recomputation_keeps_less():
     none, selective, full = (stored(choice) for choice in CHOICES)
     layer_input = 2 * 64 * LLAMA.hidden_size * 4
     assert layer_input == full < selective < none
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+def test_compiled_layers_keep_less_and_one_stands_for_all(config, autocast, monkeypatch):
+    found = most(config, "none", autocast=autocast, compiled=True)
+    eager = most(config, "none", autocast=autocast)
+    assert found.activations < 0.85 * eager.activations
+    monkeypatch.setattr(activations, "_kinds", lambda _, layers: list(range(len(layers))))
+    assert most(config, "none", autocast=autocast, compiled=True) == found
+
+
+def test_what_is_computed_again_is_counted_as_without_the_compiler():
+    for choice in ("selective", "full"):
+        assert most(LLAMA, choice, compiled=True) == most(LLAMA, choice)
+
+
+def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("not traceable")
+
+    monkeypatch.setattr(compiled_layers, "_cut", refuse)
+    assert most(LLAMA, "none", compiled=True) == most(LLAMA, "none")
+    assert "LlamaForCausalLM are counted as not compiled, which is more: Runtime" in caplog.text
+
+
+def test_a_plan_counts_layers_as_they_will_run():
+    data = SimpleNamespace(train=SimpleNamespace(plans=[]))
+    head = LossHeadChoice("fused", "")
+    for word in ("true", "false"):
+        given = settings(compile=word, per_device_train_batch_size=2)
+        found = memory_plan._workload(given, data, LLAMA, LAUNCH, CPU, head)
+        assert found.compiled is (word == "true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_cut_keeps_what_a_compiled_layer_keeps(autocast):
+    """By what torch's allocator has given out after a forward pass, and by the count."""
+    config = copy.deepcopy(LLAMA)
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0).train()
+    states = torch.randn(4, 64, LLAMA.hidden_size, requires_grad=True)
+    rotations = (torch.randn(4, 64, 16), torch.randn(4, 64, 16))
+
+    def forward(module):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return module(states, position_embeddings=rotations)
+
+    compiled = torch.compile(layer, dynamic=False)
+    forward(compiled).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = forward(compiled)
+    taken = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    del result
+
+    def counted(cut):
+        with cut_as_compiled([layer] if cut else []):
+            forward(layer).sum().backward()
+            with LiveBytes([states, *rotations, *layer.parameters()]) as live:
+                result = forward(layer)
+            kept = live.stretches[0].live
+            del result
+        return kept
+
+    assert taken == counted(cut=True)
+    assert taken < 0.85 * counted(cut=False)
 
 
 def test_adapters_leave_out_the_gradients_of_frozen_weights():
