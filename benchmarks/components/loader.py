@@ -22,7 +22,7 @@ def saved_chats(documents: int) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="stoker-benchmark-"))
     random = np.random.default_rng(0)
     lengths = document_lengths(Workload(LLAMA_11M, ROW, documents, mean_length=300), random)
-    tokens = random.integers(2, 32_000, size=int(lengths.sum()), dtype=np.int32)
+    tokens = random.integers(2, 32_000, size=int(lengths.sum()), dtype=np.uint16)
     chats = np.split(tokens, np.cumsum(lengths)[:-1])
     save_documents(chats, "sft", directory)
     return directory
