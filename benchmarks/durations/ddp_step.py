@@ -1,6 +1,7 @@
 """What a step of two ranks takes under DDP, with and without what spares copies of gradients."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 TITLE = "A step of two ranks under DDP on this machine, by millions of parameters"
 SIZES = (11, 44)
 ROW = 128
+RANKS = 2
 
 
 def prepare(directory: Path, sizes: Sequence[int]) -> None:
@@ -27,11 +29,19 @@ def seconds(
 ) -> dict[int, float]:
     """Train with each model in two ranks of their own."""
     found = {}
+    # A thread a core: with more they wait for one another, and steps take five times as long.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS))}
     for size in sizes:
         outcome = scratch / f"{size}.json"
-        launch = ["--standalone", "--nproc-per-node", "2", "-m", "benchmarks.durations.ddp_run"]
+        launch = [
+            "--standalone",
+            "--nproc-per-node",
+            str(RANKS),
+            "-m",
+            "benchmarks.durations.ddp_run",
+        ]
         arguments = [variant, str(prepared), str(scratch), str(outcome), str(size)]
-        run_process("torch.distributed.run", [*launch, *arguments], scratch)
+        run_process("torch.distributed.run", [*launch, *arguments], scratch, threads)
         found[size] = json.loads(outcome.read_text())
     return found
 

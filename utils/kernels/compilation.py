@@ -20,12 +20,12 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
 
 
-def prepare_compilation(strategy: str) -> Path:
-    """Check that layers can be compiled here; return the directory that keeps what was compiled.
+def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
+    """Check that layers can be compiled; return the directory that keeps what was compiled.
 
     That is $TORCHINDUCTOR_CACHE_DIR, or stoker/compiled below the user's cache directory.
     `strategy` as in `LaunchFacts`. Raises ConfigurationError under ZeRO-3, and where there is no
-    C++ compiler.
+    C++ compiler, unless another host compiles.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -35,7 +35,9 @@ def prepare_compilation(strategy: str) -> Path:
         )
     given = os.environ.get("CXX") or os.environ.get("CC") or ""
     compiler = next(iter(given.split()), None)  # "ccache g++": torch runs the first word
-    if not any(shutil.which(name) for name in ([compiler] if compiler else COMPILERS)):
+    if compiles_here and not any(
+        shutil.which(name) for name in ([compiler] if compiler else COMPILERS)
+    ):
         raise ConfigurationError(
             "--compile true needs a C++ compiler, and "
             + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 def cut_as_compiled(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Within, layers run as the compiler would cut them; each is traced when it first runs.
 
-    It has to be called with tensors of the same shapes, and the same other arguments, ever after.
+    Ever after they are to be called with tensors of the same shapes and the same other arguments.
     """
     changed: list[nn.Module] = []
     for layer in layers:
@@ -32,12 +32,12 @@ def cut_as_compiled(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _CutLayer:
-    """A layer's forward pass as autograd takes it, and as a checkpoint runs it first, without."""
+    """A layer's forward pass, in two graphs from the first call on."""
 
     def __init__(self, layer: nn.Module):
         self.weights = dict(layer.named_parameters())
         self.module = _Forward(layer)
-        self.cuts: dict[bool, Callable[..., Any]] = {}
+        self.cut: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
@@ -51,8 +51,8 @@ class _CutLayer:
             named = {f"layer.{name}": weight for name, weight in weights.items()}
             return torch.func.functional_call(self.module, named, args, kwargs)
 
-        cut = self.cuts.setdefault(torch.is_grad_enabled(), _cut(run))
-        return cut(self.weights, [leaves[place] for place in places])
+        self.cut = self.cut or _cut(run)
+        return self.cut(self.weights, [leaves[place] for place in places])
 
 
 class _Forward(nn.Module):

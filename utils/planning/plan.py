@@ -94,7 +94,7 @@ def plan_run(
         f"{total_steps * run.global_batch_size * length:,}",
     )
     optimizer_states = choose_optimizer_states(settings, config, launch)
-    logger.info("precision: %s", precision_line(settings, config, optimizer_states))
+    logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
     compiled = _compiled(settings, launch)
@@ -107,11 +107,21 @@ def plan_run(
     )
 
 
+def _on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
+    """Say whether this only looks at a run that trains elsewhere, on other hardware."""
+    return settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ)
+
+
 def _compiled(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say, and return, whether layers are compiled; raises ConfigurationError where they cannot."""
     if settings.model.compile:
-        where = prepare_compilation(launch.strategy)
-        logger.info("compile: layer by layer, static shapes, kept in %s", where)
+        elsewhere = _on_a_login_node(settings, launch)
+        where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
+        logger.info(
+            "compile: layer by layer, static shapes, kept in %s%s",
+            where,
+            "; the compute node needs a C++ compiler" if elsewhere else "",
+        )
     elif launch.device == "cuda" and launch.strategy != "zero3":
         logger.info(
             "compile: off; after a slower first step --compile true is far faster on a GPU "
@@ -125,8 +135,8 @@ def _attention(
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
-    if settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ):
-        # A login node: its kernels say nothing about those of the compute nodes.
+    if _on_a_login_node(settings, launch):
+        # Its kernels say nothing about those of the compute nodes.
         logger.info(
             "attention: %s, settled on the compute node (there is no accelerator here)",
             model.attn_implementation,

@@ -34,6 +34,7 @@ def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "my-g++")
     with pytest.raises(ConfigurationError, match=r"my-g\+\+ \(CXX, CC\) is not found"):
         prepare_compilation("single")
+    assert prepare_compilation("single", compiles_here=False), "a login node asks nobody"
 
 
 def test_zero_3():

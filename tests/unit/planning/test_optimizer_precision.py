@@ -50,7 +50,7 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
     settings, config = parsed(changes, tmp_path), LlamaConfig()
     chosen = choose_optimizer_states(settings, config, LAUNCH)
     assert chosen == states
-    assert said in precision_line(settings, config, chosen)
+    assert said in precision_line(settings, config, chosen, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,28 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
 )
 def test_products_of_adapters_in_float32_are_spoken_of(bf16, said, tmp_path):
     settings = parsed(LORA | {"bf16": bf16}, tmp_path)
-    assert precision_line(settings, LlamaConfig(), None) == said
+    assert precision_line(settings, LlamaConfig(), None, "cpu") == said
+
+
+@pytest.mark.parametrize(
+    ("bf16", "device", "said"),
+    [
+        ("null", "cuda", " (--bf16 true is several times as fast on a GPU)"),
+        ("null", "cpu", ""),
+        ("false", "cuda", ""),  # who says so knows it
+    ],
+)
+def test_float32_that_nobody_chose_is_spoken_of_on_a_gpu(bf16, device, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    settings = parsed({"bf16": bf16, "use_cpu": "false"}, tmp_path)
+    line = precision_line(settings, LlamaConfig(), None, device)
+    assert line == f"float32 weights, no mixed precision{said}"
 
 
 def test_a_dry_run_says_that_it_does_not_know_the_node(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = parsed({"bf16": "null", "use_cpu": "false", "dry_run": "true"}, tmp_path)
-    said = precision_line(settings, LlamaConfig(), None)
+    said = precision_line(settings, LlamaConfig(), None, "cpu")
     assert said == "float32 weights, no mixed precision (bf16 where a CPU with AMX trains)"
 
 
