@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from utils.cluster.script import run_script
+
 STEPS, WARM_UP = 14, 4
 
 
@@ -54,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))  # a rank ends as the scripts' do
