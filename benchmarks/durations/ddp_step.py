@@ -33,15 +33,9 @@ def seconds(
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS))}
     for size in sizes:
         outcome = scratch / f"{size}.json"
-        launch = [
-            "--standalone",
-            "--nproc-per-node",
-            str(RANKS),
-            "-m",
-            "benchmarks.durations.ddp_run",
-        ]
-        arguments = [variant, str(prepared), str(scratch), str(outcome), str(size)]
-        run_process("torch.distributed.run", [*launch, *arguments], scratch, threads)
+        rank = ["benchmarks.durations.ddp_run", variant, *map(str, (prepared, scratch, outcome))]
+        launch = ["--standalone", "--nproc-per-node", str(RANKS), "-m", *rank, str(size)]
+        run_process("torch.distributed.run", launch, scratch, threads)
         found[size] = json.loads(outcome.read_text())
     return found
 

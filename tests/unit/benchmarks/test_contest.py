@@ -73,6 +73,16 @@ def test_a_first_loss_is_held_against_that_of_the_same_documents():
         assert not parity(cell, outcomes, expected)["holds"]
 
 
+def test_stoker_tuned_stands_in_where_the_other_was_left_out():
+    cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
+    runs = {OURS_TUNED: [outcome(window_s=1.0)], "documented": [outcome()], "tuned": [outcome()]}
+    found = ratios(runs, ["tuned"])
+    assert {name: ratio["median"] for name, ratio in found.items()} == {"documented": 2, "tuned": 2}
+    assert parity(cell, runs, {})["holds"]
+    other = runs | {"tuned": [outcome((4.0, 3.1))]}
+    assert not parity(cell, other, {})["holds"]
+
+
 def test_without_stoker_nothing_is_compared():
     cell = next(cell for cell in CPU_CELLS if isinstance(cell, TrainingCell))
     assert parity(cell, {"peer": [outcome()]}, {})["compared_steps"] == 0

@@ -73,6 +73,9 @@ def test_nothing_is_made_up_for_an_unknown_device():
 def test_what_cannot_fit_is_known_before_it_is_tried():
     whole, adapters = CELLS["llama_8b_sft"], CELLS["llama_8b_lora"]
     assert state_bytes(model_size(LLAMA_8B), "bf16_weights") == 8 * 8_030_261_248
+    with_adapters = model_size(LLAMA_8B, lora_rank=16)
+    frozen, trained = 2 * with_adapters.parameters, 16 * with_adapters.adapters
+    assert state_bytes(with_adapters, "bf16_frozen") == frozen + trained
     assert reason_not_to_fit(whole, H200) is None
     small = replace(H200, memory_bytes=40 * 2**30)
     assert reason_not_to_fit(adapters, small) is None
