@@ -80,4 +80,6 @@ def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tm
             *tiny.flags(sequence_length=64, output_dir=tmp_path / "run"),
         ]
     )
-    assert "4 sequences x 64 tokens x 1 rank x 16 accumulation" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "4 sequences x 64 tokens x 1 rank x 16 accumulation" in shown
+    assert "compile: layer by layer" in shown
