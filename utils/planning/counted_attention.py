@@ -90,8 +90,8 @@ def counted_flash_attn_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    output: torch.Tensor,  # noqa: ARG001
-    statistics: torch.Tensor,  # noqa: ARG001
+    output: torch.Tensor,  # noqa: ARG001 - kept for it, as a kernel's is
+    statistics: torch.Tensor,  # noqa: ARG001 - kept for it
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the shapes of the gradients, and of the float32 in which queries' is added up."""
     wide = torch.empty_like(query, dtype=torch.float32)
