@@ -56,28 +56,27 @@ def trace_step(
     Call it in a FakeTensorMode, on a model that was made in it and is in training mode. What the
     other layers would do is what the first of their kind did. `compiled`: as layers do that are.
     """
-    layers = layers_of(model)
-    kinds = _kinds(model, layers)
     if not compiled:
-        return _all_layers(_go_through(model, inputs, autocast, (layers, kinds)), kinds)
-    with cut_as_compiled(layers[kind] for kind in set(kinds)):
+        return _go_through(model, inputs, autocast)
+    layers = layers_of(model)
+    with cut_as_compiled(layers[kind] for kind in set(_kinds(model, layers))):
         # The first time layers are traced, which is not a step's memory.
-        _go_through(model, inputs, autocast, (layers, kinds), counts=False)
-        return _all_layers(_go_through(model, inputs, autocast, (layers, kinds)), kinds)
+        _go_through(model, inputs, autocast, counts=False)
+        return _go_through(model, inputs, autocast)
 
 
 def _go_through(
     model: nn.Module,
     inputs: dict[str, Any],
     autocast: torch.dtype | None,
-    layers_and_kinds: tuple[Sequence[nn.Module], Sequence[int]],
     *,
     counts: bool = True,
 ) -> list[Stretch]:
-    """Return the stretches of those layers that are the first of their kind, and of the rest."""
+    layers = layers_of(model)
+    kinds = _kinds(model, layers)
     device = next(model.parameters()).device.type
     live = LiveBytes([*model.parameters(), *model.buffers()])
-    with _first_of_each_kind(*layers_and_kinds, live), live if counts else nullcontext():
+    with _first_of_each_kind(layers, kinds, live), live if counts else nullcontext():
         with torch.autocast(device, autocast, enabled=autocast is not None):
             live.begin("inputs")
             loss = model(**inputs).loss
@@ -87,7 +86,7 @@ def _go_through(
         del loss
         live.begin("end")
     model.zero_grad()
-    return live.stretches
+    return _all_layers(live.stretches, kinds)
 
 
 def most_alive(

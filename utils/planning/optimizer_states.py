@@ -93,9 +93,12 @@ def _mixed_precision(settings: RunSettings, device: str) -> str:
     training = settings.training
     mixed, why = training.mixed_precision, settings.values.sources["bf16"]
     if not _is_mixed(settings):
-        left_open = why == "default" and device == "cuda" and not training.tf32
-        hint = "--bf16 true is several times as fast on a GPU" if left_open else why
-        return "no mixed precision" + (f" ({hint})" if left_open or why == NODE_UNKNOWN else "")
+        remark = ""
+        if why == NODE_UNKNOWN:
+            remark = f" ({why})"
+        elif why == "default" and device == "cuda" and not training.tf32:
+            remark = " (--bf16 true is several times as fast on a GPU)"
+        return f"no mixed precision{remark}"
     if not (training.bf16 or training.fp16):
         return f"mixed precision {mixed} (as the accelerate config says)"
     chosen = f" ({AMX}; --bf16 false for float32)" if why == AMX else ""
