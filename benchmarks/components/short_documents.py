@@ -28,7 +28,7 @@ def _timed(length: int, float32_up_to: int) -> tuple[Callable[[], object], int]:
             one.grad = None
         with mock.patch.object(per_document, "SHORT_ON_CPU", float32_up_to):
             attended = per_document.per_document_sdpa(
-                *states, per_document.Documents(ends, length), per_document.ScoreTerms()
+                *states, per_document.Documents(ends, length, length), per_document.ScoreTerms()
             )
         attended.backward(gradient)
 

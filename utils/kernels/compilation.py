@@ -17,6 +17,8 @@ from utils.config.errors import ConfigurationError
 
 # Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
+OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
 
 
@@ -63,6 +65,8 @@ def compile_layers(model: nn.Module) -> int:
             "marks as such; leave --compile out"
         )
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    given = [name for name in torch.compiler.config.dynamic_sources.split(",") if name]
+    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*given, *OPEN_NUMBERS]))
     for layer in layers:
         layer.compile(dynamic=False)
     return len(layers)
@@ -71,7 +75,8 @@ def compile_layers(model: nn.Module) -> int:
 def leave_length_open(tensor: torch.Tensor) -> None:
     """Let layers be compiled for any length of this tensor's first dimension.
 
-    The one shape that is not static is that of the documents' boundaries.
+    The one shape that is not static is that of the documents' boundaries; a bound for their lengths
+    is a number that is left open too.
     """
     torch._dynamo.mark_dynamic(tensor, 0)
 

@@ -68,7 +68,8 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     if kernel.on_cuda_only and value_dim != head_dim:
         value = functional.pad(value, (0, head_dim - value_dim))
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    documents = Documents(cu_seq_lens_q, length if max_length_q is None else max_length_q)
+    longest = length if max_length_q is None else max_length_q
+    documents = Documents(cu_seq_lens_q, longest, row_length=length)
     output = kernel.run(query, key, value, documents, terms)
     return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
 

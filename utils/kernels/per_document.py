@@ -13,10 +13,14 @@ SHORT_ON_CPU = 256
 
 
 class Documents(NamedTuple):
-    """Where documents lie: `cu_seq_lens` int32 (n + 1,), the last value repeated as padding."""
+    """Where documents lie: `cu_seq_lens` int32 (n + 1,), the last value repeated as padding.
+
+    No document is longer than `max_length`, nor than a row of `row_length` tokens.
+    """
 
     cu_seq_lens: torch.Tensor
     max_length: int
+    row_length: int
 
 
 class ScoreTerms(NamedTuple):

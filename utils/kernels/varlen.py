@@ -156,7 +156,7 @@ def load_torch_varlen() -> VarlenKernel | str:
         terms: ScoreTerms,
     ) -> torch.Tensor:
         window = (-1 if terms.window is None else terms.window - 1, 0)
-        ends, longest = documents
+        ends, longest = documents.cu_seq_lens, documents.max_length
         return function(
             query, key, value, ends, ends, longest, longest,
             scale=terms.scale, window_size=window, **grouped,
@@ -185,11 +185,11 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
         documents: Documents,
         terms: ScoreTerms,
     ) -> torch.Tensor:
-        rows = query.shape[0] // documents.max_length
+        rows = query.shape[0] // documents.row_length
         if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding a row
             return packed.run(query, key, value, documents, terms)
         query, key, value = (
-            states.unflatten(0, (rows, documents.max_length)).transpose(1, 2)
+            states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
             for states in (query, key, value)
         )
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):

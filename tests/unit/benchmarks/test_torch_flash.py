@@ -41,7 +41,7 @@ def test_it_agrees_with_attention_document_by_document(kv_heads):
     shapes = [(sum(LENGTHS), heads, 64) for heads in (4, kv_heads, kv_heads)]
     states = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    expected = per_document_sdpa(*states, Documents(ends, max(LENGTHS)), ScoreTerms())
+    expected = per_document_sdpa(*states, Documents(ends, max(LENGTHS), sum(LENGTHS)), ScoreTerms())
     wanted = torch.autograd.grad(expected.sin().sum(), states)
     halves = [one.detach().bfloat16().requires_grad_() for one in states]
     found = torch_flash.flash_attn_varlen_func(
@@ -52,6 +52,6 @@ def test_it_agrees_with_attention_document_by_document(kv_heads):
     for gradient, one in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.float(), one, rtol=6e-2, atol=6e-2)
     whole = torch_flash.flash_attn_func(*(one[None] for one in halves), causal=True)
-    row = Documents(torch.tensor([0, sum(LENGTHS)], device="cuda").int(), sum(LENGTHS))
+    row = Documents(torch.tensor([0, sum(LENGTHS)], device="cuda").int(), sum(LENGTHS), sum(LENGTHS))
     expected = per_document_sdpa(*states, row, ScoreTerms())
     torch.testing.assert_close(whole[0].float(), expected, rtol=3e-2, atol=3e-2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from utils.data.batches import model_inputs
+from utils.data.batches import longest_segment, model_inputs
 from utils.data.loader import eval_loader, train_loader
 from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
 from utils.data.packed_rows import PackedDataset
@@ -85,7 +85,20 @@ def check_batch(rows, numbers):
     starts = np.concatenate([[0], np.cumsum([n for row in expected for n in row[3]])]).tolist()
     assert batch["cu_seq_lens_q"].tolist() == starts
     assert torch.equal(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"])
+    bound, longest = batch["max_length_q"], max(length for row in expected for length in row[3])
+    assert longest <= bound <= T
+    assert bound == T or bound < 2 * longest
+    assert batch["max_length_k"] == bound
+    assert isinstance(bound, int)
     return batch
+
+
+@pytest.mark.parametrize(
+    ("ends", "bound"),
+    [([0, 1], 1), ([0, 3], 4), ([0, 4, 12], 8), ([0, 9, 12], 16), ([0, 17], 24), ([0, 24], 24)],
+)
+def test_the_bound_of_segments_is_one_of_few(ends, bound):
+    assert longest_segment(torch.tensor(ends, dtype=torch.int32), row_length=24) == bound
 
 
 # ---- one batch
@@ -133,8 +146,6 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
         shapes.add(tuple(value.shape for value in seen.values() if torch.is_tensor(value)))
         assert [batch[key].dtype for key in SHAPED] == [torch.int64] * 3
         assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
-        assert (batch["max_length_q"], batch["max_length_k"]) == (T, T)
-        assert isinstance(batch["max_length_q"], int)
         assert set(batch) == {
             *SHAPED, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
             "loss_positions",

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
+from utils.data.batches import longest_segment
 from utils.kernels.compilation import (
     CACHE_VARIABLE,
     compile_layers,
@@ -48,22 +49,28 @@ def test_a_model_without_layers_that_transformers_marks():
 
 
 @torch.library.custom_op("stoker_tests::sums", mutates_args={})
-def sums(states: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return for each token what its document sums to: an operator that takes boundaries."""
+def sums(states: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return for each token what its document sums to: it takes what attention kernels take."""
     lengths = ends.diff()
+    assert lengths.max() <= longest
     documents = torch.arange(len(lengths)).repeat_interleave(lengths)
     totals = torch.zeros(len(lengths), states.shape[1]).index_add(0, documents, states)
     return totals[documents]
 
 
 @sums.register_fake
-def _(states, ends):
+def _(states, ends, longest):
     return torch.empty_like(states)
 
 
+def remember(ctx, inputs, output):
+    _, ends, ctx.longest = inputs
+    ctx.save_for_backward(ends)
+
+
 sums.register_autograd(
-    lambda context, gradient: (sums(gradient, *context.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),  # noqa: ARG005 - torch's names
+    lambda ctx, gradient: (sums(gradient, *ctx.saved_tensors, ctx.longest), None, None),
+    setup_context=remember,
 )
 
 
@@ -72,12 +79,12 @@ class Layer(GradientCheckpointingLayer):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, states, ends):
-        return states + sums(self.linear(states), ends).relu()
+    def forward(self, states, ends, **kwargs):
+        return states + sums(self.linear(states), ends, kwargs["max_length_q"]).relu()
 
 
 @pytest.mark.slow
-def test_layers_are_compiled_once_for_any_number_of_documents():
+def test_layers_are_compiled_once_for_any_number_of_documents_and_length():
     torch.manual_seed(0)
     model, plain = Layer(), Layer()
     plain.load_state_dict(model.state_dict())
@@ -87,7 +94,8 @@ def test_layers_are_compiled_once_for_any_number_of_documents():
         boundaries = torch.tensor(ends)
         leave_length_open(boundaries)
         states = torch.randn(12, 4, requires_grad=True)
-        found, expected = model(states, boundaries), plain(states, boundaries)
+        bound = {"max_length_q": longest_segment(boundaries, 12)}
+        found, expected = model(states, boundaries, **bound), plain(states, boundaries, **bound)
         torch.testing.assert_close(found, expected)
         gradients = torch.autograd.grad(found.sum(), [states, *model.parameters()])
         wanted = torch.autograd.grad(expected.sum(), [states, *plain.parameters()])

@@ -27,7 +27,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 def documents(lengths=LENGTHS, padding=2, device="cpu"):
     ends = torch.tensor([0, *lengths, *[0] * padding]).cumsum(0, dtype=torch.int32)
-    return Documents(ends.to(device), max(lengths))
+    return Documents(ends.to(device), max(lengths), sum(lengths))
 
 
 def states(tokens, kv_heads=KV_HEADS, dtype=torch.float32, device="cpu"):
@@ -127,7 +127,7 @@ def torch_like(enable_gqa):
         left, right = window_size
         assert right == 0
         terms = ScoreTerms(scale=scale, window=None if left == -1 else left + 1)
-        return per_document_sdpa(query, key, value, Documents(cu_seq_q, max_q), terms)
+        return per_document_sdpa(query, key, value, Documents(cu_seq_q, max_q, len(query)), terms)
 
     def varlen_attn_211(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -176,7 +176,7 @@ def flash_like(result=lambda output: output):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         window = None if window_size[0] == -1 else window_size[0] + 1
         terms = ScoreTerms(softmax_scale, dropout_p, window, softcap or None)
-        return result(per_document_sdpa(q, k, v, Documents(cu_seqlens_q, max_seqlen_q), terms))
+        return result(per_document_sdpa(q, k, v, Documents(cu_seqlens_q, max_seqlen_q, len(q)), terms))
 
     return flash_attn_varlen_func
 
@@ -297,7 +297,7 @@ def assert_rows_are_documents(kernel, dtype, device, tolerance):
     results = []
     for run, made in ((PER_DOCUMENT.run, torch.float32), (kernel.run, dtype)):
         inputs = states(48, dtype=made, device=device)
-        output = run(*inputs, Documents(ends, 24), ScoreTerms(scale=0.3))[real].float()
+        output = run(*inputs, Documents(ends, 24, row_length=24), ScoreTerms(scale=0.3))[real].float()
         gradients = torch.autograd.grad(output.sin().sum(), inputs)
         results.append([output, *(gradient.float()[real] for gradient in gradients)])
     for expected, found in zip(*results, strict=True):
@@ -312,7 +312,7 @@ def test_by_row_documents_are_attended_to_as_alone(hopper):
 def test_by_row_windows_are_honoured_all_the_same(hopper):
     hopper()
     inputs, terms = states(48), ScoreTerms(window=3)
-    rows = Documents(torch.tensor([0, 24, 48], dtype=torch.int32), 24)
+    rows = Documents(torch.tensor([0, 24, 48], dtype=torch.int32), 24, row_length=24)
     expected = per_document_sdpa(*inputs, rows, terms)
     torch.testing.assert_close(row_sdpa().run(*inputs, rows, terms), expected)
 
@@ -380,7 +380,7 @@ def test_short_documents_in_bf16_are_computed_in_float32_on_a_cpu(monkeypatch, a
     ends = torch.tensor([0, 256, 513], dtype=torch.int32)
     states = [torch.randn(sum(lengths), 2, 8).bfloat16().requires_grad_() for _ in range(3)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = per_document_sdpa(*states, Documents(ends, 257), ScoreTerms())
+        output = per_document_sdpa(*states, Documents(ends, 257, 513), ScoreTerms())
     output.sum().backward()
     assert seen == [(256, torch.float32, False), (257, torch.bfloat16, autocast)]
     assert output.dtype == torch.bfloat16
