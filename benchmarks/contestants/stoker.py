@@ -1,4 +1,4 @@
-"""Stoker itself, by its scripts; tuned: with --compile."""
+"""Stoker itself, by its scripts; tuned: with --compile, which a GPU needs not be told."""
 
 import json
 from pathlib import Path
@@ -59,9 +59,10 @@ def settings(job: Job, run: Path) -> dict[str, Any]:
         "bf16": job.numbers.mixed,
         "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "no",
-        "compile": job.tuned,
         "dtype": job.numbers.weights,
     }
+    if job.tuned:
+        chosen["compile"] = True
     if job.checkpointing:
         chosen["gradient_checkpointing"] = True
     if job.lora_rank:

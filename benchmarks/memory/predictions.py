@@ -39,13 +39,14 @@ class Shape:
     script: str = "pretrain"
 
 
-FP32 = ("--bf16", "false")
+EAGER, COMPILED = ("--compile", "false"), ("--compile", "true")
+FP32 = ("--bf16", "false", *EAGER)
 SHAPES = {
     "recipe_shape": Shape(LLAMA_6M, 4, 512, FP32),
     "fp32": Shape(LLAMA_23M, 4, 512, FP32),
-    "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true")),
-    "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16")),
-    "compiled": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", "--compile", "true")),
+    "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", *EAGER)),
+    "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16", *EAGER)),
+    "compiled": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", *COMPILED)),
     "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
     "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
 }

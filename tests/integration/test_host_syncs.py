@@ -7,6 +7,7 @@ On a CPU nothing waits, but the same operation reads: `_local_scalar_dense`, whi
 import traceback
 
 import pytest
+import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_callback import CallbackHandler
@@ -72,7 +73,8 @@ def test_fine_tuning(adapters, fine_tuning, tmp_path, readings):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("script", ["pretraining", "fine_tuning"])
-def test_a_gpu_is_not_waited_for(script, request, tmp_path, monkeypatch):
+@pytest.mark.parametrize("asked", [{}, {"compile": False}], ids=["compiled unasked", "eager"])
+def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
     """The driver's own word: what would wait raises, from the end of step 1 to that of step 5."""
     on_step_end = CallbackHandler.on_step_end
 
@@ -85,11 +87,12 @@ def test_a_gpu_is_not_waited_for(script, request, tmp_path, monkeypatch):
 
     monkeypatch.setattr(CallbackHandler, "on_step_end", watched)
     main = {"pretraining": pretrain.main, "fine_tuning": sft_train.main}[script]
-    argv = request.getfixturevalue(script)(tmp_path / "run", **SETTINGS, bf16=True)
+    argv = request.getfixturevalue(script)(tmp_path / "run", **SETTINGS, bf16=True, **asked)
     try:
         assert main(argv) == 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert tiny.starts(tmp_path / "run")[0]["compiled"] is (not asked)
 
 
 def test_what_reads_is_found(pretraining, tmp_path, readings):

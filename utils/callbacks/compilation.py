@@ -45,7 +45,7 @@ class CompilationWatch(TrainerCallback):
         elif graphs > self.graphs:
             logger.warning(
                 "step %d compiled %d graphs more, though its shapes are those of the steps before: "
-                "TORCH_LOGS=recompiles says why, and without --compile nothing waits for it",
+                "TORCH_LOGS=recompiles says why, and with --compile false nothing waits for it",
                 state.global_step,
                 graphs - self.graphs,
             )

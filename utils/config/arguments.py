@@ -130,10 +130,11 @@ class ModelArguments(ModelConfig):
             "choices": ["auto", "fused", "logits"],
         },
     )
-    compile: bool = field(
-        default=False,
+    compile: bool | None = field(
+        default=None,
         metadata={
             "help": "compile the model layer by layer: faster steps after a slow first one; what "
-            "was compiled is kept between jobs (TORCHINDUCTOR_CACHE_DIR)"
+            "was compiled is kept between jobs (TORCHINDUCTOR_CACHE_DIR); null: on where a GPU "
+            "trains a dense model"
         },
     )

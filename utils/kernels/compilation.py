@@ -32,8 +32,8 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
-            "would compile again and again; take fsdp2.yaml, which shards as much, or leave "
-            "--compile out"
+            "would compile again and again; take fsdp2.yaml, which shards as much, or set "
+            "--compile false"
         )
     given = os.environ.get("CXX") or os.environ.get("CC") or ""
     compiler = next(iter(given.split()), None)  # "ccache g++": torch runs the first word
@@ -43,10 +43,15 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
         raise ConfigurationError(
             "--compile true needs a C++ compiler, and "
             + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
-            + ": load or install one, or leave --compile out"
+            + ": load or install one, or set --compile false"
         )
     compiled = cache_root().expanduser() / "compiled"
     return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
+
+
+def marked_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers, as it marks them for checkpointing."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_layers(model: nn.Module) -> int:
@@ -56,13 +61,11 @@ def compile_layers(model: nn.Module) -> int:
     once more. Where torch would give up after too many of them and go on without compiling, it
     raises instead.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = marked_layers(model)
     if not layers:
         raise ConfigurationError(
             f"--compile true: {type(model).__name__} is not built of layers that transformers "
-            "marks as such; leave --compile out"
+            "marks as such; set --compile false"
         )
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     given = [name for name in torch.compiler.config.dynamic_sources.split(",") if name]

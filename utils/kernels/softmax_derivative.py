@@ -159,7 +159,7 @@ def _prove(
         if any(_differ(one, other) for one, other in pairs):
             raise ConfigurationError(
                 f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
-                f"wrongly for {logits.device.type}: leave --compile out"
+                f"wrongly for {logits.device.type}: set --compile false"
             )
 
 

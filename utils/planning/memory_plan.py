@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -34,6 +34,14 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 MARGIN = {"cuda": 1.10, "cpu": 1.15}
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DOCUMENTS = 10_000  # of each source, to tell short from long ones
+
+
+class Kernels(NamedTuple):
+    """What computes a step (attention None: no device to ask)."""
+
+    attention: AttentionChoice | None
+    loss_head: LossHeadChoice
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,7 @@ def plan_memory(
     data: RunData,
     config: PreTrainedConfig,
     launch: LaunchFacts,
-    attention: AttentionChoice | None,
-    loss_head: LossHeadChoice,
+    kernels: Kernels,
 ) -> MemoryPlan:
     """Predict the memory of one device, choose the activation checkpointing, and say both.
 
@@ -76,12 +83,12 @@ def plan_memory(
     """
     requested = requested_choice(settings, launch)
     possible = [choice for choice in CHOICES if choice != "selective" or launch.strategy != "zero3"]
-    work = _workload(settings, data, config, launch, attention, loss_head)
+    work = _workload(settings, data, config, launch, kernels)
     wanted = possible if requested == "auto" else [requested]
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice) for choice in wanted
     }
-    own_room = None if attention is None else device_room(launch)
+    own_room = None if kernels.attention is None else device_room(launch)
     rooms = [room for room in gathered(own_room) if room is not None]
     room = min(rooms, default=None)
     totals = {choice: estimate.total for choice, estimate in predicted.items()}
@@ -160,8 +167,7 @@ def _workload(
     data: RunData,
     config: PreTrainedConfig,
     launch: LaunchFacts,
-    attention: AttentionChoice | None,
-    loss_head: LossHeadChoice,
+    kernels: Kernels,
 ) -> Workload:
     training, length = settings.training, settings.data.sequence_length
     rows = training.per_device_train_batch_size
@@ -174,10 +180,10 @@ def _workload(
         weights=weights,
         autocast=mixed,
         device="cuda" if launch.device == "cuda" else "cpu",
-        attention=attention,
-        fused_head=loss_head.name == "fused",
+        attention=kernels.attention,
+        fused_head=kernels.loss_head.name == "fused",
         lengths=typical_lengths(_lengths(data), rows * length),
-        compiled=settings.model.compile,
+        compiled=kernels.compiled,
     )
 
 

@@ -16,13 +16,13 @@ from utils.config.run_settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
-from utils.kernels.compilation import prepare_compilation
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.varlen import ROW_SDPA
+from utils.planning.compilation_choice import choose_compilation
 from utils.planning.job_plan import report_job
 from utils.planning.memory_estimate import checkpoint_bytes
-from utils.planning.memory_plan import MemoryPlan, plan_memory
+from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
 from utils.planning.models import weights_dtype
 from utils.planning.optimizer_states import (
     OptimizerStates,
@@ -97,8 +97,10 @@ def plan_run(
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
-    compiled = _compiled(settings, launch)
-    memory = plan_memory(settings, data, config, launch, attention, loss_head)
+    elsewhere = _on_a_login_node(settings, launch)
+    compiled = choose_compilation(settings, config, launch, elsewhere)
+    kernels = Kernels(attention, loss_head, compiled)
+    memory = plan_memory(settings, data, config, launch, kernels)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_job(settings, launch, total_steps, saved_bytes)
@@ -110,24 +112,6 @@ def plan_run(
 def _on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
     return settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ)
-
-
-def _compiled(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Say, and return, whether layers are compiled; raises ConfigurationError where they cannot."""
-    if settings.model.compile:
-        elsewhere = _on_a_login_node(settings, launch)
-        where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
-        logger.info(
-            "compile: layer by layer, static shapes, kept in %s%s",
-            where,
-            "; the compute node needs a C++ compiler" if elsewhere else "",
-        )
-    elif launch.device == "cuda" and launch.strategy != "zero3":
-        logger.info(
-            "compile: off; after a slower first step --compile true is far faster on a GPU "
-            "(docs/performance.md)"
-        )
-    return settings.model.compile
 
 
 def _attention(

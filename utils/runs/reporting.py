@@ -33,7 +33,7 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         DataPosition(),
         *_inherited_optimizer(settings, run),
-        *([CompilationWatch()] if settings.model.compile else []),
+        *([CompilationWatch()] if run.compiled else []),
         stop,
         *measured,
         Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),

@@ -69,6 +69,7 @@ class Run:
     weights_from: str | None
     finished: bool
     checkpoint_bytes: int  # about
+    compiled: bool  # its layers
     hosts: tuple[str, ...]  # of each rank
     checkpoints: Checkpoints
 
@@ -120,6 +121,7 @@ def start_run(
         claim.weights_from,
         claim.finished,
         plan.checkpoint_bytes,
+        plan.compiled,
         launch.hosts,
         checkpoints,
     )

@@ -137,7 +137,7 @@ def compiled_update(
         if (values - wanted).norm() > TOLERANCE * wanted.norm():
             raise ConfigurationError(
                 f"--compile true: torch {torch.__version__} compiles AdamW's step wrongly for "
-                f"{device.type} ({name} is another than not compiled): leave --compile out"
+                f"{device.type} ({name} is another than not compiled): set --compile false"
             )
     return compiled
 

@@ -176,7 +176,8 @@ def flash_like(result=lambda output: output):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         window = None if window_size[0] == -1 else window_size[0] + 1
         terms = ScoreTerms(softmax_scale, dropout_p, window, softcap or None)
-        return result(per_document_sdpa(q, k, v, Documents(cu_seqlens_q, max_seqlen_q, len(q)), terms))
+        where = Documents(cu_seqlens_q, max_seqlen_q, len(q))
+        return result(per_document_sdpa(q, k, v, where, terms))
 
     return flash_attn_varlen_func
 
@@ -297,7 +298,8 @@ def assert_rows_are_documents(kernel, dtype, device, tolerance):
     results = []
     for run, made in ((PER_DOCUMENT.run, torch.float32), (kernel.run, dtype)):
         inputs = states(48, dtype=made, device=device)
-        output = run(*inputs, Documents(ends, 24, row_length=24), ScoreTerms(scale=0.3))[real].float()
+        where = Documents(ends, 24, row_length=24)
+        output = run(*inputs, where, ScoreTerms(scale=0.3))[real].float()
         gradients = torch.autograd.grad(output.sin().sum(), inputs)
         results.append([output, *(gradient.float()[real] for gradient in gradients)])
     for expected, found in zip(*results, strict=True):

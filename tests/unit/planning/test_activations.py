@@ -125,10 +125,10 @@ def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
 def test_a_plan_counts_layers_as_they_will_run():
     data = SimpleNamespace(train=SimpleNamespace(plans=[]))
     head = LossHeadChoice("fused", "")
-    for word in ("true", "false"):
-        given = settings(compile=word, per_device_train_batch_size=2)
-        found = memory_plan._workload(given, data, LLAMA, LAUNCH, CPU, head)
-        assert found.compiled is (word == "true")
+    given = settings(per_device_train_batch_size=2)
+    for compiled in (True, False):
+        kernels = memory_plan.Kernels(CPU, head, compiled)
+        assert memory_plan._workload(given, data, LLAMA, LAUNCH, kernels).compiled is compiled
 
 
 @pytest.mark.slow

@@ -21,5 +21,6 @@ def test_bars_are_for_people_at_a_terminal(is_terminal, job, bars, tmp_path, mon
     given = "--output_dir run --train_data data --model_config model.yaml --sequence_length 64"
     settings = parse_pretraining([*given.split(), "--global_batch_size", "8"], "")
     checkpoints = SimpleNamespace()
-    callbacks = run_callbacks(settings, Run(tmp_path, None, None, False, 0, ("n1",), checkpoints))
+    run = Run(tmp_path, None, None, False, 0, False, ("n1",), checkpoints)
+    callbacks = run_callbacks(settings, run)
     assert any(isinstance(callback, TerminalProgress) for callback in callbacks) == bars
