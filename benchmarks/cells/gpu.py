@@ -37,16 +37,22 @@ UNCOMPILED_TRAINER = replace(TUNED_TRAINER, name="Trainer, tuned, not compiled",
 UNCOMPILED_SFT_TRAINER = replace(
     TUNED_SFT_TRAINER, name="SFTTrainer, tuned, not compiled", environment=_EAGER
 )
+TORCHTITAN = Contestant("torchtitan, tuned", "torchtitan_trainer", needs="torchtitan")
+GRAPHED_TORCHTITAN = replace(
+    TORCHTITAN, name="torchtitan, tuned, CUDA graphs", variant="cuda graphs"
+)
 # Nothing here drives them yet: they are named, so that nobody takes silence for a result.
-TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")
+OTHER_TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")  # it has no GPT-2
 OTHER_LITGPT = Contestant("litgpt", None, needs="litgpt")  # Llamas with tied embeddings have one
 UNSLOTH = Contestant("Unsloth", None, needs="unsloth")
 AXOLOTL = Contestant("axolotl", None, needs="axolotl")
 TORCHTUNE = Contestant("torchtune", None, needs="torchtune")
 
-_GPT2 = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP, TORCHTITAN, OTHER_LITGPT)
-_PRETRAINING = (*_GPT2[:4], LIGER_TRAINER, *_GPT2[4:])
-_LLAMA_PRETRAINING = (*_PRETRAINING[:-1], LITGPT, TUNED_LITGPT)
+_EVERYWHERE = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
+_GPT2 = (*_EVERYWHERE, OTHER_TORCHTITAN, OTHER_LITGPT)
+_PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER, TORCHTITAN, GRAPHED_TORCHTITAN)
+_QWEN3_PRETRAINING = (*_PRETRAINING, OTHER_LITGPT)
+_LLAMA_PRETRAINING = (*_PRETRAINING, LITGPT, TUNED_LITGPT)
 _OTHERS = (UNSLOTH, AXOLOTL, TORCHTUNE, OTHER_LITGPT)
 # Not Trainer, which pads, and compiles anew for each length of a batch.
 _FINE_TUNING = (
@@ -82,7 +88,7 @@ GPU_CELLS: tuple[Cell, ...] = (
     ),
     TrainingCell(
         "qwen3_600m_pretrain", "Qwen3-0.6B shape, pretraining, 4 x 4,096 tokens, bf16",
-        _rows(QWEN3_600M, 4096, 4, 30), "bf16", 4, _PRETRAINING,
+        _rows(QWEN3_600M, 4096, 4, 30), "bf16", 4, _QWEN3_PRETRAINING,
         steps=30, warmup_steps=8, learning_rate=PRETRAINING_RATE, trace=True,
     ),
     TrainingCell(
