@@ -12,18 +12,20 @@ The variant `cuda graphs`: forward and backward are replayed as one CUDA graph, 
 import torch
 
 from benchmarks.contestants.torchtitan_process import group_of_one, supply_what_is_missing
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.job import CannotRunError, Job, Outcome, run_contestant
 from benchmarks.recording.steps import StepRecorder
 
 CUDA_GRAPHS = "cuda graphs"
 
 
 def train(job: Job) -> Outcome:
-    """Train on rows in Stoker's order; on a CPU no variant has CUDA graphs."""
+    """Train on rows in Stoker's order."""
+    cuda_graphs = job.variant == CUDA_GRAPHS
+    if cuda_graphs and not torch.cuda.is_available():
+        raise CannotRunError("CUDA graphs need a GPU")  # torchtitan would do without
     supply_what_is_missing()
     from benchmarks.contestants.torchtitan_training import WatchedTrainer, trainer_config
 
-    cuda_graphs = job.variant == CUDA_GRAPHS and torch.cuda.is_available()
     recorder = StepRecorder(job)
     with group_of_one():
         trainer = WatchedTrainer(trainer_config(job, cuda_graphs))
@@ -31,7 +33,7 @@ def train(job: Job) -> Outcome:
         trainer.load_weights()
         trainer.train()
         trainer.close()
-    return recorder.outcome(attention="sdpa", cuda_graphs=cuda_graphs)
+    return recorder.outcome(attention="sdpa", variant=job.variant)
 
 
 if __name__ == "__main__":

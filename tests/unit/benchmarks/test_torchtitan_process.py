@@ -16,15 +16,19 @@ from benchmarks.contestants.torchtitan_process import (
 from benchmarks.recording.job import CannotRunError
 
 
+def train_as_torchtitan_does():
+    gc.disable()
+    torch.autograd.set_multithreading_enabled(False)
+    torch.distributed.init_process_group("gloo")
+    assert torch.distributed.get_world_size() == 1
+    raise ValueError("broken")
+
+
 def test_a_group_of_one_is_there_and_gone_again():
     with mock.patch.dict(os.environ, {"RANK": "7"}):
         os.environ.pop("WORLD_SIZE", None)
         with pytest.raises(ValueError, match="broken"), group_of_one():
-            gc.disable()  # as torchtitan does, and the next line
-            torch.autograd.set_multithreading_enabled(False)
-            torch.distributed.init_process_group("gloo")
-            assert torch.distributed.get_world_size() == 1
-            raise ValueError("broken")
+            train_as_torchtitan_does()
         assert os.environ["RANK"] == "7"
         assert "WORLD_SIZE" not in os.environ
     assert not torch.distributed.is_initialized()
