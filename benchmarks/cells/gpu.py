@@ -62,7 +62,7 @@ _FINE_TUNING = (
 _LARGE = (STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS)
 # There is no warm-up: at 3e-4 losses jumped by ten for some steps, after which nobody's agree.
 PRETRAINING_RATE = 1e-4
-_LIMITS = (STOKER, UNCOMPILED_TRAINER, UNCOMPILED_SFT_TRAINER)
+_LIMITS = (replace(STOKER, environment=_EAGER), UNCOMPILED_TRAINER, UNCOMPILED_SFT_TRAINER)
 
 
 def _rows(model: dict, length: int, micro_batch_size: int, steps: int) -> Workload:

@@ -47,11 +47,11 @@ def gather_over_ranks(values: Sequence[float], device: torch.device) -> np.ndarr
     """Return every rank's values, float64 (ranks, values); all ranks call it with equally many.
 
     One small all-gather on `device`, so that it works with NCCL and gloo alike; NaN marks a figure
-    that a rank does not have.
+    that a rank does not have. A rank alone asks no device.
     """
-    own = torch.tensor(list(values), dtype=torch.float64, device=device)
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return own.cpu().numpy()[None]
+        return np.array([list(values)], dtype=np.float64)
+    own = torch.tensor(list(values), dtype=torch.float64, device=device)
     rows = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(rows, own)
     return torch.stack(rows).cpu().numpy()

@@ -70,6 +70,9 @@ class Throughput(MetricCallback):
         if first or control.should_evaluate or control.should_save:
             self._wait_for_device()
         now = self.interrupted_at = self.clock()
+        # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
+        assert self.loader is not None
+        self.loader.consumed.count(self.step)
         if first:
             self.first_step_time_s = now - self.window_start - self.excluded_s
             self._begin_window(now)

@@ -67,6 +67,13 @@ def test_rates_are_tokens_of_the_global_batch_over_wall_time():
     )
 
 
+def test_tokens_are_counted_step_by_step_and_not_while_a_log_waits():
+    run = Run()
+    for step in range(1, 4):
+        run.step(0.25)
+        assert run.loader.consumed.steps == step
+
+
 def test_the_first_step_is_told_apart_and_in_no_rate():
     run = Run()
     run.step(50.0, wait_s=7.0)
