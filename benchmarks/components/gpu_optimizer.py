@@ -11,7 +11,7 @@ from utils.training.low_precision_adam import LowPrecisionAdamW
 
 TITLE = "AdamW, square matrices and a norm for each, by the matrices' width"
 UNIT = "parameters"
-SIZES = (1024, 4096)
+SIZES = (1024, 4096, 8192)
 MATRICES = 24
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
@@ -83,21 +84,39 @@ class Layer(GradientCheckpointingLayer):
         return states + sums(self.linear(states), ends, kwargs["max_length_q"]).relu()
 
 
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
-def test_layers_are_compiled_once_for_any_number_of_documents_and_length():
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "fsdp2"])
+def test_layers_are_compiled_once_for_any_number_of_documents_and_length(sharded, request):
     torch.manual_seed(0)
     model, plain = Layer(), Layer()
     plain.load_state_dict(model.state_dict())
     compile_layers(model)
+    if sharded:
+        fully_shard(model, mesh=request.getfixturevalue("group_of_one"))
     before = compiled_graphs()
     for ends in ([0, 12], [0, 3, 12], [0, 1, 2, 7, 12], [0, 5, 12]):
-        boundaries = torch.tensor(ends)
+        boundaries, results = torch.tensor(ends), []
         leave_length_open(boundaries)
         states = torch.randn(12, 4, requires_grad=True)
-        bound = {"max_length_q": longest_segment(boundaries, 12)}
-        found, expected = model(states, boundaries, **bound), plain(states, boundaries, **bound)
-        torch.testing.assert_close(found, expected)
-        gradients = torch.autograd.grad(found.sum(), [states, *model.parameters()])
-        wanted = torch.autograd.grad(expected.sum(), [states, *plain.parameters()])
-        torch.testing.assert_close(gradients, wanted)
+        bound = longest_segment(boundaries, 12)
+        for trained in (model, plain):
+            states.grad = None
+            trained.zero_grad()
+            found = trained(states, boundaries, max_length_q=bound)
+            found.sum().backward()
+            gradients = [one.grad for one in trained.parameters()]
+            whole = [
+                one.full_tensor() if sharded and trained is model else one for one in gradients
+            ]
+            results.append([found, states.grad, *whole])
+        torch.testing.assert_close(*results)
     assert compiled_graphs() == before + 1
