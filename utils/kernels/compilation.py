@@ -19,6 +19,7 @@ from utils.config.errors import ConfigurationError
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
+LEAST_GRAPHS = 8  # torch's own limit
 COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
 
 
@@ -67,6 +68,8 @@ def compile_layers(model: nn.Module) -> int:
             f"--compile true: {type(model).__name__} is not built of layers that transformers "
             "marks as such; set --compile false"
         )
+    # No two layers may be alike, and each is compiled for training and for evaluation.
+    torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     given = [name for name in torch.compiler.config.dynamic_sources.split(",") if name]
     torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*given, *OPEN_NUMBERS]))

@@ -12,6 +12,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.batches import longest_segment
 from utils.kernels.compilation import (
     CACHE_VARIABLE,
+    LEAST_GRAPHS,
     compile_layers,
     compiled_graphs,
     leave_length_open,
@@ -120,3 +121,22 @@ def test_layers_are_compiled_once_for_any_number_of_documents_and_length(sharded
             results.append([found, states.grad, *whole])
         torch.testing.assert_close(*results)
     assert compiled_graphs() == before + 1
+
+
+class Widening(GradientCheckpointingLayer):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width + 1)
+
+    def forward(self, states):
+        return self.linear(states)
+
+
+@pytest.mark.slow
+def test_no_two_layers_need_be_alike():
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Widening(width) for width in range(2, 2 + LEAST_GRAPHS + 1)))
+    compile_layers(model)
+    before = compiled_graphs()
+    model(torch.randn(3, 2))
+    assert compiled_graphs() - before == len(model) > LEAST_GRAPHS
