@@ -12,11 +12,12 @@ Let nothing else run meanwhile. Contestants run in turn, each in a fresh process
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
 from benchmarks.cells.gpu import GPU_CELLS
-from benchmarks.cells.kinds import Cell, ProbeCell
+from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell
 from benchmarks.cells.toy import toy
 from benchmarks.contests.turns import ContestantFailedError, say
 from benchmarks.hardware.circumstances import ROOT, hardware
@@ -25,6 +26,7 @@ from benchmarks.progress import OutOfTimeError
 
 RESULTS = ROOT / "benchmarks" / "results"
 GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}
+GROWING = (ComponentCell, SweepCell)
 AGAIN = 75  # exit code: the same command goes on, as with the training scripts
 
 
@@ -37,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", default="", help="names, separated by commas; default: all")
     parser.add_argument(
         "--without", default="", help="contestants to leave out, separated by semicolons"
+    )
+    parser.add_argument(
+        "--sizes",
+        default="",
+        help="of cells that grow, separated by commas; default: all of theirs",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
@@ -60,21 +67,30 @@ def main(argv: list[str] | None = None) -> int:
     names = [name for name in given.cells.split(",") if name] or list(cells)
     if unknown := [name for name in names if name not in cells]:
         parser.error(f"no cell {', '.join(unknown)}; there are {', '.join(cells)}")
+    sizes = tuple(int(size) for size in given.sizes.split(",") if size)
+    if sizes and (fixed := [name for name in names if not isinstance(cells[name], GROWING)]):
+        parser.error(f"--sizes: nothing grows in {', '.join(fixed)}")
     left_out = tuple(name for name in given.without.split(";") if name)
     session = Session(
         group=given.group,
         left_out=left_out,
+        sizes=sizes,
         results=given.results,
         repeats=given.repeats,
         resume=given.resume,
         toy=given.toy,
         deadline=None if given.minutes is None else time.monotonic() + 60 * given.minutes,
     )
-    chosen = [cells[name] for name in names]
+    chosen = [sized(cells[name], sizes) for name in names]
     if given.group == "gpu" and not session.device().probed:
         # What a speed is worth hangs on them.
         chosen = [ProbeCell(toy=given.toy), *(one for one in chosen if one.name != "probes")]
     return measure(session, chosen)
+
+
+def sized(cell: Cell, sizes: tuple[int, ...]) -> Cell:
+    """Return a cell with other sizes, if there are any."""
+    return replace(cell, sizes=sizes) if sizes and isinstance(cell, GROWING) else cell
 
 
 def measure(session: Session, cells: list[Cell]) -> int:

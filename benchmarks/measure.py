@@ -30,12 +30,13 @@ SAME = ("commit", "hardware", "python", "versions")
 class Session:
     """What the command line says of all cells. `deadline`: one of time.monotonic(), or None.
 
-    `left_out` names contestants that whole toolkits' cells do without.
+    `left_out` names contestants that do not take part; `sizes` are those of cells that grow.
     """
 
     group: str
     results: Path
     left_out: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
     repeats: int = 5
     resume: bool = False
     toy: bool = False
@@ -83,9 +84,9 @@ class Session:
             kept.begin_round()
             return duration.hold(cell, self.repeats)
         if isinstance(cell, ComponentCell):
-            return component.hold(cell, self.repeats, kept)
+            return component.hold(cell, self.repeats, kept, self.left_out)
         if isinstance(cell, SweepCell):
-            return sweep.hold(cell, self.device(), kept)
+            return sweep.hold(cell, self.device(), kept, self.left_out)
         return training.hold(cell, self.repeats, self.device(), kept, self.left_out)
 
     def _path(self, name: str) -> Path:
@@ -95,6 +96,8 @@ class Session:
         command = f"python -m benchmarks {self.group} --cells {cell.name}"
         if not isinstance(cell, ProbeCell | SweepCell | ParityCell):  # taken once
             command += f" --repeats {self.repeats}"
+        if self.sizes:
+            command += f" --sizes {','.join(map(str, self.sizes))}"
         if self.left_out:
             command += f" --without '{';'.join(self.left_out)}'"
         return command + (" --toy" if self.toy else "")

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.recording.job import CannotRunError
+from utils.data.batches import longest_segment
 from utils.kernels.packed_varlen import packed_varlen
 from utils.kernels.varlen import AttentionNeeds, VarlenKernel, find_kernels
 
@@ -63,10 +64,11 @@ def needed_kernel(load: Callable[[], VarlenKernel | str]) -> VarlenKernel:
 def through(kernel: VarlenKernel, boundaries: torch.Tensor, length: int) -> Attend:
     """Return Stoker's attention with this kernel; `boundaries` are cu_seq_lens."""
     module, ends = torch.nn.Module(), boundaries.to(device())
+    longest = longest_segment(boundaries, length)
 
     def attend(*states: torch.Tensor) -> torch.Tensor:
         return packed_varlen(
-            module, *states, cu_seq_lens_q=ends, max_length_q=length, kernel=kernel
+            module, *states, cu_seq_lens_q=ends, max_length_q=longest, kernel=kernel
         )[0]
 
     return attend

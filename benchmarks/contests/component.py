@@ -3,22 +3,25 @@
 import importlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells.kinds import OURS, ComponentCell
 from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.turns import Rounds, Turns, run_process
+from benchmarks.contests.turns import LEFT_OUT, Rounds, Turns, run_process
 
 Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 
 
-def hold(cell: ComponentCell, repeats: int, kept: Rounds | None = None) -> dict[str, Any]:
+def hold(
+    cell: ComponentCell, repeats: int, kept: Rounds | None = None, left_out: Collection[str] = ()
+) -> dict[str, Any]:
     """Let the contestants of a component do their work in turn; return its results."""
     module = importlib.import_module(f"benchmarks.components.{cell.module}")
     sizes = cell.sizes or module.SIZES
-    turns: Turns[Timings] = Turns({}, kept)
+    absent = {name: LEFT_OUT for name in module.CONTESTANTS if name in left_out}
+    turns: Turns[Timings] = Turns(absent, kept)
 
     def run(name: str, scratch: Path) -> Timings:
         outcome = scratch / "outcome.json"

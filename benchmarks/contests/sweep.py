@@ -1,6 +1,7 @@
 """How far each toolkit gets on this device: one thing grows until it cannot run any more."""
 
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from benchmarks.cells.kinds import OURS, SweepCell, TrainingCell
 from benchmarks.contests.ratios import paired_ratio
 from benchmarks.contests.training import made_in_process, run_contestant_of
-from benchmarks.contests.turns import ContestantFailedError, Rounds, say
+from benchmarks.contests.turns import LEFT_OUT, ContestantFailedError, Rounds, say
 from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
 from benchmarks.recording.job import Outcome
 
@@ -16,7 +17,9 @@ from benchmarks.recording.job import Outcome
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 
 
-def hold(cell: SweepCell, device: Device, kept: Rounds) -> dict[str, Any]:
+def hold(
+    cell: SweepCell, device: Device, kept: Rounds, left_out: Collection[str] = ()
+) -> dict[str, Any]:
     """Let each contestant train at each size, from the smallest, until it fails.
 
     Why it did is told, whoever it is: what does not fit is a result here.
@@ -24,7 +27,9 @@ def hold(cell: SweepCell, device: Device, kept: Rounds) -> dict[str, Any]:
     before = kept.load()
     outcomes: Outcomes = before["outcomes"]
     stopped: dict[str, str] = before["not_run"] or {
-        one.name: reason for one in cell.base.contestants if (reason := one.reason_not_to_run())
+        one.name: reason
+        for one in cell.base.contestants
+        if (reason := LEFT_OUT if one.name in left_out else one.reason_not_to_run())
     }
     for number, size in list(enumerate(cell.sizes))[before["rounds"] :]:
         if len(stopped) == len(cell.base.contestants):

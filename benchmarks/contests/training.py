@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.cells.kinds import OURS, OURS_TUNED, Contestant, TrainingCell
 from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.turns import Rounds, Turns, run_process
+from benchmarks.contests.turns import LEFT_OUT, Rounds, Turns, run_process
 from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import Workload
@@ -39,7 +39,7 @@ def hold(
     device = device or Device()
     contestants = {one.name: one for one in cell.contestants}
     reasons = {name: one.reason_not_to_run() for name, one in contestants.items()}
-    reasons |= {name: "left out" for name in left_out if name in reasons}
+    reasons |= {name: LEFT_OUT for name in left_out if name in reasons}
     if too_large := reason_not_to_fit(cell, device):
         reasons = dict.fromkeys(contestants, too_large)
     turns: Turns[dict[str, Any]] = Turns(

@@ -15,6 +15,7 @@ from benchmarks.hardware.circumstances import ROOT
 from benchmarks.recording.job import CANNOT_RUN, STARTED_AT
 
 LIMIT_S = 900
+LEFT_OUT = "left out"  # why a contestant did not run
 Outcome = TypeVar("Outcome")
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
+from benchmarks.__main__ import sized
 from benchmarks.cells.gpu import GPU_CELLS, UNCOMPILED_SFT_TRAINER, UNCOMPILED_TRAINER
 from benchmarks.cells.kinds import OURS, SweepCell
 from benchmarks.cells.toy import toy
@@ -36,9 +37,10 @@ def tried(monkeypatch):
     return tries
 
 
-def hold(tmp_path, device=None):
+def hold(tmp_path, device=None, left_out=()):
     cell = toy(CELLS["longest_sequence"])
-    return sweep.hold(cell, device or Device(), Progress(tmp_path / "kept.json", {"a": 1}))
+    kept = Progress(tmp_path / "kept.json", {"a": 1})
+    return sweep.hold(cell, device or Device(), kept, left_out)
 
 
 def test_who_failed_is_not_tried_again(tried, tmp_path, capsys):
@@ -61,6 +63,19 @@ def test_who_failed_is_not_tried_again(tried, tmp_path, capsys):
         f"| Stoker / {TRAINER} | 1.00 |  |  |",
         f"| {SFT_TRAINER} | not run: at 64: out of memory |  |  |",
     ]
+
+
+def test_who_is_left_out_is_not_tried(tried, tmp_path, capsys):
+    result = hold(tmp_path, left_out=(TRAINER,))
+    assert TRAINER not in [name for _, name in tried]
+    assert result["not_run"][TRAINER] == "left out"
+
+
+def test_a_command_chooses_sizes_of_what_grows():
+    sweep_cell = CELLS["longest_sequence"]
+    assert sized(sweep_cell, (4,)).sizes == (4,)
+    assert sized(sweep_cell, ()) is sweep_cell
+    assert sized(sweep_cell.base, (4,)) is sweep_cell.base
 
 
 def test_a_sweep_goes_on_where_time_was_up(tried, tmp_path, capsys, monkeypatch):
