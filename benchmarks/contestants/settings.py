@@ -38,6 +38,7 @@ def tuned_settings(job: Job) -> dict[str, Any]:
     model in one graph would lose the flash kernels.
     """
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    _compile_every_layer()
     settings: dict[str, Any] = {
         "logging_nan_inf_filter": False,
         "torch_compile": True,
@@ -51,6 +52,21 @@ def tuned_settings(job: Job) -> dict[str, Any]:
             "accelerator_config": {"non_blocking": True},
         }
     return settings
+
+
+def _compile_every_layer() -> None:
+    """Keep torch from compiling eight layers and leaving the others as they are.
+
+    transformers gives its flash attention each layer's number, so that each would be compiled for
+    itself, up to the limit of eight; and it warns there, in mixed precision, where torch cannot.
+    """
+    import torch._dynamo
+    from transformers.modeling_flash_attention_utils import logger
+
+    config: Any = torch._dynamo.config
+    config.allow_unspec_int_on_nn_module = True
+    config.recompile_limit = 256
+    config.ignore_logging_functions = {*config.ignore_logging_functions, type(logger).warning_once}
 
 
 def load_model(job: Job) -> Any:
