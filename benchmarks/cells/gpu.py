@@ -41,25 +41,27 @@ TORCHTITAN = Contestant("torchtitan, tuned", "torchtitan_trainer", needs="torcht
 GRAPHED_TORCHTITAN = replace(
     TORCHTITAN, name="torchtitan, tuned, CUDA graphs", variant="cuda graphs"
 )
+TORCHTUNE = Contestant("torchtune, tuned", "torchtune_recipe", needs="torchtune")
 # Nothing here drives them yet: they are named, so that nobody takes silence for a result.
 OTHER_TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")  # it has no GPT-2
 OTHER_LITGPT = Contestant("litgpt", None, needs="litgpt")  # Llamas with tied embeddings have one
 UNSLOTH = Contestant("Unsloth", None, needs="unsloth")
 AXOLOTL = Contestant("axolotl", None, needs="axolotl")
-TORCHTUNE = Contestant("torchtune", None, needs="torchtune")
+OTHER_TORCHTUNE = Contestant("torchtune", None, needs="torchtune")  # it has no Qwen3
 
 _EVERYWHERE = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
 _GPT2 = (*_EVERYWHERE, OTHER_TORCHTITAN, OTHER_LITGPT)
 _PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER, TORCHTITAN, GRAPHED_TORCHTITAN)
 _QWEN3_PRETRAINING = (*_PRETRAINING, OTHER_LITGPT)
 _LLAMA_PRETRAINING = (*_PRETRAINING, LITGPT, TUNED_LITGPT)
-_OTHERS = (UNSLOTH, AXOLOTL, TORCHTUNE, OTHER_LITGPT)
+_OTHERS = (UNSLOTH, AXOLOTL, OTHER_LITGPT)
 # Not Trainer, which pads, and compiles anew for each length of a batch.
 _FINE_TUNING = (
-    STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS
+    STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS,
+    OTHER_TORCHTUNE,
 )  # fmt: skip
 # Of 8 B parameters each start loads 16 GB: fewer of them.
-_LARGE = (STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS)
+_LARGE = (STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, TORCHTUNE, *_OTHERS)
 # There is no warm-up: at 3e-4 losses jumped by ten for some steps, after which nobody's agree.
 PRETRAINING_RATE = 1e-4
 _LIMITS = (replace(STOKER, environment=_EAGER), UNCOMPILED_TRAINER, UNCOMPILED_SFT_TRAINER)
