@@ -42,10 +42,11 @@ GRAPHED_TORCHTITAN = replace(
     TORCHTITAN, name="torchtitan, tuned, CUDA graphs", variant="cuda graphs"
 )
 TORCHTUNE = Contestant("torchtune, tuned", "torchtune_recipe", needs="torchtune")
+UNSLOTH = Contestant("Unsloth, tuned", "unsloth_sft", needs="unsloth")
+FLASH_UNSLOTH = replace(UNSLOTH, name="Unsloth, tuned, FlashAttention", variant="flash attention")
 # Nothing here drives them yet: they are named, so that nobody takes silence for a result.
 OTHER_TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")  # it has no GPT-2
 OTHER_LITGPT = Contestant("litgpt", None, needs="litgpt")  # Llamas with tied embeddings have one
-UNSLOTH = Contestant("Unsloth", None, needs="unsloth")
 AXOLOTL = Contestant("axolotl", None, needs="axolotl")
 OTHER_TORCHTUNE = Contestant("torchtune", None, needs="torchtune")  # it has no Qwen3
 
@@ -54,7 +55,7 @@ _GPT2 = (*_EVERYWHERE, OTHER_TORCHTITAN, OTHER_LITGPT)
 _PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER, TORCHTITAN, GRAPHED_TORCHTITAN)
 _QWEN3_PRETRAINING = (*_PRETRAINING, OTHER_LITGPT)
 _LLAMA_PRETRAINING = (*_PRETRAINING, LITGPT, TUNED_LITGPT)
-_OTHERS = (UNSLOTH, AXOLOTL, OTHER_LITGPT)
+_OTHERS = (UNSLOTH, FLASH_UNSLOTH, AXOLOTL, OTHER_LITGPT)
 # Not Trainer, which pads, and compiles anew for each length of a batch.
 _FINE_TUNING = (
     STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS,

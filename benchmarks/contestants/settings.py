@@ -44,14 +44,19 @@ def tuned_settings(job: Job) -> dict[str, Any]:
         "torch_compile": True,
         "gradient_checkpointing": job.checkpointing,
     }
-    if torch.cuda.is_available():
-        settings |= {
-            "dataloader_num_workers": 2,
-            "dataloader_persistent_workers": True,
-            "dataloader_prefetch_factor": 4,
-            "accelerator_config": {"non_blocking": True},
-        }
-    return settings
+    return settings | loader_settings()
+
+
+def loader_settings() -> dict[str, Any]:
+    """Return how a GPU does not wait for batches; {} without one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 4,
+        "accelerator_config": {"non_blocking": True},
+    }
 
 
 def _compile_every_layer() -> None:

@@ -129,5 +129,5 @@ def test_every_peer_that_was_promised_is_named():
     named = {
         one.name for cell in GPU_CELLS if isinstance(cell, TrainingCell) for one in cell.contestants
     }
-    assert {"torchtitan", "Unsloth", "axolotl", "torchtune", "litgpt"} < named
+    assert {"torchtitan", "Unsloth, tuned", "axolotl", "torchtune", "litgpt"} < named
     assert measure.SAME == ("commit", "hardware", "python", "versions")
