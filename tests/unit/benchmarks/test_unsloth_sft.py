@@ -39,12 +39,10 @@ def test_trl_knows_what_it_is_told(job):
 
 def test_a_dropout_of_nothing_is_taken(monkeypatch):
     monkeypatch.setattr(
-        unsloth_sft, "flash_attn_varlen_func", lambda query, causal: (query, causal)
+        unsloth_sft, "flash_attn_varlen_func", lambda *args, **options: (args, options)
     )
     query = torch.zeros(1)
-    assert unsloth_sft.varlen_without_dropout(query, dropout_p=0.0, causal=True) == (
-        (query,),
-        {"causal": True},
-    )
+    told = unsloth_sft.varlen_without_dropout(query, dropout_p=0.0, causal=True)
+    assert told == ((query,), {"causal": True})
     with pytest.raises(AssertionError):
         unsloth_sft.varlen_without_dropout(query, dropout_p=0.1, causal=True)
