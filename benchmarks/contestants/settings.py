@@ -38,7 +38,7 @@ def tuned_settings(job: Job) -> dict[str, Any]:
     model in one graph would lose the flash kernels.
     """
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
-    _compile_every_layer()
+    compile_every_layer()
     settings: dict[str, Any] = {
         "logging_nan_inf_filter": False,
         "torch_compile": True,
@@ -59,7 +59,7 @@ def loader_settings() -> dict[str, Any]:
     }
 
 
-def _compile_every_layer() -> None:
+def compile_every_layer() -> None:
     """Keep torch from compiling eight layers and leaving the others as they are.
 
     transformers gives its flash attention each layer's number, so that each would be compiled for

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.contestants.settings import common_settings, loader_settings
+from benchmarks.contestants.settings import (
+    common_settings,
+    compile_every_layer,
+    loader_settings,
+)
 from benchmarks.contestants.torch_flash import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -55,7 +59,9 @@ def train(job: Job) -> Outcome:
     recorder = StepRecorder(job)
     watch_trainer(recorder)  # Unsloth has rewritten what this wraps
     trainer.train()
-    return recorder.outcome(attention=model.config._attn_implementation, variant=job.variant)
+    # With adapters Unsloth attends by itself, whatever the configuration says.
+    attention = "flash_attention_2" if job.variant == FLASH_ATTENTION else "sdpa"
+    return recorder.outcome(attention=attention, variant=job.variant)
 
 
 def load_model(job: Job) -> Any:
@@ -122,6 +128,7 @@ def use_torch_flash() -> None:
     from unsloth.utils import attention_dispatch
 
     stand_in_for_flash_attn()
+    compile_every_layer()  # as SFTTrainer is let: not the first eight
     chooses: Any = _utils
     chooses.HAS_FLASH_ATTENTION = True
     attends: Any = attention_dispatch
