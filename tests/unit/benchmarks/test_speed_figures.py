@@ -35,6 +35,24 @@ def test_the_summary_has_the_closest_rival_at_the_largest_size_that_it_did():
     ]
 
 
+def test_a_part_that_is_compiled_stands_for_us():
+    compiled = f"{OURS}, compiled"
+    speeds = {OURS: 40.0, compiled: 90.0, "other": 60.0}
+    part = {
+        "title": "Part",
+        "unit": "tokens",
+        "sizes": [7],
+        "contestants": {
+            name: {"per_second": {"7": speed}, "repeats": {"7": [speed]}}
+            for name, speed in speeds.items()
+        },
+        "ratios": {name: {"7": RATIO | {"median": 0.5}} for name in (compiled, "other")},
+    }
+    assert speed_figures.summary([part]).splitlines()[2:] == [
+        "| Part; size 7 | 90.0 tokens/s | other: 60.0 | 1.50 |"
+    ]
+
+
 def test_figures_replace_those_between_the_marks():
     document = f"before\n{speed_figures.BEGIN}\nold\n{speed_figures.END}\nafter"
     made = speed_figures.with_figures(document, "new \\1")
