@@ -26,6 +26,10 @@ STEPS = 3
 LLAMA_6M = LLAMA_11M | {  # recipes/model/llama_6m.yaml
     "intermediate_size": 1024, "num_key_value_heads": 2, "vocab_size": 8192,
 }  # fmt: skip
+EXPERTS_30M = LLAMA_23M | {
+    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "intermediate_size": 512,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ SHAPES = {
     "bf16": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", *EAGER)),
     "pure_bf16": Shape(LLAMA_23M, 4, 512, ("--dtype", "bfloat16", *EAGER)),
     "compiled": Shape(LLAMA_23M, 4, 512, ("--bf16", "true", *COMPILED)),
+    "experts": Shape(EXPERTS_30M, 4, 512, FP32),
     "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
     "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
 }

@@ -16,7 +16,8 @@ OVERCOUNTED = {("compiled", "selective"), ("compiled", "full")}
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
 @pytest.mark.parametrize(
-    ("name", "choice"), [("fp32", "none"), ("fp32", "full"), ("compiled", "none")]
+    ("name", "choice"),
+    [("fp32", "none"), ("fp32", "full"), ("compiled", "none"), ("experts", "none")],
 )
 def test_a_cpu_takes_what_was_predicted(name, choice):
     found = measure(SHAPES[name], choice)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
-_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm", "_grouped_mm"})
+# The last is transformers' for experts where torch's does not run.
+_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm", "_grouped_mm", "grouped_mm_fallback"})
 _ATTENTION = frozenset(
     {
         "_scaled_dot_product_flash_attention",

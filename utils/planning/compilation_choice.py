@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.checkpoints.run_record import PROVENANCE, earlier_starts
+from utils.cluster.decisions import gathered, on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -28,8 +29,9 @@ def choose_compilation(
     """Say, and return, whether layers are compiled.
 
     Left open, it is on where a GPU trains and nothing speaks against it, and a run that goes on
-    keeps it: compiled layers round otherwise. `elsewhere`: this only looks at a run that trains on
-    another machine. Raises ConfigurationError where what is asked for, or was begun, cannot be.
+    keeps it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: this only
+    looks at a run that trains on another machine. Raises ConfigurationError where what is asked
+    for, or was begun, cannot be.
     """
     if settings.model.compile is None:
         compiled, why = _settled(settings, config, launch, elsewhere)
@@ -49,7 +51,7 @@ def _settled(
 ) -> tuple[bool, str]:
     """Return what nobody said, and a word on why; none where nobody would ask."""
     output_dir = Path(str(settings.training.output_dir))
-    starts = earlier_starts(output_dir / PROVENANCE)
+    starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
     if starts and starts[-1].get("compiled"):
         try:
             prepare_compilation(launch.strategy, compiles_here=not elsewhere)
@@ -59,12 +61,13 @@ def _settled(
             ) from error
         return True, "as in the last start of this run, "
     if elsewhere:
-        return False, "settled on the compute node: on where a GPU trains"
+        return False, "settled on the compute node, on where a GPU trains"
     if launch.device != "cuda":
         return False, ""
     if starts:
         return False, "off, as in the last start of this run"
-    hindrance = next(_hindrances(config, launch), "")
+    hindrances = gathered(next(_hindrances(config, launch), ""))
+    hindrance = next(filter(None, hindrances), "")
     return (False, f"off, as {hindrance}") if hindrance else (True, "auto, ")
 
 

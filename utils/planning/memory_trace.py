@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
+from transformers.integrations import moe
 
 from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import keep_products
@@ -87,12 +89,27 @@ def trace(
             every = options.get("every_n_layers", 1) if isinstance(options, dict) else 1
             model.activation_checkpointing_enable(every_n_layers=every)
         model = with_adapters(model, settings.model)
-    with FakeTensorMode(), torch.device(work.device), buffers_alone():
+    with FakeTensorMode(), torch.device(work.device), buffers_alone(), experts_by_shape():
         _put_on_device(model)
         # Where layers are computed again, the checkpoint says what is kept, compiled or not.
         cut = work.compiled and choice == "none"
         stretches = _stretches(model.train(), work, cut)
     return StepTrace(stretches, layer_gradients(model), _gathered(model))
+
+
+@contextmanager
+def experts_by_shape() -> Iterator[None]:
+    """Within, experts multiply by the operator that transformers has for where torch has none.
+
+    It takes tensors without data of any type; what it makes is as large as what torch's makes.
+    """
+    replaced: Any = moe
+    original = moe._can_use_grouped_mm
+    replaced._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        replaced._can_use_grouped_mm = original
 
 
 def _stretches(model: nn.Module, work: Workload, cut: bool) -> list[Stretch]:

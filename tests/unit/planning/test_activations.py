@@ -182,6 +182,17 @@ def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
     assert (later.peak, later.gradients) == (19, 6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_counted_on_the_model(dtype, caplog):
+    none, full = (
+        memory_estimate.estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=dtype), choice)
+        for choice in ("none", "full")
+    )
+    assert none.counted
+    assert none.activations > full.activations
+    assert "rule of thumb" not in caplog.text
+
+
 def test_what_cannot_run_without_data_is_estimated_by_a_formula_aloud(monkeypatch, caplog):
     def refuse(*_):
         raise RuntimeError("data-dependent")

@@ -79,6 +79,14 @@ def test_what_speaks_against_it_is_said(changes, said, tmp_path, caplog):
     assert said in caplog.text
 
 
+def test_a_rank_that_cannot_keeps_the_others_from_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(
+        compilation_choice, "gathered", lambda own: [own, "its node has no compiler"]
+    )
+    assert not chosen(tmp_path)
+    assert "compile: off, as its node has no compiler" in caplog.text
+
+
 def test_a_gpu_that_is_too_old(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert not chosen(tmp_path)
@@ -132,4 +140,4 @@ def test_a_dry_run_on_a_login_node_needs_no_compiler(tmp_path, caplog):
     assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
     assert "the compute node needs a C++ compiler" in caplog.text
     assert not chosen(tmp_path, device="cpu", elsewhere=True)
-    assert "compile: settled on the compute node: on where a GPU trains" in caplog.text
+    assert "compile: settled on the compute node, on where a GPU trains" in caplog.text
