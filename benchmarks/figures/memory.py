@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells.gpu import GPU_CELLS
-from benchmarks.cells.kinds import OURS
+from benchmarks.cells.kinds import OURS, OURS_TUNED
 from benchmarks.figures.marks import replace_between
 from benchmarks.hardware.circumstances import ROOT
 
@@ -40,11 +40,13 @@ def _predictions(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _training(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a row for Stoker in a training cell that noted what was predicted."""
-    ours = result.get("contestants", {}).get(OURS, {})
-    predicted = ours.get("notes", {}).get("predicted_memory_bytes")
-    if predicted:
-        yield _row(f"{_device(result)}: {result['title']}", predicted, ours["peak_memory_bytes"])
+    """Yield a row for Stoker, and compiled, in a training cell that noted what was predicted."""
+    for name, suffix in ((OURS, ""), (OURS_TUNED, "; compiled")):
+        ours = result.get("contestants", {}).get(name, {})
+        predicted = ours.get("notes", {}).get("predicted_memory_bytes")
+        if predicted:
+            run = f"{_device(result)}: {result['title']}{suffix}, commit {result['commit']}"
+            yield _row(run, predicted, ours["peak_memory_bytes"])
 
 
 def _device(result: dict[str, Any]) -> str:

@@ -16,7 +16,12 @@ def test_each_prediction_is_beside_what_was_taken(tmp_path):
     gpu = {
         "hardware": {"gpu": "A GPU", "cores": 9},
         "title": "Work",
-        "contestants": {"Stoker": notes, "other": {"notes": {}, "peak_memory_bytes": 1}},
+        "commit": "abc",
+        "contestants": {
+            "Stoker": notes,
+            "Stoker, tuned": notes,
+            "other": {"notes": {}, "peak_memory_bytes": 1},
+        },
     }
     silent = gpu | {"contestants": {"Stoker": {"notes": {}, "peak_memory_bytes": MIB}}}
     files = {
@@ -32,5 +37,6 @@ def test_each_prediction_is_beside_what_was_taken(tmp_path):
     found = with_figures(f"before\n{BEGIN}\nold\n{END}\nafter", tmp_path)
     assert found.splitlines()[4:-2] == [
         "| 2 cores: long rows, full | 1,000 | 1,250 | 1.25 |",
-        "| A GPU: Work | 40 | 30 | 0.75 |",
+        "| A GPU: Work, commit abc | 40 | 30 | 0.75 |",
+        "| A GPU: Work; compiled, commit abc | 40 | 30 | 0.75 |",
     ]
