@@ -19,6 +19,8 @@ from utils.config.errors import ConfigurationError, ExitCode
 
 TEARDOWN_LIMIT_S = 10.0
 SPEAK_FIRST_S = 3.0
+COMPILER = ("torch._dynamo", "torch._inductor")
+UNCOMPILED = "torch could not compile what this run trains: --compile false trains without, slower."
 FAILED = 1  # an exception nobody foresaw, as Python itself ends
 
 
@@ -28,9 +30,9 @@ def run_script(main: Callable[[], int | None]) -> int:
     A ConfigurationError, or a full disk in whatever words, is shown without traceback. Rank 0
     shows all of it; the first rank of another node shows one line, because a fault of that node
     alone (a file system that is not mounted) would be seen nowhere else. Any other exception is
-    shown with its traceback, host and rank in front on ranks other than 0, and becomes 1. Secrets
-    are redacted. Each ending but a good one leaves a note for the launcher. SystemExit and
-    KeyboardInterrupt pass through.
+    shown with its traceback, host and rank in front on ranks other than 0, and becomes 1; one of
+    torch's compiler, which a GPU uses unasked, says what to do. Secrets are redacted. Each ending
+    but a good one leaves a note for the launcher. SystemExit and KeyboardInterrupt pass through.
 
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
@@ -73,6 +75,8 @@ def _run(main: Callable[[], int | None]) -> int:
         full = storage_error(error)
         if full is not None:
             return _refuse(full, of_this_rank=True)
+        if type(error).__module__.startswith(COMPILER):
+            error.add_note(UNCOMPILED)
         _show_traceback(error, sys.stderr)
         leave_note("failed", FAILED, redact(last_line(error)))
         return FAILED

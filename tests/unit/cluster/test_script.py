@@ -143,6 +143,17 @@ def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch
     assert lines[-1] == "n1 rank 5  bang"
 
 
+def test_a_failure_of_the_compiler_says_what_to_do(capsys, notes):
+    def layer(states):
+        torch._dynamo.graph_break()
+        return states
+
+    compiled = torch.compile(layer, fullgraph=True)
+    assert run_script(lambda: compiled(torch.ones(1))) == 1
+    assert capsys.readouterr().err.endswith("--compile false trains without, slower.\n")
+    assert "--compile" not in the_note(notes)[2]
+
+
 def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
     run_script(raising(RuntimeError("sent correcthorsebattery")))
