@@ -96,7 +96,7 @@ class Session:
         command = f"python -m benchmarks {self.group} --cells {cell.name}"
         if not isinstance(cell, ProbeCell | SweepCell | ParityCell):  # taken once
             command += f" --repeats {self.repeats}"
-        if self.sizes:
+        if self.sizes and isinstance(cell, ComponentCell | SweepCell):
             command += f" --sizes {','.join(map(str, self.sizes))}"
         if self.left_out:
             command += f" --without '{';'.join(self.left_out)}'"

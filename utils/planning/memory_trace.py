@@ -66,8 +66,8 @@ def trace(
 ) -> StepTrace:
     """Count a step's memory on the model itself; no weight is made and nothing is computed.
 
-    Raises what the architecture raises where it cannot run without data: routers, for one, ask
-    where their numbers are not zero.
+    Raises what the architecture raises where it cannot run without data: experts gone through one
+    by one, say, ask where numbers are not zero.
     """
     config = copy.deepcopy(config)
     # Where the compute node's kernel is not known yet it is a flash kernel, if it is any.
