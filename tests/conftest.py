@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def _restore_environment():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.captureWarnings(False)  # a run in this process turns it on
+    if torch := sys.modules.get("torch"):
+        torch.set_float32_matmul_precision("highest")  # a run on a CPU may have changed it
     os.environ.clear()
     os.environ.update(before)
 

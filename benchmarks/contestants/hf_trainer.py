@@ -1,7 +1,8 @@
 """transformers' Trainer, as its run_clm.py example uses it, or as well tuned as we can.
 
 Tuned: no search for NaN in each loss, batches made from numpy arrays, layers compiled one by one
-(accelerate's regional compilation) and, for chats, batches of documents of like lengths; on a GPU
+(accelerate's regional compilation) and, for chats, batches of documents of like lengths; on a CPU
+float32 products by the faster library; on a GPU
 also FlashAttention 2 for chats and cuDNN's attention for whole rows (Hopper), loader workers, and
 copies that nobody waits for. The variant `liger`: with Liger's kernels.
 """

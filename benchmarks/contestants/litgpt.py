@@ -1,6 +1,7 @@
 """litgpt's own pretraining, `litgpt.pretrain.setup`, which compiles the whole model.
 
-Tuned: AdamW as one kernel on a CPU too, where litgpt takes torch's default.
+Tuned: AdamW as one kernel on a CPU too, where litgpt takes torch's default, and float32 products
+there by the faster library.
 """
 
 import json
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from benchmarks.contestants.settings import use_fastest_products
 from benchmarks.recording.job import Job, Outcome, run_contestant
 from benchmarks.recording.steps import StepRecorder
 from benchmarks.workloads.workload import SEED
@@ -63,6 +65,8 @@ def train(job: Job) -> Outcome:
     save_weights(job.files / "weights", config, scratch / "initial")
     recorder = StepRecorder(job)
     watch_litgpt(recorder)
+    if job.tuned:
+        use_fastest_products()
     optimizer = f"{__name__}.FusedAdamW" if job.tuned else "torch.optim.AdamW"
     settings = {"lr": job.learning_rate, "weight_decay": 0.0}
     # litgpt records the command line that it was called by with its last checkpoint.

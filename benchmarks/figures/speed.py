@@ -88,10 +88,11 @@ def _ratio(contestants: Mapping[str, Any], ours: str, name: str, size: str) -> M
 def _made(result: Mapping[str, Any]) -> str:
     hardware, versions = result["hardware"], result["versions"]
     gpu = f"{hardware['gpu']}, " if "gpu" in hardware else ""
+    bf16 = "AMX" if hardware["amx"] else "AVX512-BF16" if hardware.get("avx512_bf16") else ""
     return (
         f"`{result['made_by']}`, {result['date']}, commit {result['commit']}: {gpu}"
         f"{hardware['cores']} "
-        f"cores, {hardware['cpu']}{', AMX' if hardware['amx'] else ''}; torch {versions['torch']}, "
+        f"cores, {hardware['cpu']}{bf16 and ', '}{bf16}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}, trl {versions['trl']}."
     )
 

@@ -44,6 +44,7 @@ def hardware() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "amx": bool(torch.cpu._is_amx_tile_supported()),
+        "avx512_bf16": bool(torch.cpu._is_avx512_bf16_supported()),
     }
     if facts := gpu_facts():
         found["gpu"] = facts.pop("name")

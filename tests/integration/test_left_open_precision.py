@@ -20,7 +20,7 @@ def test_a_run_stays_with_what_its_first_cpu_decided(pretraining, tmp_path, monk
     values, _ = load_mapping((run / "config.yaml").read_text())
     assert (values["bf16"][0], values["use_cpu"][0]) == (True, True)
     longer = pretraining(run, bf16="null", max_steps=2)
-    monkeypatch.setattr(cpu_precision, "has_amx", lambda: False)
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
     with pytest.raises(ConfigurationError, match=r"its bf16 is True, now it is False"):
         pretrain.main(longer)
     # Asked for, it goes on in bf16 there too.

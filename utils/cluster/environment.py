@@ -108,6 +108,9 @@ def configure_environment(offline: bool | None = None) -> None:
     # Torch's large CPU tensors lie in huge pages, where the kernel has them for who asks: training
     # on CPUs is faster for fewer page faults (docs/experiments.md).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # oneDNN keeps the code of each shape that it multiplied, about a megabyte, of a thousand shapes
+    # if it is let: of what a step multiplies in each layer, a quarter of that is enough.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     if not sys.stderr.isatty():
         # Bars redraw one line with carriage returns, which a log file keeps, all of them.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -45,13 +45,13 @@ class _ChangedDefaults:
         default=False,
         metadata={"help": "let DDP look for parameters without gradient (conditional layers)"},
     )
-    # AMX multiplies bf16 several times as fast; elsewhere it is slower on a CPU, and on a GPU the
+    # Some CPUs multiply bf16 several times as fast; on others it is slower, and on a GPU it is the
     # user's decision. SFTConfig would turn it on wherever it is not said.
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "bfloat16 mixed precision instead of float32; null: on where a CPU with AMX "
-            "trains weights in float32, off elsewhere"
+            "help": "bfloat16 mixed precision instead of float32; null: on where a CPU with AMX or "
+            "AVX512-BF16 trains weights in float32, off elsewhere"
         },
     )
     # transformers knows full alone. What the plan makes of "auto" is a boolean again for Trainer.

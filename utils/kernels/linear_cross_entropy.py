@@ -2,10 +2,10 @@
 
 The gradients are computed in the forward pass, while a chunk's logits are at hand, so that the
 head costs three matrix products and not four. On CPUs what a plain head spends beyond those
-products is memory traffic: buffers are made once, logits lie as (V, tokens), which makes the bf16
-products 1.6 times as fast as (tokens, V) does (docs/experiments.md), and the softmax goes over
-blocks that stay in the cache. On GPUs the softmax is compiled where layers are: eagerly it goes
-through memory several times.
+products is memory traffic: buffers are made once, the softmax goes over blocks that stay in the
+cache, and with AMX logits lie as (V, tokens), which makes the bf16 products 1.6 times as fast as
+(tokens, V) does (docs/experiments.md). On GPUs the softmax is compiled where layers are: eagerly it
+goes through memory several times.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,11 @@ from typing_extensions import override
 
 from utils.kernels.head_sizes import (
     block_elements,
+    can_be_compiled,
     chunk_rows,
     product_words,
+    softmax_buffers,
+    whole_rows,
     whole_tiles,
     words_first,
 )
@@ -64,7 +67,7 @@ def linear_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     wanted = torch.is_grad_enabled()  # inside the function it never is
-    way = _Way(terms, wanted, compiled and not words_first(device))
+    way = _Way(terms, wanted, compiled and can_be_compiled(device))
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, way)
 
@@ -103,6 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(way.gradients and needs for needs in ctx.needs_input_grad)
+        tokens = len(hidden)
+        if more := whole_rows(tokens, hidden.device.type) - tokens:
+            hidden = functional.pad(hidden, (0, 0, 0, more))
+            targets = functional.pad(targets, (0, more), value=IGNORED)
         work = _Work(hidden.to(dtype), weight, bias, way, needed)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         bears_loss = targets != IGNORED
@@ -110,7 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks = _slices(len(hidden), work.chunk_rows) if _computes else []
         for rows in chunks:
             losses[rows] = work.chunk(rows, targets[rows], bears_loss[rows])
-        ctx.save_for_backward(*work.gradients())
+        of_hidden, *of_head = work.gradients()
+        ctx.gradients = (None if of_hidden is None else of_hidden[:tokens], *of_head)
         return losses.sum()
 
     @staticmethod
@@ -118,10 +126,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scale,) = gradients
-        # In place, as the weight's is large; torch refuses a second backward pass over them.
+        if ctx.gradients is None:
+            raise RuntimeError("this loss was differentiated before, and its gradients are gone")
+        # In place, as the weight's is large. Nobody else holds it then: autograd adds that of a
+        # tied embedding to it, in place too.
+        made, ctx.gradients = ctx.gradients, None
         scaled = [
             None if own is None else own.mul_(scale).to(dtype)
-            for own, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for own, dtype in zip(made, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None
 
@@ -150,11 +162,14 @@ class _Work:
         self.logits = hidden.new_empty(self.chunk_rows * words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         elements = block_elements(self.chunk_rows, self.vocabulary, device)
-        buffers = 0 if self.compiled else 1 if self.words_first else 2
-        self.buffers = [zeros(elements) for _ in range(buffers)]
         self.cap = way.terms.softcap
-        self.hidden_gradient = torch.zeros_like(hidden) if needed[0] else None
-        self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
+        buffers = 0 if self.compiled else softmax_buffers(device, self.cap is not None)
+        self.buffers = [zeros(elements) for _ in range(buffers)]
+        self.hidden_gradient = torch.empty_like(hidden) if needed[0] else None
+        # A CPU's first chunk writes, the others add; without any it is zeros.
+        self.written = device != "cpu" or len(hidden) == 0
+        made = zeros if self.written else partial(torch.empty, **zeros.keywords)
+        self.weight_gradient = made(self.weight.shape) if needed[1] else None
         self.bias_gradient = zeros(words) if needed[2] else None
         self.needed = any(needed)
         # But for CUDA's a product in half precision has to be widened to be added up.
@@ -166,7 +181,11 @@ class _Work:
         of_words = (self.weight_gradient, self.bias_gradient)
         return (
             self.hidden_gradient,
-            *(None if one is None else one[: self.vocabulary] for one in of_words),
+            # No view of a whole, which would keep autograd from adding to it in place.
+            *(
+                one if one is None or len(one) == self.vocabulary else one[: self.vocabulary]
+                for one in of_words
+            ),
         )
 
     def chunk(self, rows: slice, targets: torch.Tensor, bears_loss: torch.Tensor) -> torch.Tensor:
@@ -204,9 +223,8 @@ class _Work:
         if self.bias is not None:
             logits += self.bias
         if not self.compiled:
-            wide, logarithms = self.buffers
             own = logits[:, : self.vocabulary]
-            return by_tokens(own, targets, (wide, logarithms), self.cap, self.needed), logits
+            return by_tokens(own, targets, self.buffers, self.cap, self.needed), logits
         # The whole buffer, zeros behind the last token: one shape is compiled.
         targets = functional.pad(targets, (0, self.chunk_rows - tokens))
         all_rows = self.logits.view(-1, words)
@@ -223,13 +241,15 @@ class _Work:
                 out_dtype=torch.float32, out=self.weight_gradient,
             )  # fmt: skip
             return
+        before, self.written = self.written, True
         if self.product is None:
-            self.weight_gradient.addmm_(derivative.T, hidden)
+            self.weight_gradient.addmm_(derivative.T, hidden, beta=int(before))
             return
         for words in _slices(len(self.weight), len(self.product)):
             gradient = self.weight_gradient[words]
             product = self.product[: len(gradient)]
-            gradient += torch.mm(derivative.T[words], hidden, out=product)
+            torch.mm(derivative.T[words], hidden, out=product)
+            gradient.add_(product) if before else gradient.copy_(product)
 
 
 def _with_zeros(values: torch.Tensor, words: int, dtype: torch.dtype) -> torch.Tensor:

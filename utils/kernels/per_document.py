@@ -5,11 +5,19 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from utils.kernels.blocked_attention import LONGEST, attends_in_blocks, blocked_attention
+from utils.kernels.cpu_products import by_onednn
+
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 # Up to this length torch's kernel for CPUs is faster in float32 than in half precision: 1.2 times
 # at 256 tokens, 2.3 at 128, 5 at 16 (docs/experiments.md).
 SHORT_ON_CPU = 256
+
+
+def short_on_cpu() -> int:
+    """Return up to which length documents on a CPU go another way than longer ones."""
+    return LONGEST if by_onednn() else SHORT_ON_CPU
 
 
 class Documents(NamedTuple):
@@ -60,18 +68,28 @@ def attend_by_lengths(
 ) -> torch.Tensor:
     """Attend in documents of these lengths, which lie end to end: (tokens, heads, dim)."""
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
+    if _blocked(query, max(lengths), terms):
+        return blocked_attention(query, key, value, lengths, _scale(query, terms))
     if len(set(lengths)) == 1:  # whole rows, say: nothing has to be gathered
         query, key, value = (
             states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
         )
         return causal_sdpa(query, key, value, terms).transpose(1, 2).flatten(0, 1)
     same_length: dict[int, list[int]] = {}
+    short: list[int] = []
     for document, length in enumerate(lengths):
-        same_length.setdefault(length, []).append(document)
+        own = short if _blocked(query, length, terms) else same_length.setdefault(length, [])
+        own.append(document)
     # split and cat have one backward node each; a slice per document would have a zero-filled
     # gradient of all tokens per document.
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(lengths)
+    if short:
+        joined = [torch.cat([part[document] for document in short]) for part in pieces]
+        parts = [lengths[document] for document in short]
+        attended = blocked_attention(*joined, parts, _scale(query, terms))
+        for document, output in zip(short, attended.split(parts), strict=True):
+            outputs[document] = output
     for members in same_length.values():
         rows = [torch.stack([part[document] for document in members]) for part in pieces]
         query_rows, key_rows, value_rows = (states.transpose(1, 2) for states in rows)
@@ -79,6 +97,17 @@ def attend_by_lengths(
         for document, output in zip(members, attended.transpose(1, 2).unbind(), strict=True):
             outputs[document] = output
     return torch.cat(outputs)
+
+
+def _blocked(query: torch.Tensor, longest: int, terms: ScoreTerms) -> bool:
+    """Whether documents up to this length go through products of our own."""
+    plain = terms.softcap is None and terms.sinks is None and not terms.dropout
+    windowed = terms.window is not None and longest > terms.window
+    return plain and not windowed and attends_in_blocks(query, longest)
+
+
+def _scale(query: torch.Tensor, terms: ScoreTerms) -> float:
+    return query.shape[-1] ** -0.5 if terms.scale is None else terms.scale
 
 
 def causal_sdpa(

@@ -30,6 +30,7 @@ MLP_WIDTHS = (
 )
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
+
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
     RuntimeError,
@@ -40,6 +41,12 @@ MISFITS = (
     ArithmeticError,
     AssertionError,
 )
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether a model routes tokens to experts."""
+    text_config = config.get_text_config(decoder=True)
+    return any(getattr(text_config, name, None) for name in EXPERTS)
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:

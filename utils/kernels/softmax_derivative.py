@@ -1,12 +1,12 @@
 """Cross-entropy of a chunk's logits, which become their own derivatives, in place.
 
-Three ways to the same numbers, to rounding: by words in blocks that stay in a CPU's cache, by
-tokens in torch's own kernels, and by tokens in one compiled function that reads the logits twice
-and writes them once.
+Ways to the same numbers, to rounding: by words or by tokens in blocks that stay in a CPU's cache,
+by tokens in torch's own kernels, and by tokens in one compiled function that reads the logits
+twice and writes them once.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -84,13 +84,19 @@ def _by_words_in_place(
 def by_tokens(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    buffers: tuple[torch.Tensor, torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     cap: float | None,
     differentiate: bool,
 ) -> torch.Tensor:
-    """Return the losses (C,) of logits (C, V); `buffers` are float32 for some rows of them."""
+    """Return the losses (C,) of logits (C, V); `buffers` are float32 for some rows of them.
+
+    One buffer where a CPU's logits are not capped, else two.
+    """
+    one_by_one = len(buffers) > 1
     losses = [
         _some_tokens(some, those, buffers, cap, differentiate)
+        if one_by_one
+        else _some_tokens_in_place(some, those, buffers[0])
         for some, those in zip(
             *(one.split(len(buffers[0]) // logits.shape[1]) for one in (logits, targets[:, None])),
             strict=True,
@@ -99,10 +105,28 @@ def by_tokens(
     return torch.cat(losses)
 
 
+def _some_tokens_in_place(
+    logits: torch.Tensor, targets: torch.Tensor, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Make derivatives of uncapped logits by torch's softmax, twice as fast as its exponential.
+
+    The largest of a token's probabilities is exp(its logit) / sum(exp): the sum without a pass.
+    """
+    narrow = logits.dtype != torch.float32
+    wide = _widened(logits, buffer) if narrow else logits
+    chosen, highest = wide.gather(-1, targets), wide.amax(-1, keepdim=True)
+    torch.softmax(wide, -1, out=wide)
+    losses = highest - wide.amax(-1, keepdim=True).log() - chosen
+    wide.scatter_(-1, targets, losses.neg().exp_().sub_(1))
+    if narrow:
+        logits.copy_(wide)
+    return losses.squeeze(-1)
+
+
 def _some_tokens(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    buffers: tuple[torch.Tensor, torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     cap: float | None,
     differentiate: bool,
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.kernels.compilation import marked_layers, prepare_compilation
-from utils.kernels.probe_model import EXPERTS, causal_lm_class
+from utils.kernels.probe_model import causal_lm_class, has_experts
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,7 @@ def _hindrances(config: PreTrainedConfig, launch: LaunchFacts) -> Iterator[str]:
         yield f"the GPU's compute capability is below {OLDEST}.0"
     if importlib.util.find_spec("triton") is None:
         yield "triton is not installed"
-    text_config = config.get_text_config(decoder=True)
-    if any(getattr(text_config, name, None) for name in EXPERTS):
+    if has_experts(config):
         yield "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
     with torch.device("meta"):

@@ -9,10 +9,10 @@ from transformers import AttentionInterface
 
 from utils.kernels.packed_varlen import packed_varlen
 from utils.kernels.per_document import (
-    SHORT_ON_CPU,
     Documents,
     ScoreTerms,
     attend_by_lengths,
+    short_on_cpu,
 )
 from utils.kernels.varlen import VarlenKernel
 
@@ -34,10 +34,11 @@ def register_counted_attention(lengths: Sequence[int] | None) -> str:
 def typical_lengths(lengths: Sequence[int], tokens: int) -> list[int]:
     """Return a few documents of `tokens` in all, as many of them in short ones as in `lengths`.
 
-    Short documents are computed in float32 on a CPU.
+    Short documents are computed in float32 on a CPU, and kept in other ways than long ones.
     """
-    short = [length for length in lengths if length <= SHORT_ON_CPU]
-    long = [length for length in lengths if length > SHORT_ON_CPU]
+    limit = short_on_cpu()
+    short = [length for length in lengths if length <= limit]
+    long = [length for length in lengths if length > limit]
     in_short = round(tokens * sum(short) / max(1, sum(lengths)))
     found = _equal(in_short, short) + _equal(tokens - in_short, long)
     return [length for length in found if length]

@@ -19,6 +19,7 @@ from utils.config.reading.strict_yaml import YamlError, load_mapping
 from utils.config.run_settings import RunSettings
 from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
+from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
@@ -163,7 +164,7 @@ def load_model(
         built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
         return built.to(dtype)
-    return load_strictly(
+    loaded = load_strictly(
         weights,
         exact=model.init_from is not None,
         revision=model.model_revision,
@@ -171,6 +172,9 @@ def load_model(
         dtype=dtype,
         attn_implementation=attention.name,
     )
+    if settings.training.device.type == "cpu":
+        align_weights(loaded)
+    return loaded
 
 
 def _model_path(model: ModelArguments) -> str:

@@ -16,8 +16,10 @@ from utils.config.run_settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, choose_attention
+from utils.kernels.cpu_products import products_name, settle_products
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
+from utils.kernels.probe_model import has_experts
 from utils.kernels.varlen import ROW_SDPA
 from utils.planning.compilation_choice import choose_compilation
 from utils.planning.job_plan import report_job
@@ -46,6 +48,7 @@ class RunPlan:
     loss_head: LossHeadChoice
     memory: MemoryPlan
     compiled: bool
+    float32_products: str  # by which library
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
 
@@ -95,9 +98,11 @@ def plan_run(
     )
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
+    elsewhere = _on_a_login_node(settings, launch)
+    if not elsewhere and (said := settle_products(launch.device, experts=has_experts(config))):
+        logger.info("float32 products: %s", said)
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
-    elsewhere = _on_a_login_node(settings, launch)
     compiled = choose_compilation(settings, config, launch, elsewhere)
     kernels = Kernels(attention, loss_head, compiled)
     memory = plan_memory(settings, data, config, launch, kernels)
@@ -105,8 +110,9 @@ def plan_run(
     if run.dry_run:
         report_job(settings, launch, total_steps, saved_bytes)
     return RunPlan(
-        sampler, total_steps, attention, loss_head, memory, compiled, optimizer_states, saved_bytes
-    )
+        sampler, total_steps, attention, loss_head, memory, compiled, products_name(),
+        optimizer_states, saved_bytes,
+    )  # fmt: skip
 
 
 def _on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:

@@ -105,6 +105,7 @@ def start_run(
         "loss_head": dataclasses.asdict(plan.loss_head),
         "activation_checkpointing": plan.memory.facts(),
         "compiled": plan.compiled,
+        "float32_products": plan.float32_products,
     }
     claim = on_rank_0(lambda: _claim(settings, facts, data, launch, plan))
     checkpoints = Checkpoints(

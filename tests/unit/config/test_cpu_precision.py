@@ -1,4 +1,4 @@
-"""bf16 left open: on where a CPU with AMX is known to train, off elsewhere, kept with the run."""
+"""bf16 left open: on where a CPU that is fast at it is known to train, else off; kept."""
 
 import pytest
 import torch
@@ -38,12 +38,15 @@ def test_a_cpu_with_amx_computes_in_bf16(training_class, use_cpu, tmp_path):
 
 
 @pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
-def test_a_cpu_without_amx_computes_in_float32(training_class, monkeypatch):
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpu_without_amx_needs_bf16_of_its_own(training_class, fast, monkeypatch):
     monkeypatch.setattr(cpu_precision, "has_amx", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     settings = parse(training_class)
-    assert settings.instances[3].mixed_precision == "no"
-    assert settings.as_dict()["bf16"] is False
-    assert settings.sources["bf16"] == "this CPU has no AMX"
+    assert settings.instances[3].mixed_precision == ("bf16" if fast else "no")
+    assert settings.as_dict()["bf16"] is fast
+    reasons = {True: cpu_precision.AVX512_BF16, False: "this CPU has neither AMX nor AVX512-BF16"}
+    assert settings.sources["bf16"] == reasons[fast]
 
 
 @pytest.mark.parametrize(

@@ -22,24 +22,27 @@ from utils.kernels.linear_cross_entropy import (
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
 WHOLE_TILES = 304  # words, where a GPU's tile is asked for
-LAYOUTS = ["(V, tokens)", "(tokens, V)", "(tokens, V) at once"]
+LAYOUTS = ["(V, tokens)", "(tokens, V)", "(tokens, V) on a GPU", "(tokens, V) at once"]
 CAP = 5.0
 
 
 @pytest.fixture(autouse=True, params=LAYOUTS)
 def layout(monkeypatch, request):
-    """How logits lie on a CPU and on a GPU; several chunks and blocks, the last a short one.
+    """How logits lie on CPUs and on a GPU; several chunks and blocks, the last a short one.
 
     A GPU's have some columns more than there are words.
     """
     monkeypatch.setitem(head_sizes.CHUNK_ROWS, "cpu", 21)
+    monkeypatch.setitem(head_sizes.TILE_ROWS, "cpu", 1)
     monkeypatch.setattr(head_sizes, "PRODUCT_WORDS", 100)
-    monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 17 * 40)
-    if request.param == "(V, tokens)":
-        return request.param
-    monkeypatch.setattr(head_sizes, "BY_WORDS", set())
-    monkeypatch.setitem(head_sizes.WORDS_TILE, "cpu", head_sizes.WORDS_TILE["cuda"])
+    monkeypatch.setattr(head_sizes, "BY_WORDS_ELEMENTS", 17 * 40)
+    monkeypatch.setattr(head_sizes, "has_amx", lambda: request.param == "(V, tokens)")
     monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    if request.param in LAYOUTS[:2]:
+        return request.param
+    for name in (head_sizes, module):
+        monkeypatch.setattr(name, "softmax_buffers", lambda *_: 2)
+    monkeypatch.setitem(head_sizes.WORDS_TILE, "cpu", head_sizes.WORDS_TILE["cuda"])
     if request.param == "(tokens, V) at once":  # what is compiled, as it is
         monkeypatch.setattr(head_sizes, "COMPILED_CHUNK_ROWS", 21)
         plainly = softmax_derivative._normalize
@@ -152,7 +155,7 @@ def test_without_gradients_only_the_loss_is_computed(monkeypatch):
     assert len(products) == 3, "one for each chunk"
 
 
-@pytest.mark.parametrize("layout", ["(tokens, V)", "(tokens, V) at once"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS[2:], indirect=True)
 def test_a_gpu_is_given_rows_of_whole_16_bytes(monkeypatch):
     tensors, targets = made(torch.bfloat16, with_bias=True)
     strides = []
@@ -169,7 +172,7 @@ def test_a_gpu_is_given_rows_of_whole_16_bytes(monkeypatch):
     assert [len(gradient) for gradient in gradients] == [TOKENS, VOCABULARY, VOCABULARY]
 
 
-@pytest.mark.parametrize("layout", ["(tokens, V)"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS[2:3], indirect=True)
 def test_a_vocabulary_of_whole_tiles_is_taken_as_it_is():
     (hidden, weight), _ = made()
     way = module._Way(PLAIN, gradients=True, compiled=False)
@@ -195,11 +198,43 @@ def test_far_logits_do_not_overflow():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:2], indirect=True)
+def test_a_cpu_is_given_whole_tiles_of_tokens(monkeypatch):
+    monkeypatch.setitem(head_sizes.TILE_ROWS, "cpu", 8)
+    tensors, targets = made(torch.bfloat16, with_bias=True)
+    tokens = set()
+    plain = torch.mm
+
+    def watched(left, right, **options):
+        tokens.update({*left.shape, *right.shape} - {WIDTH, VOCABULARY, 100, 1})
+        return plain(left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    assert_as_in_fp64(tensors, targets, PLAIN, loss=1e-3, gradients=1e-2)
+    assert tokens == {16, 8}, "50 in three chunks of at most 21, the last a short one"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], indirect=True)  # no words of zeros, so no view
+def test_the_gradient_of_a_tied_embedding_is_added_in_place(monkeypatch):
+    made_by_head = []
+    plain = module._Work.gradients
+
+    def watched(work):
+        made_by_head.append(work.weight_gradient.data_ptr())
+        return plain(work)
+
+    monkeypatch.setattr(module._Work, "gradients", watched)
+    (_, weight), targets = made()
+    hidden = functional.embedding(targets.clamp(min=0), weight)
+    linear_cross_entropy(hidden, weight, targets).backward()
+    assert weight.grad.data_ptr() == made_by_head[0]
+
+
 def test_a_second_backward_pass_is_refused_for_the_gradients_are_gone():
     tensors, targets = made()
     loss = linear_cross_entropy(*tensors, targets)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="its gradients are gone"):
         loss.backward()
 
 
@@ -221,7 +256,7 @@ def test_buffers_are_gone_when_the_call_is(monkeypatch):
 
 
 def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
-    buffers_and_gradient = {"(V, tokens)": 2, "(tokens, V)": 3, "(tokens, V) at once": 1}[layout]
+    buffers_and_gradient = dict(zip(LAYOUTS, (2, 2, 3, 1), strict=True))[layout]
     taken = []
     for name in ("zeros", "empty"):
         plain = getattr(torch, name)
@@ -235,7 +270,7 @@ def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
     tensors, targets = made()
     linear_cross_entropy(*tensors, targets)
     at_once = layout == "(tokens, V) at once"
-    words = VOCABULARY if layout == "(V, tokens)" else WHOLE_TILES
+    words = VOCABULARY if layout in LAYOUTS[:2] else WHOLE_TILES
     logits = (21 if at_once else 17) * words * 4  # 50 tokens in three chunks
     copied = 0 if words == VOCABULARY else words * WIDTH * 4
     buffers = sum(taken[:buffers_and_gradient]) + logits + copied
@@ -245,9 +280,10 @@ def test_the_memory_said_is_the_memory_taken(monkeypatch, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["(tokens, V)"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS[2:3], indirect=True)
 def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
     monkeypatch.setattr(head_sizes, "COMPILED_CHUNK_ROWS", 21)
+    monkeypatch.setattr(module, "can_be_compiled", lambda _: True)
     (hidden, weight), targets = made()
     expected, expected_gradients = reference([hidden, weight], targets)
     before = compiled_graphs()

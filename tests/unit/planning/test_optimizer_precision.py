@@ -88,7 +88,10 @@ def test_a_dry_run_says_that_it_does_not_know_the_node(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = parsed({"bf16": "null", "use_cpu": "false", "dry_run": "true"}, tmp_path)
     said = precision_line(settings, LlamaConfig(), None, "cpu")
-    assert said == "float32 weights, no mixed precision (bf16 where a CPU with AMX trains)"
+    assert (
+        said
+        == "float32 weights, no mixed precision (bf16 where a CPU with AMX or AVX512-BF16 trains)"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp1"])

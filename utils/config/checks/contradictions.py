@@ -41,14 +41,16 @@ def check_hardware(values: SettingValues) -> Iterator[str]:
         return
     place = "on the CPU (use_cpu)" if values["use_cpu"] else "and no accelerator is visible here"
     if values["fp16"]:
-        yield f"fp16 needs a GPU, {place}: leave it out, or use bf16 on a CPU that has AMX"
+        yield (
+            f"fp16 needs a GPU, {place}: leave it out, or use bf16 on a CPU with AMX or AVX512-BF16"
+        )
     if values["tf32"]:
         yield f"tf32 needs an NVIDIA GPU, {place}: leave it out"
     for name in ("bf16", "bf16_full_eval"):
         if values[name] and not values["use_cpu"]:
             yield (
                 f"{name} needs a GPU, {place}: to compute in bfloat16 on this CPU, fast only with "
-                "AMX, add use_cpu: true; otherwise leave it out"
+                "AMX or AVX512-BF16, add use_cpu: true; otherwise leave it out"
             )
 
 
