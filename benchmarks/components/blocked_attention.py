@@ -28,7 +28,9 @@ def _timed(length: int, dtype: torch.dtype, blocked: bool) -> tuple[Callable[[],
             one.grad = None
         wanted = per_document.attends_in_blocks if blocked else lambda *_: False
         with mock.patch.object(per_document, "attends_in_blocks", wanted):
-            attended = per_document.attend_by_lengths(*states, lengths, per_document.ScoreTerms())
+            query, key, value = states
+            terms = per_document.ScoreTerms()
+            attended = per_document.attend_by_lengths(query, key, value, lengths, terms)
         attended.backward(gradient)
 
     return call, tokens

@@ -170,5 +170,5 @@ def test_names_of_cells_are_their_own_and_stoker_is_in_each():
     for cell in CPU_CELLS:
         if not isinstance(cell, TrainingCell):
             continue
-        assert {STOKER, TUNED_STOKER} < set(cell.contestants)
+        assert {STOKER.name, TUNED_STOKER.name} < {one.name for one in cell.contestants}
         assert 0 < cell.warmup_steps < cell.steps
