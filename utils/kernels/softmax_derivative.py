@@ -92,11 +92,11 @@ def by_tokens(
 
     One buffer where a CPU's logits are not capped, else two.
     """
-    one_by_one = len(buffers) > 1
+    in_place = len(buffers) == 1
     losses = [
-        _some_tokens(some, those, buffers, cap, differentiate)
-        if one_by_one
-        else _some_tokens_in_place(some, those, buffers[0])
+        _some_tokens_in_place(some, those, buffers[0])
+        if in_place
+        else _some_tokens(some, those, buffers, cap, differentiate)
         for some, those in zip(
             *(one.split(len(buffers[0]) // logits.shape[1]) for one in (logits, targets[:, None])),
             strict=True,
