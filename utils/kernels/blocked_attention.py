@@ -214,8 +214,8 @@ class _Group:
             torch._softmax_backward_data(scores, weights, -1, weights.dtype, grad_input=scores)
             queries[:, :, block] = self.by_heads(torch.bmm(scores, self.keys[:, seen]))
             keys[:, seen].baddbmm_(scores.mT, self.of_block(self.queries, block))
-        found = queries.mul_(self.scale), keys, values
-        return tuple(self.by_documents(one) for one in found)  # type: ignore[return-value] # three
+        queries.mul_(self.scale)
+        return self.by_documents(queries), self.by_documents(keys), self.by_documents(values)
 
     def of_block(self, states: torch.Tensor, block: slice) -> torch.Tensor:
         """Return (N, G, L, D) of a block's queries as (N, G * block, D)."""

@@ -81,7 +81,10 @@ def test_a_scale_of_the_model_is_taken():
 def test_a_document_is_the_same_to_the_bit_whatever_is_in_the_others():
     lengths = PACKED["mixed"]
     inputs = states(lengths)
-    attend = lambda *given: blocked_attention(*given, lengths, SCALE)  # noqa: E731 - as above
+
+    def attend(*given):
+        return blocked_attention(*given, lengths, SCALE)
+
     before = with_gradients(attend, inputs)
     kept = slice(5, 45)
     with torch.no_grad():
