@@ -1,16 +1,25 @@
-"""Time one contestant at every size, in this process."""
+"""Time one contestant at every size, in this process.
+
+All have the environment of a run, and on a CPU a heap that keeps what is freed: kernels are
+compared, not how often the system clears pages for them.
+"""
 
 import gc
 import importlib
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.recording.job import saying_why_not
 from benchmarks.recording.steps import peak_memory_bytes, wait_for_device
+from utils.cluster.environment import configure_environment
+from utils.cluster.host_memory import keep_freed_memory
 
 SHORTEST_S = 0.5
 FEWEST_CALLS = 3
@@ -19,6 +28,9 @@ FEWEST_CALLS = 3
 def main() -> None:
     """Write {"seconds": {size: median of calls}, "units": {size: n}, "peak_memory_bytes": n}."""
     module_name, contestant, outcome, *sizes = sys.argv[1:]
+    configure_environment()
+    if not torch.cuda.is_available():
+        keep_freed_memory(os.environ)
     module = importlib.import_module(f"benchmarks.components.{module_name}")
     with saying_why_not():
         seconds, units = time_sizes(module.CONTESTANTS[contestant], [int(size) for size in sizes])

@@ -3,8 +3,8 @@
     python -m benchmarks.memory                    every shape on the device that is here
     python -m benchmarks.memory --cells recipe_shape --choices none,full
 
-Each run is a process of its own of a few steps. Documents fill their rows, for with documents of
-all lengths malloc's heap grows for many steps (docs/memory.md).
+Each run is a process of its own of a few steps, more with documents of all lengths: malloc's heap
+grows for some of them.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from utils.kernels.activation_checkpointing import CHOICES
 
 BOUND = {"cpu": 0.15, "cuda": 0.10}
 STEPS = 3
+CHAT_TOKENS = 300
 LLAMA_6M = LLAMA_11M | {  # recipes/model/llama_6m.yaml
     "intermediate_size": 1024, "num_key_value_heads": 2, "vocab_size": 8192,
 }  # fmt: skip
@@ -41,6 +42,15 @@ class Shape:
     length: int
     settings: tuple[str, ...] = ()
     script: str = "pretrain"
+    documents: int = 0  # of all lengths; 0: one for each row, which it fills
+    steps: int = STEPS
+
+    @property
+    def workload(self) -> Workload:
+        """The documents that it trains on."""
+        if self.documents:
+            return Workload(self.model, self.length, self.documents, CHAT_TOKENS)
+        return Workload(self.model, self.length, self.rows * self.steps)
 
 
 EAGER, COMPILED = ("--compile", "false"), ("--compile", "true")
@@ -54,6 +64,7 @@ SHAPES = {
     "experts": Shape(EXPERTS_30M, 4, 512, FP32),
     "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
     "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
+    "chats": Shape(LLAMA_11M, 1, 2048, FP32, "sft_train", documents=400, steps=20),
 }
 
 
@@ -61,13 +72,13 @@ def measure(shape: Shape, choice: str) -> dict[str, Any]:
     """Train a few steps in a process of its own; return bytes, and measured over predicted."""
     with tempfile.TemporaryDirectory(prefix="stoker-memory-") as scratch:
         directory = Path(scratch)
-        work = make_workload(Workload(shape.model, shape.length, shape.rows * STEPS), directory)
+        work = make_workload(shape.workload, directory)
         weights = ["--model_name_or_path", f"{work}/weights"]
         outcome = directory / "outcome.json"
         arguments = [
             shape.script, str(outcome), *weights, *shape.settings,
             "--train_data", f"{work}/documents", "--tokenizer_name_or_path", f"{work}/tokenizer",
-            "--sequence_length", str(shape.length), "--max_steps", str(STEPS),
+            "--sequence_length", str(shape.length), "--max_steps", str(shape.steps),
             "--global_batch_size", str(shape.rows),
             "--per_device_train_batch_size", str(shape.rows),
             "--output_dir", str(directory / "run"), "--activation_checkpointing", choice,

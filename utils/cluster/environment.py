@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from utils.cluster.host import host_name
+from utils.cluster.host_memory import limit_host_memory
 from utils.cluster.slurm_tasks import adopt_slurm_tasks
 from utils.cluster.tokens import install_redaction
 
@@ -105,12 +106,7 @@ def configure_environment(offline: bool | None = None) -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Torch's large CPU tensors lie in huge pages, where the kernel has them for who asks: training
-    # on CPUs is faster for fewer page faults (docs/experiments.md).
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # oneDNN keeps the code of each shape that it multiplied, about a megabyte, of a thousand shapes
-    # if it is let: of what a step multiplies in each layer, a quarter of that is enough.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    limit_host_memory(os.environ)
     if not sys.stderr.isatty():
         # Bars redraw one line with carriage returns, which a log file keeps, all of them.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

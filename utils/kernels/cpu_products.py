@@ -3,11 +3,10 @@
 torch multiplies float32 by MKL, which is slow on other makers' processors than Intel's.
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
+from utils.cluster.processor import vendor
 from utils.config.cpu_precision import has_amx
 
 # torch's words for how float32 is multiplied: exactly, or in what oneDNN takes for it.
@@ -19,20 +18,16 @@ _CACHE_LINE = 64  # bytes
 _PROVED = (96, 384)
 
 
-def settle_products(device: str, *, experts: bool = False) -> str | None:
+def settle_products(device: str) -> str | None:
     """Let this process multiply float32 by the faster library; return a line where that says more.
 
     For AVX-512 MKL has fast kernels on Intel's processors alone: on an AMD EPYC (Zen 5) oneDNN's
     are more than twice as fast (docs/experiments.md). torch goes to oneDNN where products may be
     rounded to bfloat16, which oneDNN does on CPUs with AMX and on no other; that it does not here
-    is proved on the spot. Elsewhere, and where someone has told torch otherwise, nothing changes;
-    nor for a model with `experts`: each of them has another number of tokens each time, and oneDNN
-    would make code for it.
+    is proved on the spot. Elsewhere, and where someone has told torch otherwise, nothing changes.
     """
     if not _slow_by_mkl(device) or torch.get_float32_matmul_precision() != _EXACTLY:
         return None
-    if experts:
-        return "MKL's; oneDNN's, faster on this CPU, are not for experts"
     torch.set_float32_matmul_precision(_BY_ONEDNN)
     if _exact():
         return "oneDNN's, faster than MKL's on this CPU; proved to round no factor"
@@ -65,16 +60,7 @@ def _slow_by_mkl(device: str) -> bool:
     if device != "cpu" or not torch.backends.mkldnn.is_available() or has_amx():
         return False
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.backends.mkl.is_available() and _vendor() not in ("", "GenuineIntel")
-
-
-def _vendor() -> str:
-    """Return the maker of this processor in CPUID's words; "" where Linux does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
+    return wide and torch.backends.mkl.is_available() and vendor() not in ("", "GenuineIntel")
 
 
 def _exact() -> bool:

@@ -4,7 +4,7 @@ No weight is loaded. What a micro-batch takes is counted on the model itself (me
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -27,9 +27,10 @@ GIB = 2**30
 # (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1). Of
 # these 34 bytes products and attention give 22; with full recomputation each layer's input stays.
 FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
-# What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and what
-# malloc keeps of what was freed (docs/memory.md).
-PROCESS_BYTES = 150 * 2**20
+# What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and of
+# all tensors a share that malloc loses between them (docs/memory.md).
+PROCESS_BYTES = 110 * 2**20
+HEAP_SHARE = 0.15
 # cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
 # one for the backward pass's.
 WORKSPACE_BYTES = 2 * 32 * 2**20
@@ -128,11 +129,9 @@ def estimate_memory(
         phases = Phases(gradients, 0, gradients, 0)
     # The first micro-batches' gradients lie beside the buckets.
     buckets = gradients if launch.strategy == "ddp" and accumulates else 0
-    gathered = 0
-    if shards["weights"] > 1 and step is not None:
-        # Two layers at a time, and what is in none of them, whole and in the type of the products.
-        gathered = step.gathered_weights
-    return MemoryEstimate(
+    # Two layers at a time, and what is in none of them, whole and in the type of the products.
+    gathered = step.gathered_weights if shards["weights"] > 1 and step is not None else 0
+    tensors = MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
         weights=weights // shards["weights"],
@@ -140,15 +139,16 @@ def estimate_memory(
         optimizer=states // shards["optimizer"],
         activations=phases.activations,
         working=phases.working + gathered,
-        process=_process_bytes(work),
+        process=0,
         counted=step is not None,
     )
+    return replace(tensors, process=_process_bytes(work, tensors.total))
 
 
-def _process_bytes(work: Workload) -> int:
-    """Return what the process takes beside tensors; where the node is not known, a GPU's."""
+def _process_bytes(work: Workload, tensors: int) -> int:
+    """Return what the process takes beside its tensors; where the node is not known, a GPU's."""
     on_cpu = work.device == "cpu" and work.attention is not None
-    return PROCESS_BYTES if on_cpu else WORKSPACE_BYTES
+    return PROCESS_BYTES + round(HEAP_SHARE * tensors) if on_cpu else WORKSPACE_BYTES
 
 
 def optimizer_bytes(name: str, both_moments: float) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from utils.cluster.host_memory import keep_freed_memory
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.batch import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
@@ -19,7 +20,6 @@ from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.cpu_products import products_name, settle_products
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
-from utils.kernels.probe_model import has_experts
 from utils.kernels.varlen import ROW_SDPA
 from utils.planning.compilation_choice import choose_compilation
 from utils.planning.job_plan import report_job
@@ -99,8 +99,8 @@ def plan_run(
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     elsewhere = _on_a_login_node(settings, launch)
-    if not elsewhere and (said := settle_products(launch.device, experts=has_experts(config))):
-        logger.info("float32 products: %s", said)
+    if launch.device == "cpu" and not elsewhere:
+        _prepare_cpu()
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config)
     compiled = choose_compilation(settings, config, launch, elsewhere)
@@ -118,6 +118,13 @@ def plan_run(
 def _on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
     return settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ)
+
+
+def _prepare_cpu() -> None:
+    """Let this process, which trains on a CPU, keep its heap and multiply by the faster library."""
+    keep_freed_memory(os.environ)
+    if said := settle_products("cpu"):
+        logger.info("float32 products: %s", said)
 
 
 def _attention(

@@ -123,13 +123,10 @@ def test_telemetry_and_fork_warnings_are_off_unless_the_user_said_otherwise(monk
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
-def test_large_tensors_lie_in_huge_pages_unless_the_user_said_otherwise(monkeypatch):
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+def test_torch_is_told_to_keep_the_code_of_few_shapes(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     configure_environment()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    configure_environment()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
 
 
 @pytest.mark.slow

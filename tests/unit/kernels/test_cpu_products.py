@@ -16,7 +16,7 @@ def amd(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(cpu_products, "has_amx", lambda: False)
-    monkeypatch.setattr(cpu_products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(cpu_products, "vendor", lambda: "AuthenticAMD")
 
 
 def test_where_mkl_is_slow_onednn_multiplies(monkeypatch):
@@ -38,7 +38,7 @@ def test_where_it_would_round_it_does_not(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("has_amx", True), ("_vendor", "GenuineIntel"), ("_vendor", "")],
+    [("has_amx", True), ("vendor", "GenuineIntel"), ("vendor", "")],
     ids=["AMX", "Intel", "unknown"],
 )
 def test_elsewhere_nothing_changes(name, value, monkeypatch):
@@ -51,11 +51,6 @@ def test_neither_on_a_gpu_nor_without_avx512(monkeypatch):
     assert settle_products("cuda") is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert settle_products("cpu") is None
-    assert torch.get_float32_matmul_precision() == HIGHEST
-
-
-def test_not_for_experts_whose_products_have_other_shapes_each_time():
-    assert "are not for experts" in settle_products("cpu", experts=True)
     assert torch.get_float32_matmul_precision() == HIGHEST
 
 
