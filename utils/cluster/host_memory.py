@@ -23,8 +23,8 @@ def limit_host_memory(environment: MutableMapping[str, str]) -> None:
     """Set what torch's libraries read once, when they are loaded; what the user set stays."""
     if multiplies_in_tiles():  # measured on one such machine: Intel's with AMX
         environment.setdefault(_HUGE_PAGES, "1")
-    # oneDNN keeps the code of each shape that it multiplied, about a megabyte, of a thousand shapes
-    # if it is let. A step of chats of all lengths multiplies 100 to 200 shapes in each layer.
+    # oneDNN keeps the code of each shape that it multiplied, half a megabyte or more, of a thousand
+    # shapes if it is let. Chats of all lengths multiply some hundreds, few of them often.
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     # So does the layer between torch and oneDNN, another thousand: looking there first saves two
     # microseconds a product.
