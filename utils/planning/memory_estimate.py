@@ -29,7 +29,7 @@ GIB = 2**30
 FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
 # What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and of
 # all tensors a share that malloc loses between them (docs/memory.md).
-PROCESS_BYTES = 110 * 2**20
+PROCESS_BYTES = 100 * 2**20
 HEAP_SHARE = 0.15
 # cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
 # one for the backward pass's.
