@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.callbacks.journal_file import read_journal  # noqa: E402 - the scripts' folder is not ROOT
+from utils.cluster import processor  # noqa: E402
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],
@@ -65,7 +66,7 @@ def figures_of(seconds: dict[str, float]) -> dict[str, Any]:
     peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     return {
         "date": date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} cores, {processor()}",
+        "hardware": f"{os.cpu_count()} cores, {processor.model() or platform.machine()}",
         "python": platform.python_version(),
         "seconds": seconds,
         "total_s": round(sum(seconds.values()), 1),
@@ -81,14 +82,6 @@ def evaluations(run: Path) -> dict[str, dict[str, float]]:
         if line["event"] == "eval":
             losses.setdefault(line["split"], []).append(line[f"eval_{line['split']}_loss"])
     return {split: {"first": found[0], "best": min(found)} for split, found in losses.items()}
-
-
-def processor() -> str:
-    """Name the processor as Linux does."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.device import gpu_facts
+from utils.cluster import processor
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
@@ -54,10 +55,7 @@ def hardware() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """Return the processor's name as Linux has it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    return processor.model() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What Linux says of this processor, for those that must know it before torch is imported."""
+"""What Linux says of this processor; torch, which knows some of it, is not needed."""
 
 from pathlib import Path
 
@@ -10,6 +10,11 @@ def vendor() -> str:
     return _fact("vendor_id")
 
 
+def model() -> str:
+    """Return the name that the maker gave it; "" where Linux does not tell."""
+    return _fact("model name")
+
+
 def multiplies_in_tiles() -> bool:
     """Whether it has AMX; torch also knows whether the system lets a process use it."""
     return "amx_tile" in _fact("flags").split()
@@ -18,7 +23,11 @@ def multiplies_in_tiles() -> bool:
 def _fact(name: str) -> str:
     """Return what stands behind a name, of the first core."""
     try:
-        lines = _FACTS.read_text(encoding="utf-8").splitlines()
+        with _FACTS.open(encoding="utf-8") as lines:  # as far as the first core's: there are many
+            return next((line.partition(":")[2].strip() for line in lines if _says(line, name)), "")
     except OSError:
         return ""
-    return next((line.partition(": ")[2] for line in lines if line.startswith(name)), "")
+
+
+def _says(line: str, name: str) -> bool:
+    return line.partition(":")[0].strip() == name

@@ -2,8 +2,8 @@
 
 torch's kernel for CPUs multiplies small tiles by MKL. Where oneDNN is the faster library, products
 of 128 queries with all the keys that they may see, and torch's softmax between them, take less time
-for documents of up to 1,024 tokens (docs/experiments.md). In half precision scores and sums are
-float32 all the same.
+for documents of up to 1,024 tokens, in float32 of 512 (docs/experiments.md). In half precision
+scores and sums are float32 all the same.
 
 oneDNN makes code for each shape, half a millisecond and a megabyte of it, so shapes are few:
 documents are filled up to some lengths, and a power of two of them goes together. What fills one up
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from utils.kernels.cpu_products import by_onednn
 
-LONGEST = 1024  # documents: above, torch's kernel is about as fast
+LONGEST = 1024  # documents: one bound for all types, above which torch's kernel is as fast
 QUERIES = 128  # at a time
 SCORES = 2**21  # of them at a time, in float32: what the caches hold
 SHORTEST, LENGTH_STEP = 16, 64

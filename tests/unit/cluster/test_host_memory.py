@@ -95,9 +95,13 @@ def test_what_the_user_set_stays(tiles):
 
 def test_the_processor_says_its_maker_and_its_tiles(tmp_path, monkeypatch):
     facts = tmp_path / "cpuinfo"
-    facts.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu amx_tile\n\n")
+    facts.write_text(
+        "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\n"
+        "model name\t: Xeon: a name\nflags\t\t: fpu amx_tile\n\n"
+    )
     monkeypatch.setattr(processor, "_FACTS", facts)
     assert (processor.vendor(), processor.multiplies_in_tiles()) == ("GenuineIntel", True)
+    assert processor.model() == "Xeon: a name"
     facts.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f\n\n")
     assert (processor.vendor(), processor.multiplies_in_tiles()) == ("AuthenticAMD", False)
     facts.unlink()
