@@ -34,7 +34,7 @@ ALLOWED = {
     "cluster": {"config"},  # its errors alone, see below
 }
 # Modules and functions are to be read in one go; raising a budget is a decision.
-MODULE_LINES = 275
+MODULE_LINES = 400
 FUNCTION_LINES = 60
 SCRIPT_LINES = 120
 MAIN_LINES = 50
