@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -15,18 +14,16 @@ from transformers import (
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
-from utils.config.reading.strict_yaml import YamlError, load_mapping
 from utils.config.run_settings import RunSettings
 from utils.data.tokenizers import load_tokenizer, vocabulary_size
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
+from utils.planning.config_files import UNUSABLE, config_from_file, read_config_file
 from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
 
-# What transformers raises for values that an architecture cannot have.
-UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
 
@@ -47,7 +44,7 @@ def load_model_config(
     """
     model = settings.model
     if model.model_config is not None:
-        config = _config_from_file(Path(model.model_config), tokenizer)
+        config = config_from_file(Path(model.model_config), tokenizer)
     else:
         stage = stage_of(settings)
         config = (
@@ -60,6 +57,7 @@ def load_model_config(
             f"the configuration of {config.model_type} has a text_config that this architecture "
             "does not know: take it out, or use the model_type that it belongs to."
         )
+    config = _of_language_model(config)
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     problems = model_problems(config, tokenizer, settings.data.sequence_length)
@@ -67,6 +65,18 @@ def load_model_config(
         raise ConfigurationError(problems)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
+
+
+def _of_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a configuration that AutoModelForCausalLM builds a model from.
+
+    That is the text model of Llama 4 and Qwen3.5, and all of Gemma 3.
+    """
+    if causal_lm_class(config).config_class is not config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config(decoder=True)
+    text.dtype = text.dtype or config.dtype
+    return text
 
 
 def model_problems(
@@ -107,7 +117,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     """
     model = settings.model
     if model.model_config is not None:
-        return _values_of_file(Path(model.model_config))
+        return read_config_file(Path(model.model_config))
     if model.init_from is None:
         directory = Path(_model_path(model))
     elif not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
@@ -117,7 +127,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     path = directory / "config.json"
     if not path.is_file():
         return None
-    values = _values_of_file(path)
+    values = read_config_file(path, "init_from" if model.init_from else "model_name_or_path")
     return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
 
 
@@ -189,59 +199,6 @@ def _config_of_model(setting: str, path: str, revision: str | None = None) -> Pr
         raise ConfigurationError(
             f"no model could be found at --{setting} {path}: {_first_line(error)}"
         ) from error
-
-
-def _values_of_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        found, faults = load_mapping(text)  # JSON is YAML 1.2, where 1e-06 is a number
-    except OSError as error:
-        raise ConfigurationError(
-            f"--model_config {path} cannot be read: {error.strerror}."
-        ) from error
-    except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"--model_config {path}{error}: it is not JSON or YAML."
-        ) from error
-    if faults:
-        raise ConfigurationError([f"--model_config {path}{fault}." for fault in faults])
-    values = {name: value for name, (value, _) in found.items()}
-    if "model_type" not in values:
-        raise ConfigurationError(
-            f"--model_config {path} needs a model_type (for example `model_type: llama`) and that "
-            "architecture's settings, as in a transformers config.json."
-        )
-    return values
-
-
-def _config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    values = _values_of_file(path)
-    defaults = {
-        "vocab_size": vocabulary_size(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    settings = {**defaults, **values}
-    model_type = settings.pop("model_type")
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-    except UNUSABLE as error:
-        raise ConfigurationError(f"--model_config {path}: {_first_line(error)}") from error
-    _refuse_unknown_settings(path, settings, config)
-    return config
-
-
-def _refuse_unknown_settings(path: Path, settings: dict, config: PreTrainedConfig) -> None:
-    """Refuse keys the architecture does not know: transformers keeps them and ignores them."""
-    known = set(type(config)().to_dict()) | set(PreTrainedConfig().to_dict())
-    known |= set(type(config).attribute_map)
-    unknown = sorted(key for key in settings if key not in known and not hasattr(type(config), key))
-    if unknown:
-        raise ConfigurationError(
-            f"--model_config {path}: {config.model_type} has no setting {', '.join(unknown)}. "
-            f"It knows: {', '.join(sorted(set(type(config)().to_dict())))}."
-        )
 
 
 def _first_line(error: BaseException) -> str:

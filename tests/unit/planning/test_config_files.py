@@ -1,0 +1,134 @@
+"""Configuration files as they are published: read, built, and what the model took of them."""
+
+import json
+import logging
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from utils.config.errors import ConfigurationError
+from utils.planning.config_files import config_from_file, read_config_file
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 64,
+    "max_window_layers": 48,
+    "num_attention_heads": 4,
+    "rope_theta": 1000000.0,
+}
+
+
+@pytest.fixture
+def tokenizer():
+    words = {word: number for number, word in enumerate(("<eos>", "<pad>", "a", "b"))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words)), eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture
+def built(tmp_path, tokenizer):
+    def build(values, text=json.dumps):
+        path = tmp_path / "config.json"
+        path.write_text(text(values))
+        return config_from_file(path, tokenizer)
+
+    return build
+
+
+def without(values, *names):
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def test_renamed_settings_are_taken_without_a_word(built, caplog):
+    with caplog.at_level(logging.INFO):
+        config = built(LLAMA)
+    assert config.rope_parameters["rope_theta"] == 500000.0
+    assert config.rope_parameters["rope_type"] == "linear"
+    assert config.vocab_size == 4
+    assert not caplog.text
+
+
+def test_what_the_model_reads_is_no_unused_key_and_what_nothing_reads_is_logged(built, caplog):
+    with caplog.at_level(logging.INFO):
+        config = built(QWEN3_MOE)
+    assert config.head_dim == 128
+    assert caplog.messages[0].endswith("qwen3_moe uses no max_window_layers")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "gpt2", "n_ctx": 1024, "task_specific_params": {"text-generation": {}}},
+        {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
+        {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "code.Config"}, "ep_size": 1},
+        {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")], "rms_norm": True},
+        {"model_type": "gpt_oss", "experts_per_token": 4, "num_experts_per_tok": 4},
+        {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_published_keys_are_no_reason_to_refuse(built, values):
+    config = built(values | {"architectures": ["Any"]})
+    assert not hasattr(config, "quantization_config")
+
+
+def test_a_configuration_that_was_saved_again_is_the_same(built, tmp_path):
+    first = built(LLAMA)
+    first.save_pretrained(tmp_path / "final")
+    saved = json.loads((tmp_path / "final/config.json").read_text())
+    assert built(saved).to_dict() == first.to_dict()
+
+
+def test_json_may_have_tabs_and_infinity(built):
+    limits = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}
+    config = built(limits, lambda values: json.dumps(values, indent="\t"))
+    assert config.time_step_limit == [0.0, float("inf")]
+
+
+def test_a_key_given_twice_is_refused_in_json(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 1, "hidden_size": 2}'
+    )
+    with pytest.raises(ConfigurationError, match="hidden_size is given twice"):
+        read_config_file(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("values", [LLAMA, without(LLAMA, "architectures", "transformers_version")])
+def test_a_typo_is_refused_with_the_name_that_was_meant(built, values):
+    values = without(values, "num_hidden_layers") | {"num_hiden_layers": 2}
+    with pytest.raises(
+        ConfigurationError, match=r"num_hiden_layers: did you mean num_hidden_layers\?"
+    ):
+        built(values)
+
+
+def test_an_alias_of_a_setting_is_not_taken_for_a_typo(built):
+    assert built({"model_type": "gpt2", "num_hidden_layers": 3}).n_layer == 3
+
+
+def test_a_file_made_by_hand_has_no_unused_keys(built):
+    with pytest.raises(ConfigurationError, match=r"llama has no setting n_layers: take it out"):
+        built({"model_type": "llama", "n_layers": 2})
+
+
+def test_the_text_model_of_a_multimodal_file_follows_the_tokenizer(built):
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
+    config = built({"model_type": "gemma3", "text_config": text})
+    assert config.text_config.vocab_size == 4
+    with pytest.raises(ConfigurationError, match=r"text_config.num_hiden_layers: did you mean"):
+        built({"model_type": "gemma3", "text_config": {"num_hiden_layers": 2}})
