@@ -16,7 +16,7 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
     below = max(global_batch_size, 0) // at_once * at_once
     nearest = [size for size in (below, below + at_once) if size > 0]
     advice = f"use global_batch_size {' or '.join(map(str, nearest))}"
-    if smaller := _fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
+    if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
         advice += f", or per_device_train_batch_size {smaller}"
     ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
     raise ConfigurationError(
@@ -37,7 +37,7 @@ def batch_arithmetic(
     )
 
 
-def _fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Return the largest micro-batch below the one asked for that divides; 0 if there is none."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -1,5 +1,6 @@
 """Mixed precision that nobody decided on: bf16 where a CPU multiplies it fast, else float32."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ AMX, AVX512_BF16 = "this CPU has AMX", "this CPU has AVX512-BF16"
 FAST_BF16 = (AMX, AVX512_BF16)
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+def with_precision(values: SettingValues) -> tuple[SettingValues, list[str]]:
+    """Return the values with the precision that this machine decides; the plan logs it."""
+    return values.replaced(settled_precision(values, os.environ)), []
 
 
 def settled_precision(

@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from utils.config.checks.devices import missing_devices
-from utils.config.cpu_precision import settled_precision
 from utils.config.errors import UnfitClusterError
 from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
@@ -70,11 +69,6 @@ class _ChangedDefaults:
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
-
-    @classmethod
-    def settled_by_machine(cls, values: SettingValues) -> dict[str, tuple[Any, str]]:
-        """Return the settings left open that this machine decides, each with why."""
-        return settled_precision(values, os.environ)
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any], values: SettingValues) -> Self:

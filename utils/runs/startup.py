@@ -1,5 +1,6 @@
 """The process before the run: log lines, tokens, signals, and a launch that is what was asked."""
 
+import logging
 import os
 
 from utils.cluster.decisions import gathered
@@ -11,6 +12,8 @@ from utils.config.errors import UnfitClusterError
 from utils.config.run_settings import RunSettings
 from utils.training.safe_loading import guard_loading
 
+logger = logging.getLogger(__name__)
+
 
 def start_process(settings: RunSettings) -> LaunchFacts:
     """Set up logging, tokens, signals and loading, check the launch; the settings are parsed.
@@ -19,6 +22,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     describe. Raises ConfigurationError.
     """
     configure_logging()
+    for note in settings.notes:
+        logger.info("settings: %s", note)
     load_env_file()
     if not settings.run.dry_run:
         install_stop_signals()

@@ -7,6 +7,7 @@ from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_C
 from utils.config.errors import ConfigurationError
 from utils.config.reading.parsing import parse_arguments
 from utils.config.run_arguments import RunArguments
+from utils.config.run_settings import SETTLE
 from utils.config.trainer_arguments import PretrainConfig
 
 BASE = {
@@ -21,7 +22,7 @@ BASE = {
 def parse_training_settings(training_class, argv):
     checks = PRETRAINING_CHECKS if training_class is PretrainConfig else FINE_TUNING_CHECKS
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    return parse_arguments(classes, argv, checks=checks)
+    return parse_arguments(classes, argv, checks=checks, settle=SETTLE)
 
 
 def words(changes):

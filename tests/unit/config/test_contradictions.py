@@ -48,10 +48,16 @@ CONTRADICTIONS = [
     ({"train_data": ["a", "a"]}, "train_data names a twice"),
     ({"eval_data": ["x"]}, "eval_data 'x': expected NAME=DIR"),
     ({"eval_data": ["a=x", "a=y"]}, "eval_data names 'a' twice"),
-    ({"eval_data": ["a=x"]}, r"eval_data is given \(--eval_data\) but never evaluated: set"),
+    (
+        {"eval_data": ["a=x"], "eval_strategy": "no"},
+        r"eval_data is given \(--eval_data\) but never evaluated: set",
+    ),
     ({"eval_strategy": "epoch"}, r"eval_strategy epoch \(--eval_strategy\) needs eval_data"),
     ({"eval_on_start": "true"}, "eval_on_start True .* needs eval_data NAME=DIR"),
-    ({**EVALUATED, "eval_steps": None}, "eval_strategy steps .* needs eval_steps"),
+    (
+        {**EVALUATED, "eval_steps": None, "save_strategy": "epoch"},
+        "eval_strategy steps .* needs eval_steps",
+    ),
     ({"eval_steps": "5"}, r"eval_steps 5 \(--eval_steps\) has no effect: eval_strategy is no"),
     ({"save_steps": "5", "save_strategy": "no"}, "save_steps 5 .* save_strategy is no"),
     ({"logging_steps": "5", "logging_strategy": "epoch"}, "logging_strategy is epoch"),
@@ -101,7 +107,7 @@ CONTRADICTIONS = [
         f"metric_for_best_model loss .*: no such metric is logged; give {METRICS}",
     ),
     (
-        {**EVALUATED, "metric_for_best_model": "eval_a_perplexity"},
+        {**EVALUATED, "metric_for_best_model": "eval_a_perplexity", "greater_is_better": "true"},
         "a lower perplexity is better: add greater_is_better: false",
     ),
     (
@@ -183,7 +189,7 @@ CONTRADICTIONS = [
         "dataloader_persistent_workers True .* has no effect without dataloader_num_workers",
     ),
     (
-        {"global_batch_size": "12"},
+        {"global_batch_size": "12", "per_device_train_batch_size": "8"},
         "global_batch_size 12 does not divide over 1 rank .*: use global_batch_size 8 or 16, or "
         r"per_device_train_batch_size 6 \(this process was started alone\)",
     ),
@@ -249,8 +255,9 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
 
 def test_all_contradictions_are_shown_together():
     problems = problems_of(
-        model_config=None, learning_rate="-1", global_batch_size="12", eval_strategy="epoch"
-    )
+        model_config=None, learning_rate="-1", global_batch_size="12", eval_strategy="epoch",
+        per_device_train_batch_size="8",
+    )  # fmt: skip
     assert len(problems) == 4
 
 

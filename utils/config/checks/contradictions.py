@@ -1,4 +1,7 @@
-"""Contradictions between settings: found before anything is built, never mended.
+"""Contradictions between settings: found before anything is built.
+
+What a stronger source makes moot is gone by then (utils/config/overruled.py): what is left
+contradicts itself within one source, or cannot be true.
 
 Each check takes all values and yields one line for each fault; a check that reads a missing or
 ill-typed setting is skipped by the parser. No check opens a file.

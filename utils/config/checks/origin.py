@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from utils.config.reading.settings import SettingValues
 
-_LORA_SETTINGS = (
+LORA_SETTINGS = (
     "lora_r",
     "lora_alpha",
     "lora_dropout",
@@ -56,7 +56,7 @@ def _optimizer_problems(values: SettingValues) -> Iterator[str]:
 def check_lora(values: SettingValues) -> Iterator[str]:
     """Refuse LoRA settings without `use_peft`, and LoRA without weights to adapt."""
     if not values["use_peft"]:
-        for name in filter(values.changed, _LORA_SETTINGS):
+        for name in filter(values.changed, LORA_SETTINGS):
             yield f"{values.shown(name)} has no effect without use_peft: true"
     elif values["model_config"] is not None and values["init_from"] is None:
         yield "use_peft adapts existing weights: it does not go with model_config alone"

@@ -19,18 +19,23 @@ def check_schedule(values: SettingValues) -> Iterator[str]:
     kind, given = values["lr_scheduler_type"], values["lr_scheduler_kwargs"] or {}
     if kind == "constant" and values.changed("warmup_steps"):
         yield f"{values.shown('warmup_steps')} has no effect: use constant_with_warmup"
-    accepted, required, open_ended = _keywords(kind)
-    if not open_ended:
-        for key in given:
-            if key not in accepted:
-                known = ", ".join(accepted) or "none"
-                yield f"lr_scheduler_kwargs: {kind} takes no {key!r}; it takes: {known}"
+    accepted, required, _ = _keywords(kind)
+    for key in unknown_keywords(values):
+        known = ", ".join(accepted) or "none"
+        yield f"lr_scheduler_kwargs: {kind} takes no {key!r}; it takes: {known}"
     for key in required:
         if key not in given:
             yield f"lr_scheduler_type {kind} needs lr_scheduler_kwargs: {{{key}: ...}}"
     minimum = {"min_lr", "min_lr_rate"}
     if minimum <= set(accepted) and len(minimum & given.keys()) != 1:
         yield f"lr_scheduler_type {kind} needs lr_scheduler_kwargs with min_lr or min_lr_rate"
+
+
+def unknown_keywords(values: SettingValues) -> list[str]:
+    """Return the keys of lr_scheduler_kwargs that the schedule does not take."""
+    accepted, _, open_ended = _keywords(values["lr_scheduler_type"])
+    given = values["lr_scheduler_kwargs"] or {}
+    return [] if open_ended else [key for key in given if key not in accepted]
 
 
 def _keywords(kind: str) -> tuple[list[str], list[str], bool]:

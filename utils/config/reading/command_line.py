@@ -4,9 +4,8 @@ import argparse
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from types import MappingProxyType, NoneType
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, get_origin
 
 from transformers import HfArgumentParser
@@ -17,21 +16,30 @@ from utils.config.reading.declarations import (
     refused_settings,
     union_members,
 )
+from utils.config.reading.unknown_names import UnknownName, unknown_name
 
 CONFIG_FLAG = "config"
 
 
 class FlagError(ValueError):
-    """A flag that argparse cannot take."""
+    """A flag that argparse cannot take; `meant` are settings that it may have been for."""
+
+    def __init__(self, message: str, meant: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.meant = set(meant)
 
 
 @dataclasses.dataclass
 class FlagReading:
-    """The settings given as flags, a line for every fault, and the settings at fault."""
+    """The settings given as flags, a line for every fault, the settings at fault, and those meant.
+
+    `meant` are settings that an unknown or refused flag stands for: it is no news that they miss.
+    """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     faulty: set[str] = dataclasses.field(default_factory=set)
+    meant: set[str] = dataclasses.field(default_factory=set)
 
 
 class SettingsParser(HfArgumentParser):
@@ -84,7 +92,13 @@ class SettingsParser(HfArgumentParser):
             except FlagError as error:
                 reading.problems.append(str(error))
                 reading.faulty.add(_setting_name(flag))
+                reading.meant |= error.meant
         return reading
+
+    def named_by_refusal(self, name: str) -> set[str]:
+        """Return the settings that the reason of a refusal names as the way."""
+        words = re.findall(r"\w+", self.refused[name])
+        return set(words) & self.declared.keys()
 
     def _read_flag(self, flag: str, words: list[str]) -> tuple[str, Any]:
         if not flag.startswith("--"):
@@ -92,33 +106,35 @@ class SettingsParser(HfArgumentParser):
         option, _, attached = flag.partition("=")
         name = _setting_name(flag)
         if name not in self.declared and name in self.refused:
-            raise FlagError(refusal(option, name, self.refused))
+            raise FlagError(refusal(option, name, self.refused), self.named_by_refusal(name))
         declaration = self.declared.get(name)
-        if declaration is not None and [*filter(None, [attached]), *words] == ["null"]:
-            if NoneType not in union_members(declaration.hint):
-                raise FlagError(f"{option}: this setting cannot be null")
-            return name, None
+        if declaration is not None and _empties([*filter(None, [attached]), *words], declaration):
+            return name, None  # checked as in a recipe
         namespace, rest = self.parse_known_args([flag, *words])
         if flag in rest:
-            raise FlagError(unknown_setting(option, name, self.declared))
+            unknown = unknown_setting(option, name, self.declared)
+            raise FlagError(unknown.message, unknown.meant)
         if rest:
             raise FlagError(f"{option}: unexpected argument {rest[0]!r} after its value")
         setting = name if hasattr(namespace, name) else name.removeprefix("no_")
         return setting, getattr(namespace, setting)
 
 
-def unknown_setting(shown_name: str, name: str, declared: Mapping[str, Declaration]) -> str:
-    """Say that a setting is unknown, with the name that comes nearest."""
-    known = [*declared, CONFIG_FLAG]
-    prefix = "--" if shown_name.startswith("--") else ""
-    nearest = get_close_matches(name, known, n=1)
-    hint = f"did you mean {prefix}{nearest[0]}?" if nearest else "--help lists all settings"
-    return f"unknown setting {shown_name}: {hint}"
+def unknown_setting(shown_name: str, name: str, declared: Mapping[str, Declaration]) -> UnknownName:
+    """Say that a setting is unknown, and what was meant."""
+    return unknown_name(shown_name, name, [*declared, CONFIG_FLAG])
 
 
 def refusal(shown_name: str, name: str, refused: Mapping[str, str]) -> str:
     """Say why a setting of the libraries has no place here."""
     return f"{shown_name} cannot be set here: {refused[name]}"
+
+
+def _empties(words: Sequence[str], declaration: Declaration) -> bool:
+    """Whether a flag's words say "nothing": null, or none for a list that may be empty."""
+    if words == ["null"]:
+        return True
+    return words in (["none"], ["None"]) and declaration.default == []
 
 
 def _setting_name(flag: str) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from utils.config.errors import ConfigurationError
@@ -13,11 +14,14 @@ from utils.config.reading.command_line import (
 )
 from utils.config.reading.declarations import Declaration
 from utils.config.reading.interpolation import resolve_interpolations
-from utils.config.reading.recipes import EXTENDS, RecipeReading, RecipeValue, read_recipes
+from utils.config.reading.recipes import EXTENDS, RecipeValue, read_recipes
 from utils.config.reading.settings import Settings, SettingValues, UnusableSettingError
 from utils.config.reading.values import WrongValueError, checked_value
 
 Check = Callable[[SettingValues], Iterable[str]]
+# Returns the values with some overruled by a stronger source, or derived, and lines to log.
+Settlement = Callable[[SettingValues], tuple[SettingValues, list[str]]]
+FLAGS_RANK = 10**6  # above any number of recipe files
 
 
 def parse_arguments(
@@ -25,6 +29,7 @@ def parse_arguments(
     argv: Sequence[str] | None = None,
     *,
     checks: Sequence[Check] = (),
+    settle: Sequence[Settlement] = (),
     prog: str | None = None,
     description: str | None = None,
 ) -> Settings:
@@ -32,10 +37,11 @@ def parse_arguments(
 
     Flags win over recipes (`--config A.yaml B.yaml`, which is no field of a class), later recipes
     over earlier ones, all of them over the defaults. `argv` is the command line without the
-    program's name (None: this process's). Each check gets all values and yields one line for each
-    contradiction; a check that reads a missing or faulty setting is left out. A class with a
-    classmethod `from_settings(given, values)` is built by it, others by their constructor; with a
-    classmethod `settled_by_machine(values)` it decides settings left open, before the checks.
+    program's name (None: this process's). `settle` puts what a stronger source makes moot back to
+    its default and derives what nobody gave; it leaves notes. Then each check gets all values and
+    yields one line for each contradiction; one that reads a missing or faulty setting is left out.
+    A class with a classmethod `from_settings(given, values)` is
+    built by it, others by their constructor.
 
     Raises ConfigurationError with every fault of recipes, flags and checks. No class is
     instantiated before all of that is in order; a ValueError of a constructor becomes a
@@ -46,46 +52,76 @@ def parse_arguments(
     if {"-h", "--help"} & set(argv):
         parser.print_help()
         parser.exit()
+    values, problems, complete = _read(parser, argv)
+    notes: list[str] = []
+    for settlement in settle:
+        try:
+            values, lines = settlement(values)
+        except UnusableSettingError:
+            continue  # that fault is said
+        notes += lines
+    missing = _missing(values)
+    values = SettingValues(
+        values.declared, values.given, values.sources, values.unusable | missing.keys(),
+        values.ranks,
+    )  # fmt: skip
+    if complete:
+        problems += [*missing.values(), *_contradictions(checks, values)]
+    if problems:
+        raise ConfigurationError(problems)
+    built = tuple(_build(cls, values) for cls in argument_classes)
+    return Settings(built, values, tuple(notes))
+
+
+def _read(parser: SettingsParser, argv: Sequence[str]) -> tuple[SettingValues, list[str], bool]:
+    """Read flags and recipes; returns the values, the faults, and whether every file was read.
+
+    A setting whose value or spelling is at fault is unusable: nothing that would follow from its
+    absence is looked at.
+    """
     flags = parser.read(argv)
     recipes = _read_known_recipes(parser, flags.values.pop(CONFIG_FLAG, None) or [])
     sources = {name: recipe.source for name, recipe in recipes.values.items()}
     sources |= {name: f"--{name}" for name in flags.values}
+    ranks = {name: recipe.rank for name, recipe in recipes.values.items()}
+    ranks |= dict.fromkeys(flags.values, FLAGS_RANK)
     given = {name: recipe.value for name, recipe in recipes.values.items()} | flags.values
     given, faults = _checked(parser.declared, given)
-    missing = _missing(parser.declared, given.keys() | faults.keys() | flags.faulty)
     problems = flags.problems + recipes.problems
     for name, fault in faults.items():
         where = sources[name] if name in flags.values else f"{sources[name]}: {name}"
         problems.append(f"{where}: {fault}")
-    if not recipes.problems:
-        problems += missing.values()
-    unusable = frozenset(faults.keys() | missing.keys() | flags.faulty)
-    values = SettingValues(parser.declared, given, sources, unusable)
-    for name, (value, why) in _settled(argument_classes, values).items():
-        given[name], sources[name] = value, why
-    values = SettingValues(parser.declared, given, sources, unusable)
-    problems += _contradictions(checks, values)
-    if problems:
-        raise ConfigurationError(problems)
-    return Settings(tuple(_build(cls, given, values) for cls in argument_classes), values)
+    meant = (flags.meant | recipes.meant) - given.keys()
+    unusable = frozenset(faults.keys() | flags.faulty | meant)
+    complete = not recipes.unread and CONFIG_FLAG not in flags.faulty
+    return SettingValues(parser.declared, given, sources, unusable, ranks), problems, complete
 
 
-def _read_known_recipes(parser: SettingsParser, paths: Sequence[str]) -> RecipeReading:
+@dataclass
+class _KnownRecipes:
+    values: dict[str, RecipeValue]
+    problems: list[str]
+    meant: set[str]
+    unread: bool
+
+
+def _read_known_recipes(parser: SettingsParser, paths: Sequence[str]) -> _KnownRecipes:
     """Read the recipes; a key that is no setting is a problem and dropped."""
     reading = read_recipes(paths)
-    known: dict[str, RecipeValue] = {}
+    known = _KnownRecipes({}, reading.problems, set(), reading.unread)
     for name, recipe in reading.values.items():
         if name in parser.declared:
-            known[name] = recipe
+            known.values[name] = recipe
         elif name in parser.refused:
-            reading.problems.append(f"{recipe.source}: {refusal(name, name, parser.refused)}")
+            known.problems.append(f"{recipe.source}: {refusal(name, name, parser.refused)}")
+            known.meant |= parser.named_by_refusal(name)
         elif name == CONFIG_FLAG:
-            reading.problems.append(f"{recipe.source}: a recipe names others with {EXTENDS}")
+            known.problems.append(f"{recipe.source}: a recipe names others with {EXTENDS}")
         else:
-            reading.problems.append(
-                f"{recipe.source}: {unknown_setting(name, name, parser.declared)}"
-            )
-    return RecipeReading(known, reading.problems)
+            unknown = unknown_setting(name, name, parser.declared)
+            known.problems.append(f"{recipe.source}: {unknown.message}")
+            known.meant |= unknown.meant
+    return known
 
 
 def _checked(
@@ -109,12 +145,11 @@ def _checked(
     return usable, faults
 
 
-def _missing(declared: Mapping[str, Declaration], given: Iterable[str]) -> dict[str, str]:
-    present = set(given)
+def _missing(values: SettingValues) -> dict[str, str]:
     return {
         name: f"{name} is required: {declaration.help}"
-        for name, declaration in declared.items()
-        if declaration.required and name not in present
+        for name, declaration in values.declared.items()
+        if declaration.required and name not in values.given and name not in values.unusable
     }
 
 
@@ -128,21 +163,10 @@ def _contradictions(checks: Sequence[Check], values: SettingValues) -> list[str]
     return problems
 
 
-def _settled(argument_classes: Iterable[type], values: SettingValues) -> dict[str, tuple[Any, str]]:
-    settled: dict[str, tuple[Any, str]] = {}
-    for argument_class in argument_classes:
-        try:
-            if hasattr(argument_class, "settled_by_machine"):
-                settled |= argument_class.settled_by_machine(values)
-        except UnusableSettingError:
-            continue  # that fault is said
-    return settled
-
-
-def _build(argument_class: type, given: Mapping[str, Any], values: SettingValues) -> Any:
+def _build(argument_class: type, values: SettingValues) -> Any:
     own = {
         name: value
-        for name, value in given.items()
+        for name, value in values.given.items()
         if values.declared[name].owner is argument_class
     }
     try:

@@ -7,7 +7,7 @@ lists and mappings too, so that each setting comes from one line of one file.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,27 @@ EXTENDS = "extends"
 
 @dataclass(frozen=True)
 class RecipeValue:
-    """A value as a recipe gives it, and its source, "recipes/demo.yaml:7"."""
+    """A value as a recipe gives it, its source, "recipes/demo.yaml:7", and the file's rank.
+
+    Files rank in the order they were read, from 1: later ones win.
+    """
 
     value: Any
     source: str
+    rank: int = 1
 
 
 @dataclass
 class RecipeReading:
-    """What the recipe files gave together, and the faults of the files."""
+    """What the recipe files gave together, and the faults of the files.
+
+    `unread` says that a file could not be read at all, so that what it would give is not known.
+    """
 
     values: dict[str, RecipeValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    unread: bool = False
+    files: int = 0
 
 
 def read_recipes(paths: Sequence[str | Path]) -> RecipeReading:
@@ -49,10 +58,12 @@ def _read_into(reading: RecipeReading, path: Path, parents: tuple[Path, ...]) ->
         return
     own, problems = _read_file(path)
     reading.problems += problems
+    reading.unread |= bool(problems) and not own
     extended = own.pop(EXTENDS, None)
     for entry in _extended_paths(path, extended, reading.problems):
         _read_into(reading, entry, (*parents, resolved))
-    reading.values.update(own)
+    reading.files += 1
+    reading.values.update((name, replace(value, rank=reading.files)) for name, value in own.items())
 
 
 def _extended_paths(path: Path, extended: RecipeValue | None, problems: list[str]) -> list[Path]:

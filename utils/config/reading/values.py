@@ -17,6 +17,8 @@ _NAMES = {
     Path: "a path",
     NoneType: "null",
 }
+# Defaults that mean "nothing": null says the same.
+NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
 _PLURALS = {str: "strings", int: "integers", float: "numbers", Path: "paths"}
 
 
@@ -28,11 +30,16 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value as the type of the setting, raise WrongValueError where it is none.
 
     Nothing is converted that could hide a mistake: an integer may stand for a number and one
-    value for a list of one, but 4.0 is no integer, 1 is not true, and "3" is no number.
+    value for a list of one, but 4.0 is no integer, 1 is not true, and "3" is no number. Null
+    empties what has a default of nothing: an empty list, 0, false, -1 of max_steps.
     """
     members = union_members(declaration.hint)
     if value is None and NoneType in members:
         return None
+    if value is None and not declaration.required:
+        if declaration.default in NOTHING:
+            return declaration.default
+        raise WrongValueError(f"it cannot be null; leave it out for {declaration.default}")
     if declaration.choices is not None:
         several = isinstance(value, list) and list in map(_origin, members)
         for item in value if several else [value]:
