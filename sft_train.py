@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)
-    return finish_run(trainer)
+    return finish_run(trainer, plan.save_dtype)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,14 @@ class ModelArguments(ModelConfig):
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
+    save_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "type of the weights in final/; auto: that of the model the run began with (a "
+            "model from random weights: as trained). Checkpoints are always exact",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
     attn_implementation: str | None = field(
         default="auto",
         metadata={

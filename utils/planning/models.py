@@ -20,6 +20,7 @@ from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.config_files import UNUSABLE, config_from_file, read_config_file
+from utils.planning.finished_model import check_generation_settings, generation_settings
 from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
@@ -63,6 +64,7 @@ def load_model_config(
     problems = model_problems(config, tokenizer, settings.data.sequence_length)
     if problems:
         raise ConfigurationError(problems)
+    check_generation_settings(settings, config)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
 
@@ -173,6 +175,7 @@ def load_model(
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
         built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
+        built.generation_config = generation_settings(settings, config)
         return built.to(dtype)
     loaded = load_strictly(
         weights,
@@ -182,6 +185,7 @@ def load_model(
         dtype=dtype,
         attn_implementation=attention.name,
     )
+    loaded.generation_config = generation_settings(settings, config)
     if settings.training.device.type == "cpu":
         align_weights(loaded)
     return loaded

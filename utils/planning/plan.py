@@ -22,6 +22,7 @@ from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.varlen import ROW_SDPA
 from utils.planning.compilation_choice import choose_compilation
+from utils.planning.finished_model import saved_dtype
 from utils.planning.job_plan import report_job
 from utils.planning.memory_estimate import checkpoint_bytes
 from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
@@ -51,6 +52,7 @@ class RunPlan:
     float32_products: str  # by which library
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
+    save_dtype: torch.dtype  # of final/
 
 
 def plan_run(
@@ -62,7 +64,7 @@ def plan_run(
     whether activations are checkpointed). Raises ConfigurationError when the global batch does not
     divide, the data is smaller than one global batch, or no attention keeps packed documents apart.
     """
-    run, training = settings.run, settings.training
+    run, model, training = settings.run, settings.model, settings.training
     micro_batch = training.per_device_train_batch_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
     rows = len(data.train)
@@ -111,7 +113,7 @@ def plan_run(
         report_job(settings, launch, total_steps, saved_bytes)
     return RunPlan(
         sampler, total_steps, attention, loss_head, memory, compiled, products_name(),
-        optimizer_states, saved_bytes,
+        optimizer_states, saved_bytes, saved_dtype(settings, config, weights_dtype(model, config)),
     )  # fmt: skip
 
 

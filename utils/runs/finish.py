@@ -3,20 +3,22 @@
 import logging
 from pathlib import Path
 
+import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.cluster.run_lock import leave_run_lock
 from utils.cluster.wandb_setup import mark_wandb_stopped
 from utils.config.errors import ExitCode
+from utils.planning.finished_model import name_of
 from utils.runs.export import export_final
 from utils.training.packed_trainer import PackedTrainerMixin
 
 logger = logging.getLogger(__name__)
 
 
-def finish_run(trainer: PackedTrainerMixin) -> int:
-    """Evaluate if the last step was not, write ``final/``, and say where everything is.
+def finish_run(trainer: PackedTrainerMixin, save_dtype: torch.dtype) -> int:
+    """Evaluate if the last step was not, write ``final/`` in this type, say where everything is.
 
     Returns the exit code. A run that was stopped is left as it is, for the next start. Raises
     ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
@@ -31,7 +33,7 @@ def finish_run(trainer: PackedTrainerMixin) -> int:
     if trainer.eval_dataset and not evaluated:
         trainer.evaluate()
     trainer.checkpoints.see_that_it_is_ours()
-    final = export_final(trainer)
+    final = export_final(trainer, save_dtype)
     if trainer.state.best_model_checkpoint:
         logger.info(
             "best checkpoint: %s (%s = %.4f)",
@@ -41,7 +43,10 @@ def finish_run(trainer: PackedTrainerMixin) -> int:
         )
     _leave_together(trainer)
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
-    logger.info("finished at step %d; %s holds the weights of %s", step, final, kept)
+    logger.info(
+        "finished at step %d; %s holds the weights of %s in %s",
+        step, final, kept, name_of(save_dtype),
+    )  # fmt: skip
     return ExitCode.DONE
 
 

@@ -34,6 +34,7 @@ from utils.cluster.wandb_setup import prepare_wandb
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
+from utils.planning.finished_model import name_of
 from utils.planning.job_checks import saves_of
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
@@ -106,6 +107,7 @@ def start_run(
         "activation_checkpointing": plan.memory.facts(),
         "compiled": plan.compiled,
         "float32_products": plan.float32_products,
+        "save_dtype": name_of(plan.save_dtype),
     }
     claim = on_rank_0(lambda: _claim(settings, facts, data, launch, plan))
     checkpoints = Checkpoints(

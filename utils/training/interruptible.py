@@ -18,7 +18,6 @@ from utils.callbacks.run_loss import RunLoss
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.checkpoints.digests import in_place_of_crc32
 from utils.checkpoints.store import Checkpoints
-from utils.training.model_descriptions import restore_generation_settings
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ class InterruptibleTrainerMixin(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train; whatever ends it, the checkpoint that is being written is written to its end."""
-        if isinstance(resume_from_checkpoint, str):
-            restore_generation_settings(self, Path(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except Exception:

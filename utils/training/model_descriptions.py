@@ -3,11 +3,11 @@
 Without it a run could only go on where the model that it began with still is.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, Trainer
-from transformers.utils import GENERATION_CONFIG_NAME
 
 
 def describe_shards(trainer: Trainer, directory: Path) -> None:
@@ -28,11 +28,9 @@ def describe_shards(trainer: Trainer, directory: Path) -> None:
         each.save_pretrained(directory)
 
 
-def restore_generation_settings(trainer: Trainer, checkpoint: Path) -> None:
-    """Let the finished model generate as the checkpoint says: a model built anew knows defaults.
-
-    A LoRA checkpoint says nothing of it, its base does.
-    """
-    model: Any = trainer.model
-    if isinstance(model, PreTrainedModel) and (checkpoint / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+def set_generation_settings(trainer: Trainer, generation: GenerationConfig | None) -> None:
+    """Let the model be saved with these: Trainer and SFTTrainer write special tokens into them."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if generation is not None:
+        base.generation_config = copy.deepcopy(generation)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import GenerationConfig, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
@@ -24,11 +24,12 @@ from utils.kernels.activation_checkpointing import keep_products
 from utils.kernels.compilation import compile_layers, leave_length_open
 from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
+from utils.planning.finished_model import with_stops
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets, keep_gradients_in_buckets
 from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.model_descriptions import describe_shards
+from utils.training.model_descriptions import describe_shards, set_generation_settings
 
 
 class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
@@ -61,6 +62,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         self.compiled = compiled
         if compiled:
             compile_layers(kwargs["model"])  # before FSDP2 shards them
+        self.generation = self._finished_generation(kwargs["model"], kwargs["processing_class"])
         kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
         super().__init__(**kwargs)
         if not self.model_accepts_loss_kwargs:
@@ -74,6 +76,14 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         remove_default_reporting(self)
         keep_gradients_in_buckets(self.accelerator)
         self.add_callback(GradientBuckets(self))
+
+    def _finished_generation(self, model: Any, tokenizer: Any) -> GenerationConfig | None:
+        """Return the model's generation settings, which stop where the data taught it to."""
+        if not model.can_generate():
+            return None
+        ends = [tokenizer.eos_token_id]
+        ends += [dataset.end_of_turn_token_id for dataset in self.train_rows.datasets]
+        return with_stops(model.generation_config, [end for end in ends if end is not None])
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
@@ -226,6 +236,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Trainer does; with FSDP's shards what describes model and tokenizer, too."""
+        set_generation_settings(self, self.generation)
         super().save_model(output_dir, _internal_call)
         describe_shards(self, Path(output_dir or str(self.args.output_dir)))
 

@@ -84,14 +84,23 @@ def _check_end_of_turn(tokenizer: "PreTrainedTokenizerBase", origin: str) -> Non
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the id of the last loss-bearing token of an assistant's turn that is not blank."""
+    """Return the token that ends a whole answer: the last trained one of it that is not blank.
+
+    An answer that is followed by another turn may end otherwise (gpt-oss: `<|end|>`, with which its
+    thinking ends too), so that counts only where the last answer of a chat ends with no token of
+    its own.
+    """
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    try:
-        ids, mask = render(tokenizer, probe[:3], None)
-    except RENDERING_ERRORS:
-        return None
-    trained = [token for token, bears in zip(ids, mask, strict=True) if bears]
-    words = [token for token in trained if str(tokenizer.decode([token])).strip()]
+    words: list[int] = []
+    for messages in (probe[:2], probe[:3]):
+        try:
+            ids, mask = render(tokenizer, messages, None)
+        except RENDERING_ERRORS:
+            continue
+        trained = [token for token, bears in zip(ids, mask, strict=True) if bears]
+        words = [token for token in trained if str(tokenizer.decode([token])).strip()]
+        if words and words[-1] in tokenizer.added_tokens_decoder:
+            break
     return words[-1] if words else None
 
 

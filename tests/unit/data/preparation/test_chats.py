@@ -92,6 +92,21 @@ def test_the_shipped_template_is_accepted_and_ends_turns_with_its_token():
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
+def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
+    """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
+        "{% else %}<|im_start|>{% generation %}{{ m.content }}"
+        "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endgeneration %}{% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = samples.tiny_tokenizer(template)
+    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    bare = template.replace("'<|endoftext|>'", "''")  # its last answer ends with nothing
+    tokenizer = samples.tiny_tokenizer(bare)
+    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
 def test_a_known_template_without_markers_gets_the_training_version_of_trl():
     tokenizer = samples.tiny_tokenizer((TRL_TEMPLATES / "qwen2_5.jinja").read_text())
     attach_training_template(tokenizer, None)

@@ -1,0 +1,143 @@
+"""Generation settings and the type of `final/`, settled before any weight is loaded."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
+
+from utils.config.errors import ConfigurationError
+from utils.planning.finished_model import (
+    check_generation_settings,
+    generation_settings,
+    saved_dtype,
+    with_stops,
+)
+
+# generation_config.json as published.
+PUBLISHED = {
+    # Vicuna 7B v1.5: sampling flags, no do_sample
+    "vicuna": {
+        "bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
+        "temperature": 0.9, "top_p": 0.6,
+    },
+    # Llama 3.1 8B Instruct
+    "llama": {
+        "bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009],
+        "temperature": 0.6, "top_p": 0.9,
+    },
+    # Qwen3 0.6B
+    "qwen3": {
+        "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
+        "pad_token_id": 151643, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+    },
+    # Qwen3 0.6B Base: greedy by choice
+    "qwen3_base": {
+        "bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643,
+        "max_new_tokens": 2048,
+    },
+    # gpt-oss 20B: <|return|>, <|endoftext|>, <|call|>
+    "gpt_oss": {
+        "bos_token_id": 199998, "do_sample": True, "eos_token_id": [200002, 199999, 200012],
+        "pad_token_id": 199999,
+    },
+    # Gemma 3 1B
+    "gemma3": {
+        "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
+        "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
+    },
+    # Llama 7B's conversions: no padding token was -1
+    "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
+}  # fmt: skip
+
+
+def _settings(**model):
+    names = ("model_name_or_path", "model_config", "init_from", "model_revision")
+    given = dict.fromkeys(names) | {"save_dtype": "auto"} | model
+    return SimpleNamespace(
+        model=SimpleNamespace(**given), training=SimpleNamespace(output_dir="/nowhere")
+    )
+
+
+def _published(tmp_path, values):
+    LlamaConfig(torch_dtype="bfloat16").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    return _settings(model_name_or_path=str(tmp_path)), AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_can_be_saved_again(name, tmp_path, caplog):
+    values = PUBLISHED[name]
+    settings, config = _published(tmp_path, values)
+    config.use_cache = False
+    caplog.set_level("WARNING")
+    check_generation_settings(settings, config)
+    made = generation_settings(settings, config)
+    with_stops(made, [7]).save_pretrained(tmp_path / "final")  # raises for what is refused
+    saved = json.loads((tmp_path / "final" / "generation_config.json").read_text())
+    saved.pop("transformers_version")
+    known = values["eos_token_id"]
+    expected = values | {"eos_token_id": [*(known if isinstance(known, list) else [known]), 7]}
+    if name == "vicuna":
+        expected |= {"do_sample": True}
+        assert "temperature, top_p without do_sample" in caplog.text
+    elif name == "llama1":
+        del expected["pad_token_id"]
+        assert "pad_token_id: -1" in caplog.text
+    else:
+        assert not caplog.text
+    assert saved == expected
+
+
+def test_flags_without_effect_are_left_out_where_greedy_was_chosen(tmp_path, caplog):
+    values = {"do_sample": False, "temperature": 0.7, "length_penalty": 2.0}
+    settings, config = _published(tmp_path, values)
+    check_generation_settings(settings, config)
+    assert "temperature: 0.7" in caplog.text
+    assert "length_penalty: 2.0" in caplog.text
+    made = generation_settings(settings, config)
+    assert made.do_sample is False
+    assert made.temperature is None
+
+
+def test_what_is_never_valid_is_refused_with_the_file(tmp_path):
+    settings, config = _published(tmp_path, {"max_new_tokens": 0})
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json.*max_new_tokens"):
+        check_generation_settings(settings, config)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json cannot be read"):
+        check_generation_settings(settings, config)
+
+
+def test_a_model_from_scratch_generates_with_a_cache():
+    config = LlamaConfig(eos_token_id=5)
+    config.use_cache = False  # as it is while training
+    made = generation_settings(_settings(model_config="model.json"), config)
+    assert made.use_cache is not False
+    assert made.eos_token_id == 5
+    assert config.use_cache is False
+
+
+def test_a_stop_is_added_once():
+    assert with_stops(GenerationConfig(eos_token_id=3), [3]).eos_token_id == 3
+    assert with_stops(GenerationConfig(eos_token_id=[3, 4]), [4, 3]).eos_token_id == [3, 4]
+    assert with_stops(GenerationConfig(), [9]).eos_token_id == 9
+
+
+def test_the_type_of_the_base_is_kept(tmp_path):
+    half, full = LlamaConfig(dtype=torch.bfloat16), LlamaConfig()
+    published, scratch = _settings(model_name_or_path="x"), _settings(model_config="x")
+    assert saved_dtype(published, half, torch.float32) == torch.bfloat16
+    assert saved_dtype(published, full, torch.float32) == torch.float32
+    assert saved_dtype(scratch, half, torch.float32) == torch.float32
+    assert saved_dtype(scratch, half, torch.bfloat16) == torch.bfloat16
+    asked = _settings(model_config="x", save_dtype="float16")
+    assert saved_dtype(asked, half, torch.float32) == torch.float16
+    stage = _settings(init_from="x")
+    assert saved_dtype(stage, half, torch.float32) == torch.bfloat16
+    # A later start reads the configuration of its own checkpoints, which are in float32.
+    record = {"starts": [{"save_dtype": "bfloat16"}]}
+    (tmp_path / "provenance.json").write_text(json.dumps(record))
+    stage.training.output_dir = tmp_path
+    assert saved_dtype(stage, full, torch.float32) == torch.bfloat16
