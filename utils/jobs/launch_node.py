@@ -22,6 +22,7 @@ from utils.cluster.signals import STOP
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
 from utils.jobs.allocation import Allocation, read_allocation
+from utils.jobs.compile_cache import CompileCache
 from utils.jobs.meeting import Meeting, with_free_port
 from utils.jobs.node_check import check_nodes, node_facts
 from utils.jobs.node_environment import (
@@ -102,11 +103,13 @@ def main(argv: list[str] | None = None) -> int:
     signals = StopSignals()
     command = sys.argv[1:] if argv is None else argv
     alone = NOTES_DIR not in os.environ
+    compiled: CompileCache | None = None
     try:
         try:
             with signals.held():  # a directory that is made is known, and so removed
                 signals.directory = make_node_directory(os.environ)
             prepare_node(signals.directory)
+            compiled = CompileCache(signals.directory, os.environ)
             verdict = launch(command, signals)
         except ConfigurationError as error:
             title = f"{error.kind} on {host_name()}:"
@@ -118,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             signals.ignore()
             kill_workers()
+        if compiled and os.environ.get("SLURM_NODEID", "0") == "0":
+            compiled.keep()
         return say(verdict, alone)
     finally:
         if signals.directory is not None:
