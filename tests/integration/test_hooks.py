@@ -23,6 +23,7 @@ SIGNATURES = {
     "get_eval_dataloader": ["self", "eval_dataset"],
     "_prepare_inputs": ["self", "inputs"],
     "_get_num_items_in_batch": ["self", "batch_samples", "device"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
     "floating_point_ops": ["self", "inputs"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],

@@ -76,27 +76,23 @@ def test_mixed_precision(pretraining, workspace, tmp_path, capsys):
     compare(pretrain.main, pretraining, tmp_path, tolerance=2e-2, **changes)
 
 
-def test_auto_says_what_it_takes_and_that_a_router_needs_all_logits(
+def test_auto_fuses_experts_too_and_says_whether_their_load_is_balanced(
     pretraining, fine_tuning, workspace, tmp_path, capfd
 ):
-    assert pretrain.main(pretraining(tmp_path / "dense", dry_run=True)) == 0
-    assert "loss: auto: fused" in capfd.readouterr().out
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     path = tiny.make_model_config(tmp_path / "experts.json", **experts)
     assert pretrain.main(pretraining(tmp_path / "run", model_config=path, dry_run=True)) == 0
-    assert "loss: auto: fused" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "loss: auto: fused" in said
+    assert "experts: no load-balancing loss" in said
     # TRL adds the term whenever the architecture has a coefficient for it.
     changes = {"model_config": path, "dry_run": True}
     argv = fine_tuning(tmp_path / "sft", **changes, tokenizer_name_or_path=workspace / "tokenizer")
-    argv = [
-        word
-        for pair in zip(argv[::2], argv[1::2], strict=True)
-        for word in pair
-        if pair[0] != "--model_name_or_path"
-    ]
+    place = argv.index("--model_name_or_path")
+    del argv[place : place + 2]
     assert sft_train.main(argv) == 0
-    assert "loss: auto: logits of all tokens in memory, for its loss has a term for its router" in (
-        capfd.readouterr().out
-    )
+    said = capfd.readouterr().out
+    assert "loss: auto: fused" in said
+    assert "experts: load-balancing loss of each global batch, times 0.001" in said
     assert sft_train.main([*argv, "--router_aux_loss_coef", "0"]) == 0
-    assert "loss: auto: fused" in capfd.readouterr().out
+    assert "experts: no load-balancing loss" in capfd.readouterr().out

@@ -34,6 +34,10 @@ class MetricCallback(TrainerCallback):
         """Return the figures since the last call, units in their names; collective over ranks."""
         return {}
 
+    def carried(self) -> dict[str, Any]:
+        """Return JSON for the checkpoint, of what was not logged yet; collective over ranks."""
+        return {}
+
     def details(self) -> dict[str, Any]:
         """Return JSON beside the figures of the last `metrics()`, for the journal alone."""
         return {}

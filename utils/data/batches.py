@@ -11,7 +11,8 @@ from utils.data.statistics import IGNORED_LABEL
 # bool, false for the first token of each segment. cu_seq_lens: the starts of all segments in the
 # flattened (B * T) tokens, the padded tail of a row being one, and then B * T, int32: as many as
 # there are, for flash kernels go through each, empty ones too. loss_positions: which of the
-# flattened tokens predict one that bears loss, int64.
+# flattened tokens predict one that bears loss, int64. row_tokens: how many tokens of each row come
+# before its padding, int64 (B,).
 Batch = dict[str, torch.Tensor]
 
 
@@ -21,7 +22,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     From pinned memory nobody waits for the copies. input_ids, labels, position_ids: (B, T) int64.
     Labels are unshifted: -100 where a token bears no loss. Positions count from 0 in each segment.
     cu_seq_lens_q and _k: `cu_seq_lens`. max_length_q and _k: at least the longest segment.
-    loss_positions as they are, if they are given.
+    loss_positions and row_tokens as they are, if they are given.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids = moved["input_ids"].long()
@@ -38,9 +39,8 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    if "loss_positions" in moved:
-        inputs["loss_positions"] = moved["loss_positions"]
-    return inputs
+    as_they_are = ("loss_positions", "row_tokens")
+    return inputs | {name: moved[name] for name in as_they_are if name in moved}
 
 
 def longest_segment(cu_seq_lens: torch.Tensor, row_length: int) -> int:

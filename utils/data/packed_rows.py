@@ -68,7 +68,7 @@ class PackedDataset(Dataset):
         numbers = np.asarray(rows, dtype=np.int64)
         shape = (len(rows), self.sequence_length)
         places = len(rows) * self.sequence_length
-        begins, tokens, bearing = self._pieces(numbers)
+        begins, tokens, bearing, free = self._pieces(numbers)
         input_ids = np.empty(places, dtype=np.int32)
         np.concatenate(tokens, out=input_ids, casting="same_kind")
         marks = np.empty(places, dtype=np.int8)
@@ -83,6 +83,7 @@ class PackedDataset(Dataset):
             "cu_seq_lens": torch.from_numpy(cu_seq_lens),
             # Of the token before it: no row begins with a token that bears loss.
             "loss_positions": torch.from_numpy(np.flatnonzero(bears_loss[1:])),
+            "row_tokens": torch.from_numpy(self.sequence_length - free),
         }
 
     def tokens_by_source(self, rows: np.ndarray) -> np.ndarray:
@@ -122,11 +123,13 @@ class PackedDataset(Dataset):
             begins = before + (row_begins - _sums_before(filled))[of_row]
             yield _Located(source, segments, begins, places, filled)
 
-    def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    def _pieces(
+        self, rows: np.ndarray
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray], np.ndarray]:
         """Return what these rows consist of, in order: documents' segments and padded tails.
 
         Where each begins among the flattened tokens, its token ids, and what is not 0 where a
-        token bears loss.
+        token bears loss; and the length of each row's padded tail.
         """
         begins, tokens, bearing = [], [], []
         free = np.full(len(rows), self.sequence_length)
@@ -144,7 +147,7 @@ class PackedDataset(Dataset):
         unordered = np.concatenate(begins)
         order = unordered.argsort()
         numbers = order.tolist()
-        return unordered[order], [tokens[i] for i in numbers], [bearing[i] for i in numbers]
+        return unordered[order], [tokens[i] for i in numbers], [bearing[i] for i in numbers], free
 
 
 def _sums_before(counts: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
+from utils.kernels.router_loss import SWITCH, RouterTerm, body_of, route
 
 # Architectures multiply (or divide) their logits under these names; a proof at the start of each
 # run (utils/kernels/loss_head.py) finds those that do something else.
@@ -18,14 +19,19 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 
 
-def fuse_loss_head(model: PreTrainedModel, compiled: bool = False) -> None:
+def fuse_loss_head(
+    model: PreTrainedModel, compiled: bool = False, router: RouterTerm | None = None
+) -> None:
     """Let `model(labels=...)` compute its loss a few tokens at a time, `compiled` on a GPU.
 
     The output then has a loss and no logits; without labels nothing changes. With
     `loss_positions=find_loss_positions(labels)` no GPU has to be waited for. The head's weight is
-    read in the head's own forward, for there FSDP2 and ZeRO-3 have gathered it.
+    read in the head's own forward, for there FSDP2 and ZeRO-3 have gathered it. The term of a
+    `router` comes apart from the loss, as `split_router_term` has it.
     """
-    original, terms = model.forward, _logit_terms(model.config.get_text_config())
+    text_config = model.config.get_text_config()
+    original, terms = model.forward, _logit_terms(text_config)
+    without_term = {SWITCH: False} if hasattr(text_config, SWITCH) else {}
     head: Any = model.get_output_embeddings()
 
     def head_forward(
@@ -44,20 +50,28 @@ def fuse_loss_head(model: PreTrainedModel, compiled: bool = False) -> None:
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         loss_positions: torch.Tensor | None = None,
+        row_tokens: torch.Tensor | None = None,
+        count_only: bool = False,
         **kwargs: Any,
     ) -> Any:
         if labels is None:
             return original(*args, **kwargs)
-        text_config = self.config.get_text_config()
-        assert not getattr(text_config, "output_router_logits", False), "chosen without this term"
-        hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        made: Any = CausalLMOutput()
+        if router is not None and row_tokens is not None:
+            outputs, made = route(self, router, row_tokens, *args, **kwargs)
+            if count_only:
+                return made
+        else:
+            outputs = body_of(self)(*args, **kwargs, **without_term)
+        hidden = outputs.last_hidden_state.flatten(0, 1)
         if loss_positions is None:
             loss_positions = find_loss_positions(labels)
         bears_loss = hidden.index_select(0, loss_positions)
         targets = _following(labels).index_select(0, loss_positions)
         total = self.get_output_embeddings()(bears_loss, targets=targets)
         items = len(targets) if num_items_in_batch is None else num_items_in_batch
-        return CausalLMOutput(loss=total / items)
+        made.loss = total / items
+        return made
 
     head.forward = types.MethodType(head_forward, head)
     model.forward = types.MethodType(forward, model)

@@ -167,7 +167,7 @@ def _by_formula(config: PreTrainedConfig, work: Workload, choice: str, gradients
     text, tokens = config.get_text_config(), work.rows * work.sequence_length
     size = (work.autocast or work.weights).itemsize
     layer = tokens * text.hidden_size * FORMULA_16_BIT[choice] * size // 2
-    if work.fused_head:
+    if work.loss_head.name == "fused":
         head = working_bytes(tokens, text.vocab_size, text.hidden_size, work.device, size)
     else:
         head = tokens * text.vocab_size * (8 + size)

@@ -181,7 +181,7 @@ def _workload(
         autocast=mixed,
         device="cuda" if launch.device == "cuda" else "cpu",
         attention=kernels.attention,
-        fused_head=kernels.loss_head.name == "fused",
+        loss_head=kernels.loss_head,
         lengths=typical_lengths(_lengths(data), rows * length),
         compiled=kernels.compiled,
     )

@@ -16,8 +16,8 @@ from transformers.integrations import moe
 from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import keep_products
 from utils.kernels.attention import AttentionChoice
-from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.linear_cross_entropy import buffers_alone
+from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.packed_varlen import NAME as PACKED
 from utils.kernels.probe_model import MISFITS, causal_lm_class
 from utils.planning.activations import layer_gradients, layers_of, trace_step
@@ -43,7 +43,7 @@ class Workload:
     autocast: torch.dtype | None
     device: str
     attention: AttentionChoice | None
-    fused_head: bool
+    loss_head: LossHeadChoice
     lengths: Sequence[int]
     compiled: bool = False
 
@@ -80,8 +80,7 @@ def trace(
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
         model_class: Any = causal_lm_class(config)
         model = model_class(config).to(work.weights)
-        if work.fused_head:
-            fuse_loss_head(model, work.compiled)
+        work.loss_head.install(model, work.compiled)
         if choice == "selective":
             keep_products(model)
         if choice != "none":
@@ -165,6 +164,8 @@ def _inputs(work: Workload) -> dict[str, Any]:
         "use_cache": False,
         "num_items_in_batch": torch.zeros((), dtype=torch.int64),
     }
-    if work.fused_head:
+    if work.loss_head.name == "fused":
         inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
+    if work.loss_head.router is not None:
+        inputs["row_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
     return inputs

@@ -1,6 +1,5 @@
 """What a run will do, worked out and said before any weight is loaded or any file is written."""
 
-import copy
 import logging
 import math
 import os
@@ -20,6 +19,8 @@ from utils.kernels.attention import AttentionChoice, choose_attention
 from utils.kernels.cpu_products import products_name, settle_products
 from utils.kernels.isolation import check_isolation
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
+from utils.kernels.probe_model import has_experts
+from utils.kernels.router_loss import describe_term, router_term
 from utils.kernels.varlen import ROW_SDPA
 from utils.planning.compilation_choice import choose_compilation
 from utils.planning.finished_model import saved_dtype
@@ -166,24 +167,17 @@ def _attention(
 
 def _loss_head(settings: RunSettings, config: PreTrainedConfig) -> LossHeadChoice:
     """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
-    model = settings.model
+    model, training = settings.model, settings.training
     adapted: list[str] = []
     if model.use_peft:
         for modules in (model.lora_target_modules, model.lora_modules_to_save):
             adapted += [modules] if isinstance(modules, str) else modules or []
-    choice = choose_loss_head(model.loss_head, _as_trained(settings, config), adapted)
+    fine_tuning = isinstance(training, FineTuneConfig)
+    given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
+    router = router_term(config, fine_tuning=fine_tuning, given=given)
+    choice = choose_loss_head(model.loss_head, config, adapted, router)
     logger.info("loss: %s", choice.reason)
+    if has_experts(config):
+        accumulation = training.gradient_accumulation_steps
+        logger.info("experts: %s", describe_term(router, accumulation))
     return choice
-
-
-def _as_trained(settings: RunSettings, config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration as SFTTrainer will change it: with the router's term in the loss."""
-    training = settings.training
-    text = config.get_text_config()
-    if not isinstance(training, FineTuneConfig) or not hasattr(text, "router_aux_loss_coef"):
-        return config
-    given = training.router_aux_loss_coef
-    config = copy.deepcopy(config)
-    coefficient = text.router_aux_loss_coef if given is None else given
-    config.get_text_config().output_router_logits = coefficient != 0
-    return config

@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
 from utils.callbacks.carried import carried_state, carry
+from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.run_loss import RunLoss
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.checkpoints.digests import in_place_of_crc32
@@ -189,6 +190,9 @@ class InterruptibleTrainerMixin(Trainer):
         if unlogged_steps:
             sums = self.accelerator.gather(self._tr_loss.detach().float().reshape(1))
             carried |= {"unlogged_steps": unlogged_steps, "unlogged_loss_sums": sums.tolist()}
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MetricCallback):
+                carried |= callback.carried()
         loader: Any = self.callback_handler.train_dataloader
         loader.consumed.count(self.state.global_step)
         carried["tokens"] = loader.consumed.carried()

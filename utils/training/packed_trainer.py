@@ -3,12 +3,13 @@
 import math
 import types
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
@@ -22,10 +23,10 @@ from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.data.packed_rows import PackedDataset
 from utils.kernels.activation_checkpointing import keep_products
 from utils.kernels.compilation import compile_layers, leave_length_open
-from utils.kernels.fused_head import fuse_loss_head
 from utils.kernels.loss_head import LossHeadChoice
 from utils.planning.finished_model import with_stops
 from utils.training.elastic import ElasticTrainerMixin
+from utils.training.expert_balance import ExpertBalance
 from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets, keep_gradients_in_buckets
 from utils.training.interruptible import InterruptibleTrainerMixin
@@ -55,8 +56,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         self.eval_rows = dict(eval_rows)
         self.sampler = sampler
         self.fused_head = loss_head.name == "fused"
-        if self.fused_head:
-            fuse_loss_head(kwargs["model"], compiled)  # before PEFT wraps it
+        loss_head.install(kwargs["model"], compiled)  # before PEFT wraps it
         if activation_checkpointing == "selective":
             keep_products(kwargs["model"])
         self.compiled = compiled
@@ -72,6 +72,10 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             )
         assert isinstance(self.model, nn.Module)
         keep_mode(self.model)
+        self.balance: ExpertBalance | None = None
+        if loss_head.router is not None:
+            self.balance = ExpertBalance(loss_head.router, self.accelerator)
+            self.add_callback(self.balance)
         self._flops_per_token = 0
         remove_default_reporting(self)
         keep_gradients_in_buckets(self.accelerator)
@@ -121,8 +125,10 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
         Trainer's own waits for each tensor, and so for all that was started before it.
         """
-        if not self.fused_head:  # all logits need no positions: they are not moved
-            inputs = {name: value for name, value in inputs.items() if name != "loss_positions"}
+        # All logits need no positions, and dense models no tokens by row: they are not moved.
+        unused = set() if self.fused_head else {"loss_positions"}
+        unused |= set() if self.balance else {"row_tokens"}
+        inputs = {name: value for name, value in inputs.items() if name not in unused}
         made = model_inputs(inputs, self.args.device)
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
@@ -139,6 +145,22 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         own = sum(len(batch["loss_positions"]) for batch in batch_samples)
         items = torch.full((), own, dtype=torch.int64, device=device)
         return self.accelerator.reduce(items, reduction="sum")
+
+    @override
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Any]:
+        """Take the micro-batches of a step, and count what the experts' term needs of all."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.balance is not None:
+            self.balance.begin_step(batches, self._count_assignments)
+        return batches, items
+
+    def _count_assignments(self, batch: Batch) -> Any:
+        self.model_wrapped.train()  # as it routes when it trains
+        with torch.no_grad(), self.compute_loss_context_manager():
+            prepared = self._prepare_inputs(batch)
+            return self.model_wrapped(**prepared, use_cache=False, count_only=True)
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -158,17 +180,19 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     ) -> Any:
         """Return the loss summed over loss-bearing tokens, divided by those of the global batch.
 
-        Trainer's own, for SFT too: TRL's counts the tokens of one row only and synchronises the
-        device several times a micro-batch. Of a global batch without any such token it is 0.
+        The experts' term is added after that. Trainer's own, for SFT too: TRL's counts the tokens
+        of one row only and synchronises the device several times a micro-batch. Of a global
+        batch without any such token it is 0.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "counted by this trainer itself"
         inputs = {**inputs, "use_cache": False}
-        result = Trainer.compute_loss(
-            self, model, inputs, return_outputs, num_items_in_batch.clamp(min=1)
+        loss, outputs = Trainer.compute_loss(
+            self, model, inputs, True, num_items_in_batch.clamp(min=1)
         )
-        loss = result[0] if isinstance(result, tuple) else result
+        if self.balance is not None:
+            loss = loss + self.balance.weighted(outputs)
         self.guard.take_loss(loss, num_items_in_batch)
-        return result
+        return (loss, outputs) if return_outputs else loss
 
     @override
     def prediction_step(
@@ -180,6 +204,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     ) -> tuple[None, None, None]:
         """Add the micro-batch's summed loss and its loss-bearing tokens to the split's totals."""
         prepared = self._prepare_inputs(inputs)
+        prepared.pop("row_tokens", None)  # the loss of a model, not of its routers
         with torch.no_grad(), self.compute_loss_context_manager():
             # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
@@ -228,9 +253,18 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of missing tensors, but not of those tied to one that was loaded."""
+        """Raise ConfigurationError where tensors are missing: Trainer warns and keeps random ones.
+
+        Those tied to one that was loaded are not.
+        """
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing = [name for name in load_result.missing_keys if name not in tied]
+        if missing:
+            raise ConfigurationError(
+                f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: "
+                "it is of another model, or of a version of Stoker that wrote experts under other "
+                "names. Start a run with another --output_dir and its final/ as --init_from."
+            )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     @override
@@ -242,8 +276,20 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save model and tokenizer, without the pickle of the settings that Trainer adds."""
-        super()._save(output_dir, state_dict)
+        """Save model and tokenizer, without the pickle of the settings that Trainer adds.
+
+        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
+        would write those of the published format, where each expert is a tensor of its own.
+        """
+        model: Any = self.model
+        if isinstance(model, PreTrainedModel):
+            vars(model)["save_pretrained"] = partial(
+                model.save_pretrained, save_original_format=False
+            )
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            vars(model).pop("save_pretrained", None)
         if self.args.should_save:
             (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(
                 missing_ok=True

@@ -148,8 +148,10 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
         assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
         assert set(batch) == {
             *SHAPED, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-            "loss_positions",
+            "loss_positions", "row_tokens",
         }  # fmt: skip
+        padding = batch["input_ids"] == PAD
+        assert torch.equal(batch["row_tokens"], (~padding).sum(dim=1))
     assert len(shapes) == 1
 
 

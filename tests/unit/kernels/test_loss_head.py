@@ -10,6 +10,7 @@ from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
 from utils.kernels.linear_cross_entropy import LogitTerms
 from utils.kernels.loss_head import choose_loss_head
 from utils.kernels.probe_model import build_probe_model, probe_config
+from utils.kernels.router_loss import RouterTerm
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
@@ -52,18 +53,17 @@ def test_what_a_model_does_to_its_logits_is_missed_by_the_proof(config, monkeypa
     assert "loss is not the cross-entropy of its last layer alone" in choice.reason
 
 
-def test_a_loss_with_a_term_for_the_router_keeps_all_logits():
-    with_term = transformers.MixtralConfig(**ROUTED, output_router_logits=True)
-    assert choose_loss_head("auto", with_term).name == "logits"
-    assert choose_loss_head("auto", transformers.MixtralConfig(**ROUTED)).name == "fused"
+@pytest.mark.parametrize("given", [None, RouterTerm(0.5, 2)], ids=["no term", "term"])
+def test_the_experts_term_is_fused_too_and_its_coefficient_is_the_settings(given):
+    config = transformers.MixtralConfig(**ROUTED, router_aux_loss_coef=0.02)
+    choice = choose_loss_head("fused", config, router=given)
+    assert (choice.name, choice.router) == ("fused", given)
 
 
-def test_fused_is_refused_where_it_does_not_do():
-    config = transformers.MixtralConfig(**ROUTED, output_router_logits=True)
-    with pytest.raises(
-        ConfigurationError, match="--loss_head fused: its loss has a term for its router"
-    ):
-        choose_loss_head("fused", config)
+def test_a_proof_that_does_not_run_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(fused_head, "body_of", lambda model: model)
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM does not run without its last"):
+        choose_loss_head("fused", LLAMA)
 
 
 def test_logits_are_taken_as_requested():

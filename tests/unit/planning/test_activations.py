@@ -51,7 +51,8 @@ def settings(parse=parse_pretraining, **changes) -> RunSettings:
 def work(**changes) -> Workload:
     values = {
         "rows": 2, "sequence_length": 64, "weights": torch.float32, "autocast": None,
-        "device": "cpu", "attention": CPU, "fused_head": True, "lengths": [64, 64],
+        "device": "cpu", "attention": CPU, "loss_head": LossHeadChoice("fused", "as set"),
+        "lengths": [64, 64],
     }  # fmt: skip
     return Workload(**(values | changes))
 

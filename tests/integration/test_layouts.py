@@ -1,0 +1,140 @@
+"""One global batch is one loss, however it is cut into micro-batches and ranks.
+
+Dense models and experts with their load-balancing loss, pretraining, fine-tuning and LoRA.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from families import EXPERTS, SIZES, tiny_config, tiny_model
+from launching import run_two_processes
+from safetensors.torch import load_file
+
+import pretrain
+import sft_train
+from utils.callbacks.journal_file import read_journal
+
+pytestmark = pytest.mark.slow
+
+MAINS = {"pretrain": pretrain.main, "sft": sft_train.main, "lora": sft_train.main}
+COEFFICIENT = 0.1
+RUN = {
+    "global_batch_size": 8,
+    "max_steps": 4,
+    "save_steps": 4,
+    # Adam divides by the gradient's size: where that is rounding, so is the sign of the step.
+    "adam_epsilon": 1e-4,
+}
+
+
+def lines(run: Path) -> list[dict]:
+    return [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "train"]
+
+
+def figures(run: Path) -> torch.Tensor:
+    names = ("loss", "grad_norm", "aux_loss")
+    return torch.tensor([[line.get(name, 0.0) for name in names] for line in lines(run)])
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, workspace) -> Path:
+    """A model directory of experts; its config.json asks for the term in pretraining."""
+    directory = tmp_path_factory.mktemp("experts")
+    values = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
+    tiny_model(tiny_config("qwen3_moe", **values)).save_pretrained(directory)
+    tiny.make_tokenizer(directory)
+    made = SIZES | EXPERTS["qwen3_moe"] | values | {"model_type": "qwen3_moe"}
+    made.pop("head_dim")  # as derived
+    (directory / "recipe.json").write_text(json.dumps(made))
+    return directory
+
+
+@pytest.fixture
+def command(experts, pretraining, fine_tuning):
+    def argv(kind: str, model: str, run: Path, **changes: object) -> list[str]:
+        if kind == "pretrain":
+            path = {"model_config": experts / "recipe.json"} if model == "experts" else {}
+            return pretraining(run, **(RUN | path | changes))
+        path = {"model_name_or_path": experts} if model == "experts" else {}
+        adapters = (
+            {"use_peft": True, "lora_dropout": 0, "lora_target_modules": ["q_proj", "v_proj"]}
+            if kind == "lora"
+            else {}
+        )
+        return fine_tuning(run, **(RUN | path | adapters | changes))
+
+    return argv
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("in_one_micro_batch")
+
+
+def expected_run(kind: str, model: str, kept: Path, command) -> Path:
+    """Make the run in one micro-batch a step, once."""
+    run = kept / f"{kind}_{model}"
+    if not run.exists():
+        assert MAINS[kind](command(kind, model, run, per_device_train_batch_size=8)) == 0
+    return run
+
+
+def compare(run: Path, expected: Path) -> None:
+    assert len(lines(run)) == RUN["max_steps"]
+    torch.testing.assert_close(figures(run), figures(expected), rtol=1e-5, atol=1e-6)
+    ours, others = (load_file(each / "final" / "model.safetensors") for each in (run, expected))
+    torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("kind", MAINS)
+def test_accumulation(kind, model, command, kept, tmp_path, capsys):
+    expected = expected_run(kind, model, kept, command)
+    argv = command(kind, model, tmp_path / "run", per_device_train_batch_size=1)
+    assert MAINS[kind](argv) == 0
+    compare(tmp_path / "run", expected)
+    assert ("aux_loss" in lines(expected)[0]) == (model == "experts")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "rows"),
+    [("pretrain", "multi_gpu", 4), ("sft", "fsdp2", 2), ("lora", "multi_gpu", 2)],
+)
+def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsys):
+    expected = expected_run(kind, "experts", kept, command)
+    script = "pretrain.py" if kind == "pretrain" else "sft_train.py"
+    argv = command(kind, "experts", tmp_path / "run", per_device_train_batch_size=rows)
+    done = run_two_processes(config, script, argv)
+    assert done.returncode == 0, done.stdout[-3000:]
+    compare(tmp_path / "run", expected)
+
+
+def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsys):
+    """And the exported configuration is as it was, though TRL turns the term on there."""
+    expected = expected_run("sft", "experts", kept, command)
+    run = tmp_path / "run"
+    argv = command("sft", "experts", run, max_steps=1, router_aux_loss_coef=0)
+    assert sft_train.main(argv) == 0
+    (without,), with_term = lines(run), lines(expected)[0]
+    term = COEFFICIENT * with_term["aux_loss"]
+    assert with_term["aux_loss"] > 1
+    assert with_term["loss"] == pytest.approx(without["loss"] + term, rel=1e-6)
+    config = json.loads((run / "final" / "config.json").read_text())
+    assert config["router_aux_loss_coef"] == COEFFICIENT
+    assert config["output_router_logits"] is True
+
+
+def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    changes = {"per_device_train_batch_size": 4, "logging_steps": 4, "save_steps": 3}
+    assert pretrain.main(command("pretrain", "experts", whole, **changes)) == 0
+    assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
+    for path in (*cut.glob("checkpoint-4"), cut / "final"):
+        path.rename(tmp_path / path.name)
+    assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
+    assert "resum" in capsys.readouterr().out
+    (first,), (again,) = lines(whole), lines(cut)
+    assert [first["loss"], first["aux_loss"]] == [again["loss"], again["aux_loss"]]
