@@ -1,6 +1,7 @@
 """What the user may set for `prepare_data.py`."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from utils.config.errors import ConfigurationError
@@ -53,8 +54,11 @@ class PreparationArguments:
         choices=["auto", "tokenizers", "gigatoken"],
     )
     tokenizer_only: bool = _setting(False, "stop once output_dir/tokenizer is written")
-    chat_template: str | None = _setting(
-        None, "Jinja file with {% generation %} markers; None: the tokenizer's own template"
+    chat_template: str | None = _setting(None, "Jinja file; None: the tokenizer's own template")
+    template_date: str | None = _setting(
+        None,
+        "YYYY-MM-DD that a chat template prints where it prints today's date; None: the day of the "
+        "newest source file, the same for every shard. It is recorded",
     )
     sequence_length: int | None = _setting(
         None, "tokens; chats longer than this fall under on_overlong. None: lengths are not limited"
@@ -124,6 +128,13 @@ def _range_problems(arguments: PreparationArguments) -> list[str]:
         value = getattr(arguments, name)
         if value is not None and value < least:
             problems.append(f"{name} is {value}: it must be at least {least}")
+    if arguments.template_date is not None:
+        try:
+            date.fromisoformat(arguments.template_date)
+        except ValueError:
+            problems.append(
+                f"template_date is {arguments.template_date!r}: give a day as YYYY-MM-DD"
+            )
     if arguments.on_overlong != "error" and arguments.sequence_length is None:
         problems.append(
             f"on_overlong is {arguments.on_overlong} but nothing says what is too long: "

@@ -189,4 +189,5 @@ def _sources_of(
         "dropped_examples": total.examples,
         "truncated": total.truncated,
         "continued": total.continued,
+        "without_earlier_thinking": total.without_earlier_thinking,
     }

@@ -1,22 +1,38 @@
-"""Chats: the template that renders them, and the ids and loss masks it gives."""
+"""Chats: the template that renders them, checked before the work, and the ids and loss masks."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation.documents import ChatDocument, Message
+from utils.data.preparation.chat_marks import ChatRefused
+from utils.data.preparation.chat_masks import ChatMasks, MaskedChat
+from utils.data.preparation.chat_template import RENDERING_ERRORS, ChatTemplate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-# What a template may raise on a conversation it was not written for (roles out of order, ...).
-RENDERING_ERRORS = (TemplateError, TypeError, ValueError, KeyError)
+logger = logging.getLogger(__name__)
+
 NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
+)
+# Chats that a template must be able to train on, one at least: some take no second turn, no plain
+# chat without tools, or no tools.
+TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
+LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+CALLS = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+PROBES: Sequence[tuple[Any, Any]] = (
+    ([*TURN, *TURN], None),
+    (TURN, None),
+    (TURN, [{"type": "function", "function": LOOK}]),
+    (CALLS, [{"type": "function", "function": LOOK}]),
 )
 
 
@@ -25,13 +41,11 @@ def attach_training_template(
 ) -> None:
     """Give the tokenizer the chat template that is trained with and saved beside the data.
 
-    The file's template if there is one, else the tokenizer's own; a known template without
-    {% generation %} markers is replaced by TRL's training version of it. Raises
-    ConfigurationError without a template, without markers, or when the token that ends the
-    assistant's turn would not be trained.
+    The file's template if there is one, else the tokenizer's own. Its loss masks come from its
+    {% generation %} markers, else they are derived; where they cannot be, TRL's training version
+    of the template is taken if it has one. Logs which. Raises ConfigurationError without a
+    template, or where no chat could be trained on, with the reason.
     """
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
     origin = template_file or "the tokenizer's chat template"
     if template_file is not None:
         tokenizer.chat_template = read_chat_template(template_file)
@@ -40,17 +54,28 @@ def attach_training_template(
     if isinstance(tokenizer.chat_template, dict):
         # Several named templates; conversations are rendered with the default one.
         tokenizer.chat_template = tokenizer.get_chat_template()
-    if not has_generation_markers(tokenizer.chat_template):
-        try:
-            tokenizer.chat_template = get_training_chat_template(tokenizer)
-        except RENDERING_ERRORS as error:
-            raise ConfigurationError(
-                f"{origin} has no {{% generation %}} markers, so nothing says which tokens are the "
-                "assistant's, and TRL has no training version of it: put the markers around the "
-                "assistant's words and its end-of-turn token and give it with --chat_template "
-                "(recipes/chat_templates/chatml.jinja shows how)"
-            ) from error
-    _check_end_of_turn(tokenizer, origin)
+    if not tokenizer.is_fast:
+        raise ConfigurationError(
+            "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
+            "offsets"
+        )
+    problem = _problem(tokenizer)
+    if problem is None:
+        if not ChatTemplate(tokenizer).has_markers:
+            logger.info(
+                "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
+                "derived from its renderings, and checked for every chat",
+                origin,
+            )
+        return
+    if not _take_training_version(tokenizer):
+        raise ConfigurationError(
+            f"{origin} cannot be trained with: {problem}. Give another template with "
+            "--chat_template (recipes/chat_templates/chatml.jinja is one), or put "
+            "{% generation %} ... {% endgeneration %} in it around the assistant's words and the "
+            "token that ends its turn"
+        )
+    logger.info("loss masks: %s is replaced by TRL's training version (%s)", origin, problem)
 
 
 def read_chat_template(path: str) -> str:
@@ -67,89 +92,110 @@ def read_chat_template(path: str) -> str:
     return template
 
 
-def _check_end_of_turn(tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
-
-    if not tokenizer.is_fast:
-        raise ConfigurationError(
-            "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
-            "offsets"
-        )
-    if not is_chat_template_stop_token_trained(tokenizer):
-        raise ConfigurationError(
-            f"{origin}: the token that ends the assistant's turn would not be trained, so the "
-            "model would never stop: put it inside {% generation %} ... {% endgeneration %}, and "
-            "make sure that it is one special token of this tokenizer"
-        )
-
-
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the token that ends a whole answer: the last trained one of it that is not blank.
-
-    An answer that is followed by another turn may end otherwise (gpt-oss: `<|end|>`, with which its
-    thinking ends too), so that counts only where the last answer of a chat ends with no token of
-    its own.
-    """
-    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    words: list[int] = []
-    for messages in (probe[:2], probe[:3]):
+    """Return the id of the last token that is trained on in a chat, which ends generation."""
+    masks = ChatMasks(tokenizer)
+    for messages, tools in ((TURN, None), *PROBES[2:]):
         try:
-            ids, mask = render(tokenizer, messages, None)
-        except RENDERING_ERRORS:
+            ids, mask = render(tokenizer, masks, messages, tools)
+        except ChatRefused:
             continue
-        trained = [token for token, bears in zip(ids, mask, strict=True) if bears]
+        trained = [int(token) for token, bears in zip(ids, mask, strict=True) if bears]
         words = [token for token in trained if str(tokenizer.decode([token])).strip()]
-        if words and words[-1] in tokenizer.added_tokens_decoder:
-            break
-    return words[-1] if words else None
+        return words[-1] if words else None
+    return None
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[MaskedChat]
+) -> list[tuple[np.ndarray, np.ndarray] | ChatRefused]:
+    """Return (ids, loss mask), both (tokens,), of each chat, or why it has none.
+
+    One that a token holds words of a trained turn and others of is refused.
+    """
+    encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
+    found: list[tuple[np.ndarray, np.ndarray] | ChatRefused] = []
+    for index, chat in enumerate(chats):
+        ids = np.array(encoded["input_ids"][index], dtype=np.int64)
+        mask = np.zeros(len(ids), dtype=np.int8)
+        try:
+            for span in chat.spans:
+                first, last = _tokens_of(encoded, index, chat.text, span)
+                mask[first : last + 1] = 1
+            found.append((ids, mask))
+        except ChatRefused as refused:
+            found.append(refused)
+    return found
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-) -> tuple[list[int], list[int]]:
-    """Return (input ids, loss mask) of one conversation; both (tokens,).
+    tokenizer: "PreTrainedTokenizerBase", masks: ChatMasks, messages: Any, tools: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, loss mask) of one chat; raises ChatRefused."""
+    (found,) = tokenize(tokenizer, [masks(messages, tools)])
+    if isinstance(found, ChatRefused):
+        raise found
+    return found
 
-    Raises one of RENDERING_ERRORS when the template refuses the conversation.
+
+def _tokens_of(
+    encoded: "BatchEncoding", index: int, text: str, span: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the first and the last token of a span of characters.
+
+    A token that joins blanks of the turn to what precedes it (header and line break) is given to
+    the model; one that joins blanks before or behind the turn to its words is the model's.
     """
-    encoded = _apply(
-        tokenizer, list(messages), tools=tools or None, return_assistant_tokens_mask=True
-    )
-    return encoded["input_ids"], encoded["assistant_masks"]
+    start, stop = span
+    places = (encoded.char_to_token(index, place) for place in range(start, stop))
+    first = next((token for token in places if token is not None), None)
+    places = (encoded.char_to_token(index, place) for place in range(stop - 1, start - 1, -1))
+    last = next((token for token in places if token is not None), None)
+    if first is None or last is None:
+        return 0, -1
+    opening, final = encoded.token_to_chars(index, first), encoded.token_to_chars(index, last)
+    assert opening is not None
+    assert final is not None
+    if opening.start < start and text[start : opening.end].isspace() and opening.end < stop:
+        first += 1
+    elif text[opening.start : start].strip():
+        raise ChatRefused("one token holds the header of a turn and its first words", "straddled")
+    while last + 1 < len(encoded["input_ids"][index]):
+        following = encoded.token_to_chars(index, last + 1)
+        if following is None or following.start >= stop or following.start >= final.end:
+            break
+        last += 1  # a character of several tokens
+    if text[stop : final.end].strip():
+        raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
+    return first, last
 
 
-def render_batch(
-    tokenizer: "PreTrainedTokenizerBase", documents: Sequence[ChatDocument]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Render conversations without tools at once: (ids, masks), one list per document."""
-    conversations = [list(document.messages) for document in documents]
-    encoded = _apply(tokenizer, conversations, return_assistant_tokens_mask=True)
-    return encoded["input_ids"], encoded["assistant_masks"]
+def _problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return why the tokenizer's template cannot be trained with; None if it can."""
+    try:
+        masks, problem = ChatMasks(tokenizer), ""
+        for messages, tools in PROBES:
+            try:
+                render(tokenizer, masks, messages, tools)
+            except ChatRefused as refused:
+                problem = problem or str(refused)
+            else:
+                return None
+    except RENDERING_ERRORS as error:
+        return str(error)
+    return problem
 
 
-def render_completion(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: Sequence[Message],
-    completion: Sequence[Message],
-) -> tuple[list[int], list[int]]:
-    """Return (ids, mask) of a prompt and completion given as messages.
+def _take_training_version(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Give the tokenizer TRL's version with {% generation %} of its template, if one works."""
+    from trl.chat_template_utils import get_training_chat_template
 
-    The assistant's tokens of the completion bear loss, those of the prompt do not. Raises
-    ValueError when the rendered prompt is not where the rendered whole begins.
-    """
-    ids, mask = render(tokenizer, [*prompt, *completion], None)
-    opening = _apply(tokenizer, list(prompt), add_generation_prompt=True)["input_ids"]
-    if ids[: len(opening)] != opening:
-        raise ValueError("the template renders the prompt differently when a completion follows")
-    return ids, [0] * len(opening) + mask[len(opening) :]
-
-
-def _apply(
-    tokenizer: "PreTrainedTokenizerBase", conversation: list[Any], **options: Any
-) -> Mapping[str, Any]:
-    # apply_chat_template declares a union over all its modes; return_dict makes it a mapping.
-    return cast(
-        Mapping[str, Any],
-        tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options),
-    )
+    original = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = get_training_chat_template(tokenizer)
+    except RENDERING_ERRORS:
+        return False
+    if tokenizer.chat_template == original or _problem(tokenizer) is not None:
+        tokenizer.chat_template = original
+        return False
+    return True

@@ -22,27 +22,29 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """A conversation; the assistant's turns bear loss. `tools` are JSON schemas."""
+    """A conversation; the assistant's turns from message `first_trained` on are trained on.
+
+    tools: JSON schemas. template_options: more variables for the chat template.
+    """
 
     messages: Sequence[Message]
     place: Place
     tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] | None = None
+    first_trained: int = 0
 
 
 @dataclass(frozen=True)
 class CompletionDocument:
-    """A prompt and its completion, both strings or both lists of messages."""
+    """A prompt and its completion as strings; as messages they are a ChatDocument."""
 
-    prompt: str | Sequence[Message]
-    completion: str | Sequence[Message]
+    prompt: str
+    completion: str
     place: Place
 
-    @property
-    def is_text(self) -> bool:
-        """Whether both are strings."""
-        return isinstance(self.prompt, str) and isinstance(self.completion, str)
 
-
+# Columns that a chat may have besides its messages.
+CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 Document = TextDocument | ChatDocument | CompletionDocument
 
 
@@ -50,8 +52,8 @@ def columns_of(document_format: str, text_column: str) -> list[str]:
     """Return the columns that a format reads."""
     return {
         "text": [text_column],
-        "messages": ["messages", "tools"],
-        "prompt_completion": ["prompt", "completion"],
+        "messages": ["messages", *CHAT_EXTRAS],
+        "prompt_completion": ["prompt", "completion", *CHAT_EXTRAS],
     }[document_format]
 
 
@@ -74,7 +76,7 @@ def parse_documents(
     missing = [
         name
         for name in columns_of(document_format, text_column)
-        if name != "tools" and record.fields.get(name) is None
+        if name not in CHAT_EXTRAS and record.fields.get(name) is None
     ]
     if missing:
         yield _missing(record, missing, document_format)
@@ -82,9 +84,7 @@ def parse_documents(
         yield from _texts(record, text_column)
     elif document_format == "messages":
         problem = _messages_problem("messages", record.fields["messages"], record.place)
-        yield problem or ChatDocument(
-            record.fields["messages"], record.place, record.fields.get("tools")
-        )
+        yield problem or _chat(record, record.fields["messages"])
     else:
         yield _completion(record)
 
@@ -108,13 +108,18 @@ def texts_of(document: Document) -> list[str]:
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, ChatDocument):
-        return [message["content"] for message in document.messages]
-    parts = (document.prompt, document.completion)
-    return [
-        text
-        for part in parts
-        for text in ([part] if isinstance(part, str) else [m["content"] for m in part])
-    ]
+        return [text for message in document.messages for text in _texts_of_message(message)]
+    return [document.prompt, document.completion]
+
+
+def _texts_of_message(message: Message) -> list[str]:
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    if reasoning := message.get("reasoning_content"):
+        texts.append(reasoning)
+    if calls := message.get("tool_calls"):
+        texts.append(json.dumps(calls, ensure_ascii=False))
+    return texts
 
 
 def _missing(record: Record, missing: list[str], document_format: str) -> BadRow:
@@ -173,13 +178,26 @@ def _messages_problem(name: str, messages: Any, place: Place) -> BadRow | None:
             text = f"message {turn} of {name!r} must be an object, found {kind}"
             return BadRow("wrong_type", text, place)
         for key in ("role", "content"):
-            if message.get(key) is None:
+            if message.get(key) is None and (key == "role" or not message.get("tool_calls")):
                 text = f"message {turn} of {name!r} has no {key!r}"
                 return BadRow("missing_field", text, place)
-            problem = _text_problem(f"{key} of message {turn} of {name}", message[key], place)
+        for what, text in _strings_of_message(message):
+            problem = _text_problem(f"{what} of message {turn} of {name}", text, place)
             if problem:
                 return problem
     return None
+
+
+def _strings_of_message(message: Message) -> Iterator[tuple[str, Any]]:
+    yield "role", message["role"]
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            yield "content", part.get("text") if isinstance(part, dict) else part
+    elif content is not None:
+        yield "content", content
+    if message.get("reasoning_content") is not None:
+        yield "reasoning_content", message["reasoning_content"]
 
 
 def _completion(record: Record) -> Document | BadRow:
@@ -196,4 +214,11 @@ def _completion(record: Record) -> Document | BadRow:
         return BadRow("wrong_type", message, record.place)
     if isinstance(completion, str) and not completion.strip():
         return BadRow("empty", "empty document: 'completion' has no text", record.place)
+    if isinstance(prompt, list):
+        return _chat(record, [*prompt, *completion], first_trained=len(prompt))
     return CompletionDocument(prompt, completion, record.place)
+
+
+def _chat(record: Record, messages: Sequence[Message], first_trained: int = 0) -> ChatDocument:
+    tools, options = (record.fields.get(name) for name in CHAT_EXTRAS)
+    return ChatDocument(messages, record.place, tools, options, first_trained)

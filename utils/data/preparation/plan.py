@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from utils.data.preparation.work_units import WorkUnit, cut_into_units
 logger = logging.getLogger(__name__)
 
 # Raised whenever the same sources and settings would give other bytes than before.
-OUTPUT_VERSION = 1
+OUTPUT_VERSION = 2
 SPLIT_NAME = re.compile(r"[a-z0-9_]+")
 RESERVED_NAMES = {TRAIN, "tokenizer"}
 
@@ -76,6 +77,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         sequence_length=arguments.sequence_length,
         validation_fraction=arguments.validation_fraction,
         seed=arguments.seed,
+        template_date=None if document_format == "text" else _template_date(arguments, sources),
     )
     size = sum(unit.size for unit in units)
     logger.info(
@@ -92,6 +94,19 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         and isinstance(first.fields.get("prompt"), list)
     )
     return PreparationPlan(sources, units, settings, needs_chat_template)
+
+
+def _template_date(
+    arguments: PreparationArguments, sources: Mapping[str, Sequence[SourceFile]]
+) -> str:
+    """Return the day that chat templates print: given, else that of the newest source file.
+
+    Shards that run on two days agree.
+    """
+    if arguments.template_date is not None:
+        return arguments.template_date
+    newest = max(file.mtime_ns for files in sources.values() for file in files)
+    return datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
 
 
 def _find_sources(arguments: PreparationArguments) -> dict[str, list[SourceFile]]:

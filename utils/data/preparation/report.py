@@ -31,6 +31,7 @@ def total_counts(counts: Iterable[UnitCounts]) -> UnitCounts:
         total.examples = [*total.examples, *unit.examples][:EXAMPLES_KEPT]
         total.truncated += unit.truncated
         total.continued += unit.continued
+        total.without_earlier_thinking += unit.without_earlier_thinking
     return total
 
 
@@ -106,6 +107,12 @@ def _loss_lines(counts: UnitCounts) -> list[str]:
     if counts.continued:
         lines.append(
             f"cut: very long texts were continued in {counts.continued:,} further documents"
+        )
+    if counts.without_earlier_thinking:
+        lines.append(
+            f"thinking of earlier turns: left out by the chat template in "
+            f"{counts.without_earlier_thinking:,} chats, as it is when the model is used; to train "
+            "on all of it, give each of these chats once for every turn"
         )
     lines.extend(f"  dropped {example}" for example in counts.examples)
     return lines

@@ -1,12 +1,15 @@
 """Tokenization: documents to token ids and the mask of those that bear loss."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utils.data.preparation import chats
+from utils.data.preparation.chat_marks import ChatRefused
+from utils.data.preparation.chat_masks import ChatMasks, MaskedChat
+from utils.data.preparation.chats import tokenize
 from utils.data.preparation.documents import (
     ChatDocument,
     CompletionDocument,
@@ -25,10 +28,14 @@ MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion"
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all bear loss."""
+    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all bear loss.
+
+    drops_thinking: the chat template leaves out reasoning of earlier turns.
+    """
 
     ids: np.ndarray
     loss_mask: np.ndarray | None
+    drops_thinking: bool = False
 
     @property
     def loss_tokens(self) -> int:
@@ -38,7 +45,7 @@ class TokenizedDocument:
     def truncated(self, length: int) -> "TokenizedDocument":
         """Return the first `length` tokens."""
         mask = None if self.loss_mask is None else self.loss_mask[:length]
-        return TokenizedDocument(self.ids[:length], mask)
+        return replace(self, ids=self.ids[:length], loss_mask=mask)
 
     @property
     def has_target(self) -> bool:
@@ -51,24 +58,35 @@ class DocumentTokenizer:
 
     Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
     strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
-    are rendered by the chat template, which says itself what ends them.
+    are rendered by the chat template, which says itself what ends them; template_date: the date
+    (YYYY-MM-DD) that it prints for today's.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", backend: str = "tokenizers"):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        backend: str = "tokenizers",
+        template_date: str | None = None,
+    ):
         self.tokenizer = tokenizer
         self.id_type = id_type(tokenizer)
         self._encode = encoder(backend, tokenizer)
         self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
+        self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
         """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
         if documents and isinstance(documents[0], TextDocument):
             return self._texts([d.text for d in documents if isinstance(d, TextDocument)])
-        pairs = [d for d in documents if isinstance(d, CompletionDocument) and d.is_text]
-        if len(pairs) == len(documents):
-            return self._pairs(pairs)
-        rendered = self._batch([d for d in documents if isinstance(d, ChatDocument)])
-        return rendered or [self._one(document) for document in documents]
+        pairs = [d for d in documents if isinstance(d, CompletionDocument)]
+        chats = [d for d in documents if isinstance(d, ChatDocument)]
+        of_pairs = iter(self._pairs(pairs) if pairs else [])
+        of_chats = iter(self._chats(chats) if chats else [])
+        return [next(of_chats if isinstance(d, ChatDocument) else of_pairs) for d in documents]
+
+    @cached_property
+    def _masks(self) -> ChatMasks:
+        return ChatMasks(self.tokenizer, self._template_date)
 
     def _closed(self, ids: np.ndarray) -> np.ndarray:
         return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
@@ -77,8 +95,8 @@ class DocumentTokenizer:
         return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
 
     def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
-        prompts = self._encode([str(document.prompt) for document in documents], True)
-        completions = self._encode([str(document.completion) for document in documents], False)
+        prompts = self._encode([document.prompt for document in documents], True)
+        completions = self._encode([document.completion for document in documents], False)
         found = []
         for document, prompt, completion in zip(documents, prompts, completions, strict=True):
             # An end that the tokenizer adds is taken off, for the text goes on.
@@ -87,33 +105,30 @@ class DocumentTokenizer:
             found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
         return found
 
-    def _batch(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
-        """Render chats at once, which is faster; [] when one of them needs a look of its own."""
-        if not documents or any(document.tools for document in documents):
-            return []
-        try:
-            ids, masks = chats.render_batch(self.tokenizer, documents)
-        except chats.RENDERING_ERRORS:
-            return []
-        return [self._checked(*pair) for pair in zip(documents, ids, masks, strict=True)]
-
-    def _one(self, document: Document) -> TokenizedDocument | BadRow:
-        try:
-            if isinstance(document, ChatDocument):
-                ids, mask = chats.render(self.tokenizer, document.messages, document.tools)
-            else:
-                assert isinstance(document, CompletionDocument)
-                if document.is_text:
-                    return self._pairs([document])[0]
-                assert isinstance(document.prompt, list)
-                assert isinstance(document.completion, list)
-                ids, mask = chats.render_completion(
-                    self.tokenizer, document.prompt, document.completion
+    def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
+        """Render chats one by one and tokenize them at once."""
+        found: list[TokenizedDocument | BadRow | None] = [None] * len(documents)
+        rendered: dict[int, MaskedChat] = {}
+        for place, document in enumerate(documents):
+            try:
+                rendered[place] = self._masks(
+                    document.messages,
+                    document.tools,
+                    document.template_options,
+                    document.first_trained,
                 )
-        except chats.RENDERING_ERRORS as error:
-            message = f"the chat template refuses this conversation ({error})"
-            return BadRow("template_refused", message, document.place)
-        return self._checked(document, ids, mask)
+            except ChatRefused as refused:
+                found[place] = BadRow(refused.reason, str(refused), document.place)
+        tokenized = tokenize(self.tokenizer, list(rendered.values())) if rendered else []
+        for place, chat, pair in zip(rendered, rendered.values(), tokenized, strict=True):
+            if isinstance(pair, ChatRefused):
+                found[place] = BadRow(pair.reason, str(pair), documents[place].place)
+            else:
+                checked = self._checked(documents[place], *pair)
+                if isinstance(checked, TokenizedDocument):
+                    checked = replace(checked, drops_thinking=chat.drops_thinking)
+                found[place] = checked
+        return [document for document in found if document is not None]
 
     def _checked(
         self, document: Document, ids: np.ndarray | list[int], mask: np.ndarray | list[int]

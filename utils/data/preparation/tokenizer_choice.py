@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
+from utils.data.preparation.chat_template import ChatTemplate
 from utils.data.preparation.chats import (
     NO_CHAT_TEMPLATE,
     attach_training_template,
@@ -100,6 +101,11 @@ def _attach_template(
     """Check the template where chats need it; a text dataset only passes a given one on."""
     if plan.needs_chat_template or arguments.chat_template is not None:
         attach_training_template(tokenizer, arguments.chat_template)
+        if ChatTemplate(tokenizer).prints_the_date:
+            logger.info(
+                "the chat template prints today's date: it is %s in this data (--template_date)",
+                plan.settings.template_date,
+            )
 
 
 def _training_texts(plan: PreparationPlan, sample_bytes: int) -> Iterator[str]:

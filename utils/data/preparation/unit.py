@@ -39,6 +39,7 @@ class UnitSettings:
     sequence_length: int | None
     validation_fraction: float
     seed: int
+    template_date: str | None = None  # what a chat template prints for today's date
 
 
 @dataclass
@@ -71,6 +72,7 @@ class UnitCounts:
     examples: list[str] = field(default_factory=list)
     truncated: int = 0
     continued: int = 0
+    without_earlier_thinking: int = 0
 
     def drop(self, row: BadRow) -> None:
         """Count a record that is left out."""
@@ -148,6 +150,7 @@ class UnitPreparation:
             kept = self._fitted(document, tokenized, counts)
             if kept is not None:
                 writers[split].append(kept)
+                counts.without_earlier_thinking += kept.drops_thinking
                 counts.splits[split].add(kept, sum(len(t.encode()) for t in texts_of(document)))
                 tokens += len(kept.ids)
         progress(len(batch), tokens)

@@ -56,7 +56,7 @@ class UnitJob:
     @cached_property
     def _document_tokenizer(self) -> DocumentTokenizer:
         """Made once a process: gigatoken grows quicker with what it has seen."""
-        return DocumentTokenizer(self.tokenizer, self.backend)
+        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
 
 def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:

@@ -2,30 +2,32 @@ from pathlib import Path
 
 import preparation_samples as samples
 import pytest
-import trl
 
 from utils.config.errors import ConfigurationError
+from utils.data.preparation.chat_marks import ChatRefused
+from utils.data.preparation.chat_masks import ChatMasks
 from utils.data.preparation.chats import (
     attach_training_template,
     end_of_turn_id,
     read_chat_template,
     render,
-    render_batch,
-    render_completion,
+    tokenize,
 )
-from utils.data.preparation.documents import ChatDocument
-from utils.data.preparation.records import Place
 
-TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-WITHOUT_MARKERS = "{% for m in messages %}{{ m['role'] + m['content'] }}<|im_end|>{% endfor %}"
+WITHOUT_MARKERS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>{% endfor %}"
+)
 END_NOT_TRAINED = (
     "{% for m in messages %}{{ m['role'] }}"
     "{% generation %}{{ m['content'] }}{% endgeneration %}<|im_end|>{% endfor %}"
 )
 
 
-def trained_text(tokenizer, ids, mask) -> str:
-    return tokenizer.decode([token for token, bears in zip(ids, mask, strict=True) if bears])
+def rendered(tokenizer, messages, first_trained=0):
+    """Return the ids, the mask and the decoded text that is trained on."""
+    masks = ChatMasks(tokenizer)
+    ((ids, mask),) = tokenize(tokenizer, [masks(messages, first_trained=first_trained)])
+    return ids.tolist(), mask.tolist(), tokenizer.decode(ids[mask.astype(bool)])
 
 
 CONVERSATIONS = [
@@ -42,9 +44,9 @@ CONVERSATIONS = [
 def test_chatml_trains_the_answers_and_their_ends_and_nothing_else(contents, system):
     tokenizer = samples.chatml_tokenizer()
     messages = samples.chat(*contents, system=system)["messages"]
-    ids, mask = render(tokenizer, messages, None)
+    ids, _, trained = rendered(tokenizer, messages)
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
-    assert trained_text(tokenizer, ids, mask) == "".join(answers)
+    assert trained == "".join(answers)
     everything = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert tokenizer.decode(ids) == everything
 
@@ -53,7 +55,7 @@ def test_chatml_trains_the_answers_and_their_ends_and_nothing_else(contents, sys
 def test_what_is_trained_continues_what_generation_starts_from(contents):
     tokenizer = samples.chatml_tokenizer()
     messages = samples.chat(*contents)["messages"]
-    ids, mask = render(tokenizer, messages, None)
+    ids, mask, _ = rendered(tokenizer, messages)
     prompt = tokenizer.apply_chat_template(
         messages[:1], add_generation_prompt=True, return_dict=True
     )["input_ids"]
@@ -61,28 +63,30 @@ def test_what_is_trained_continues_what_generation_starts_from(contents):
     assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
 
 
-def test_a_batch_is_rendered_like_its_chats_one_by_one():
+def test_chats_tokenized_at_once_are_as_one_by_one():
     tokenizer = samples.chatml_tokenizer()
-    chats = [samples.chat(*contents)["messages"] for contents in CONVERSATIONS]
-    ids, masks = render_batch(tokenizer, [ChatDocument(c, Place("a")) for c in chats])
-    singly = [render(tokenizer, chat, None) for chat in chats]
-    assert list(zip(ids, masks, strict=True)) == singly
+    masks = ChatMasks(tokenizer)
+    chats = [masks(samples.chat(*contents)["messages"]) for contents in CONVERSATIONS]
+    for chat, (ids, mask) in zip(chats, tokenize(tokenizer, chats), strict=True):
+        ((alone, alone_mask),) = tokenize(tokenizer, [chat])
+        assert (ids == alone).all()
+        assert (mask == alone_mask).all()
 
 
 def test_only_the_completion_of_a_conversation_bears_loss():
     tokenizer = samples.chatml_tokenizer()
     messages = samples.chat("q", "old answer", "q2", "new answer")["messages"]
-    ids, mask = render_completion(tokenizer, messages[:3], messages[3:])
-    assert trained_text(tokenizer, ids, mask) == "new answer<|im_end|>"
-    assert ids == render(tokenizer, messages, None)[0]
+    ids, _, trained = rendered(tokenizer, messages, first_trained=3)
+    assert trained == "new answer<|im_end|>"
+    assert ids == rendered(tokenizer, messages)[0]
 
 
-def test_a_template_that_renders_the_prompt_differently_is_refused_for_completions():
-    template = Path(samples.CHATML).read_text()
-    tokenizer = samples.tiny_tokenizer("{{ messages | length }}" + template)
-    messages = samples.chat("q", "a")["messages"]
-    with pytest.raises(ValueError, match="renders the prompt differently"):
-        render_completion(tokenizer, messages[:1], messages[1:])
+def test_an_answer_of_weight_zero_is_not_trained_on():
+    tokenizer = samples.chatml_tokenizer()
+    messages = samples.chat("q", "bad answer", "q2", "good answer")["messages"]
+    messages[1]["weight"] = 0
+    messages[3]["weight"] = 1
+    assert rendered(tokenizer, messages)[2] == "good answer<|im_end|>"
 
 
 def test_the_shipped_template_is_accepted_and_ends_turns_with_its_token():
@@ -92,14 +96,17 @@ def test_the_shipped_template_is_accepted_and_ends_turns_with_its_token():
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
+@pytest.mark.parametrize("markers", [True, False])
+def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
     """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
         "{% else %}<|im_start|>{% generation %}{{ m.content }}"
         "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endgeneration %}{% endif %}"
-        "{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
+    if not markers:
+        template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer = samples.tiny_tokenizer(template)
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     bare = template.replace("'<|endoftext|>'", "''")  # its last answer ends with nothing
@@ -107,12 +114,14 @@ def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_known_template_without_markers_gets_the_training_version_of_trl():
-    tokenizer = samples.tiny_tokenizer((TRL_TEMPLATES / "qwen2_5.jinja").read_text())
-    attach_training_template(tokenizer, None)
-    assert tokenizer.chat_template == (TRL_TEMPLATES / "qwen2_5_training.jinja").read_text()
-    ids, mask = render(tokenizer, samples.chat("q", "a")["messages"], None)
-    assert trained_text(tokenizer, ids, mask).strip() == "a<|im_end|>"
+def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog):
+    tokenizer = samples.tiny_tokenizer(WITHOUT_MARKERS)
+    with caplog.at_level("INFO"):
+        attach_training_template(tokenizer, None)
+    assert "derived from its renderings" in caplog.text
+    assert tokenizer.chat_template == WITHOUT_MARKERS
+    messages = samples.chat("q", "a", "r", "b")["messages"]
+    assert rendered(tokenizer, messages)[2] == "a<|im_end|>b<|im_end|>"
 
 
 def test_no_chat_template_is_refused_with_one_to_take():
@@ -120,21 +129,23 @@ def test_no_chat_template_is_refused_with_one_to_take():
         attach_training_template(samples.tiny_tokenizer(), None)
 
 
-def test_a_template_without_markers_is_refused():
-    with pytest.raises(ConfigurationError, match=r"has no \{% generation %\} markers"):
-        attach_training_template(samples.tiny_tokenizer(WITHOUT_MARKERS), None)
+def test_a_template_that_prints_no_answers_is_refused():
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigurationError, match=r"message 1 \(assistant\): .* leaves out its"):
+        attach_training_template(samples.tiny_tokenizer(silent), None)
 
 
 def test_a_template_that_does_not_train_the_end_of_turn_is_refused(tmp_path):
     (tmp_path / "a.jinja").write_text(END_NOT_TRAINED)
-    with pytest.raises(ConfigurationError, match=r"a\.jinja: the token that ends the assistant's"):
+    with pytest.raises(ConfigurationError, match=r"a\.jinja cannot .* the token that ends it"):
         attach_training_template(samples.tiny_tokenizer(), str(tmp_path / "a.jinja"))
 
 
-def test_an_end_of_turn_that_is_no_token_of_the_tokenizer_is_refused(tmp_path):
-    text = Path(samples.CHATML).read_text().replace("<|im_end|>", "<|unknown_end|>")
-    (tmp_path / "a.jinja").write_text(text)
-    with pytest.raises(ConfigurationError, match="one special token of this tokenizer"):
+@pytest.mark.parametrize("markers", [True, False])
+def test_an_end_of_turn_that_is_no_token_of_the_tokenizer_is_refused(tmp_path, markers):
+    text = Path(samples.CHATML).read_text() if markers else WITHOUT_MARKERS
+    (tmp_path / "a.jinja").write_text(text.replace("<|im_end|>", "<|unknown_end|>"))
+    with pytest.raises(ConfigurationError, match=r"ends? it"):
         attach_training_template(samples.tiny_tokenizer(), str(tmp_path / "a.jinja"))
 
 
@@ -146,3 +157,16 @@ def test_a_broken_or_missing_template_file_is_named(tmp_path):
         read_chat_template(str(tmp_path / "b.jinja"))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_chat_template(str(tmp_path))
+
+
+def test_a_token_across_the_header_and_the_words_of_a_turn_is_refused():
+    from utils.data.preparation.chat_masks import MaskedChat
+
+    tokenizer = samples.chatml_tokenizer()
+    token = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii()), key=len)
+    assert len(token) > 2
+    (found,) = tokenize(tokenizer, [MaskedChat(token, [(1, len(token))])])
+    assert isinstance(found, ChatRefused)
+    assert found.reason == "straddled"
+    with pytest.raises(ChatRefused):
+        render(tokenizer, lambda *_: MaskedChat(token, [(0, 1)]), None)

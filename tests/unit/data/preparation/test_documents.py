@@ -105,4 +105,3 @@ def test_the_digest_follows_content_and_seed_and_not_the_place():
 def test_texts_are_what_a_document_says():
     assert texts_of(ChatDocument(MESSAGES, PLACE)) == ["q", "a"]
     assert texts_of(CompletionDocument("p", "c", PLACE)) == ["p", "c"]
-    assert texts_of(CompletionDocument(MESSAGES[:1], MESSAGES[1:], PLACE)) == ["q", "a"]
