@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
+_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm"})
 # The last is transformers' for experts where torch's does not run.
-_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm", "_grouped_mm", "grouped_mm_fallback"})
+_EXPERT_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback"})
 _ATTENTION = frozenset(
     {
         "_scaled_dot_product_flash_attention",
@@ -36,12 +37,18 @@ def keep_products(model: PreTrainedModel) -> None:
 
     Trainer turns it on when training begins; before PEFT wraps the model and FSDP2 shards it, so
     that it is theirs too. Reentrant checkpointing has no such choice and is never used with it.
+    Products of experts with a bias (gpt-oss) are computed again: transformers adds the bias in
+    place, and what is kept must stay as it is.
     """
     enable = type(model).activation_checkpointing_enable
+    biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
+    contexts = partial(
+        create_selective_checkpoint_contexts, kept_but_of_experts if biased else kept
+    )
 
     def enable_selective(activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
         assert not activation_checkpointing_kwargs, "refused with the settings"
-        enable(model, {"use_reentrant": False, "context_fn": _contexts}, **options)
+        enable(model, {"use_reentrant": False, "context_fn": contexts}, **options)
 
     model.activation_checkpointing_enable = enable_selective  # type: ignore[method-assign,assignment]
 
@@ -53,7 +60,7 @@ def kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     state, and has to draw as often as the first.
     """
     name = operator._schema.name.rpartition("::")[2]
-    known = name in _PRODUCTS or name in _ATTENTION
+    known = name in _PRODUCTS or name in _EXPERT_PRODUCTS or name in _ATTENTION
     if not known and not any(kernel in str(operator) for kernel in _KERNELS):
         return CheckpointPolicy.PREFER_RECOMPUTE
     if operator._schema.is_mutable or _dropout(operator, args, kwargs):
@@ -61,7 +68,11 @@ def kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
-_contexts = partial(create_selective_checkpoint_contexts, kept)
+def kept_but_of_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As `kept`, but no product of experts."""
+    if operator._schema.name.rpartition("::")[2] in _EXPERT_PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return kept(context, operator, *args, **kwargs)
 
 
 def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import CHOICES
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.loss_head import LossHeadChoice
+from utils.kernels.probe_model import causal_lm_class
 from utils.planning.counted_attention import typical_lengths
 from utils.planning.memory_estimate import GIB, MemoryEstimate, estimate_memory
 from utils.planning.memory_trace import Workload
@@ -82,9 +83,8 @@ def plan_memory(
     the smallest room. What does not fit is warned of, not refused: a prediction can be wrong.
     """
     requested = requested_choice(settings, launch)
-    possible = [choice for choice in CHOICES if choice != "selective" or launch.strategy != "zero3"]
+    wanted = choices(requested, config, launch)
     work = _workload(settings, data, config, launch, kernels)
-    wanted = possible if requested == "auto" else [requested]
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice) for choice in wanted
     }
@@ -108,6 +108,21 @@ def plan_memory(
     training = settings.training
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
     return MemoryPlan(choice, requested, reason, predicted, room)
+
+
+def choices(requested: str, config: PreTrainedConfig, launch: LaunchFacts) -> Sequence[str]:
+    """Return what `requested` leaves to choose from; raises ConfigurationError where nothing is."""
+    supported = causal_lm_class(config).supports_gradient_checkpointing
+    if requested in CHOICES[1:] and not supported:
+        raise ConfigurationError(
+            f"activation_checkpointing: {requested}: transformers has none for "
+            f"{config.model_type}: set it to none; where memory is short, lower "
+            "per_device_train_batch_size."
+        )
+    if requested != "auto":
+        return [requested]
+    possible = CHOICES if supported else CHOICES[:1]
+    return [choice for choice in possible if choice != "selective" or launch.strategy != "zero3"]
 
 
 def requested_choice(settings: RunSettings, launch: LaunchFacts) -> str:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import tiny_config
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -235,6 +236,14 @@ def test_one_place_says_what_is_recomputed(monkeypatch):
     sharded = LaunchFacts(0, 2, "fsdp2", ("here",), "cpu")
     with pytest.raises(ConfigurationError, match="leave it to the recipe"):
         memory_plan.requested_choice(settings(), sharded)
+
+
+def test_a_model_without_checkpointing_is_not_checkpointed():
+    jetmoe, llama = tiny_config("jetmoe"), tiny_config("llama")
+    assert list(memory_plan.choices("auto", jetmoe, LAUNCH)) == ["none"]
+    assert list(memory_plan.choices("auto", llama, LAUNCH)) == list(CHOICES)
+    with pytest.raises(ConfigurationError, match="full: transformers has none for jetmoe"):
+        memory_plan.choices("full", jetmoe, LAUNCH)
 
 
 @pytest.mark.parametrize(
