@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from utils.cluster.script import run_script
-from utils.config.preparation import PreparationArguments
-from utils.config.reading.parsing import parse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the datasets; returns the exit code."""
+    from utils.config.preparation import PreparationArguments
+    from utils.config.reading.parsing import parse_arguments
+
     (arguments,) = parse_arguments(
         (PreparationArguments,), argv, description=__doc__.splitlines()[0]
     )

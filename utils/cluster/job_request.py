@@ -48,7 +48,6 @@ class JobRequest:
     tasks_per_node: int
     strategy: str
     strategy_file: str
-    mixed_precision: str
     time_limit_s: int | None = None
     signal: StopSignal | None = None
     requeue: bool | None = None

@@ -1,21 +1,25 @@
 """Runs a script's main and sees to its ending: what is shown, which note stays, which exit code."""
 
 import atexit
+import contextlib
+import json
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from utils.cluster.host import host_name
 from utils.cluster.notes import leave_note
+from utils.cluster.packages import REQUIRED, missing_required, without_packages
 from utils.cluster.signals import NODE_DIR
 from utils.cluster.storage_faults import storage_error
 from utils.cluster.tokens import redact
 from utils.cluster.traces import last_line
-from utils.config.errors import ConfigurationError, ExitCode
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 
 TEARDOWN_LIMIT_S = 10.0
 SPEAK_FIRST_S = 3.0
@@ -75,11 +79,7 @@ def _run(main: Callable[[], int | None]) -> int:
         full = storage_error(error)
         if full is not None:
             return _refuse(full, of_this_rank=True)
-        if type(error).__module__.startswith(COMPILER):
-            error.add_note(UNCOMPILED)
-        _show_traceback(error, sys.stderr)
-        leave_note("failed", FAILED, redact(last_line(error)))
-        return FAILED
+        return _fail(error)
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
         return 0 if NODE_DIR in os.environ else code
@@ -88,10 +88,23 @@ def _run(main: Callable[[], int | None]) -> int:
     return code
 
 
+def _fail(error: Exception) -> int:
+    """Show an exception that nobody foresaw, with its traceback; a missing package without."""
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and missing.partition(".")[0] in REQUIRED:
+        return _refuse(UnfitClusterError(without_packages(missing_required() or missing)))
+    if type(error).__module__.startswith(COMPILER):
+        error.add_note(UNCOMPILED)
+    _show_traceback(error, sys.stderr)
+    leave_note("failed", FAILED, redact(last_line(error)))
+    return FAILED
+
+
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
     first = redact(error.problems[0].splitlines()[0])
     leave_note(error.ending, error.exit_code, first)
+    _tell_torchrun(error)
     if _rank() == 0:
         _show_problems(error, sys.stderr)
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -101,6 +114,23 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         time.sleep(SPEAK_FIRST_S)
     sys.stderr.flush()
     return error.exit_code
+
+
+def _tell_torchrun(error: ConfigurationError) -> None:
+    """Leave the problems where torchrun looks for a worker's last words.
+
+    Its own account of the end, forty lines of its insides, is written by its process and cannot be
+    kept from here (slurm/launch_node.sh leaves it out): so that its last lines say the cause, and
+    not where to read how to find one. The file's form: torch.distributed.elastic's ErrorHandler.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    lines = [f"{error.kind}:", *(f"  - {redact(problem)}" for problem in error.problems)]
+    text = "\n".join(lines)
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def _show_problems(error: ConfigurationError, stream: TextIO) -> None:

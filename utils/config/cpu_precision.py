@@ -1,7 +1,8 @@
 """Mixed precision that nobody decided on: bf16 where a CPU multiplies it fast, else float32."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils.environment import str_to_bool
@@ -10,13 +11,41 @@ from utils.config.reading.settings import SettingValues
 
 AMX, AVX512_BF16 = "this CPU has AMX", "this CPU has AVX512-BF16"
 FAST_BF16 = (AMX, AVX512_BF16)
+MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
 def with_precision(values: SettingValues) -> tuple[SettingValues, list[str]]:
-    """Return the values with the precision that this machine decides; the plan logs it."""
-    return values.replaced(settled_precision(values, os.environ)), []
+    """Return the values with the precision that launch or machine decide; the plan logs it.
+
+    Where the settings decide otherwise than the accelerate config, a line says so.
+    """
+    values = values.replaced(settled_precision(values, os.environ))
+    by_launch = os.environ.get(MIXED_PRECISION, "no")
+    if by_launch == "no" or values["bf16" if by_launch != "fp16" else "fp16"]:
+        return values, []
+    shown = values.shown("fp16" if values["fp16"] else "bf16")
+    return values, [f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"]
+
+
+@contextmanager
+def decided_precision() -> Iterator[None]:
+    """Hide the accelerate config's mixed precision while TrainingArguments is built.
+
+    Those would take it wherever neither bf16 nor fp16 is true: an explicit `bf16: false` would
+    lose. What the config says was taken into the settings before, where they left it open.
+    """
+    hidden = os.environ.get(MIXED_PRECISION)
+    os.environ[MIXED_PRECISION] = "no"
+    try:
+        yield
+    finally:
+        if hidden is None:
+            del os.environ[MIXED_PRECISION]
+        else:
+            os.environ[MIXED_PRECISION] = hidden
 
 
 def settled_precision(
@@ -33,8 +62,12 @@ def settled_precision(
     weights = values.get("dtype")
     if values["fp16"] or weights not in (None, "float32"):
         return {"bf16": (False, values.shown("fp16" if values["fp16"] else "dtype"))}
-    if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
-        return {"bf16": (False, "the accelerate config decides")}
+    by_launch = environment.get(MIXED_PRECISION, "no")
+    if by_launch in ("bf16", "fp16"):
+        taken = {name: (name == by_launch, BY_LAUNCH) for name in ("bf16", "fp16")}
+        if by_launch == "bf16" and computes_on_cpu(values, environment):
+            taken["use_cpu"] = (True, values.sources["use_cpu"])
+        return taken
     if not computes_on_cpu(values, environment):
         return {"bf16": (False, NODE_UNKNOWN if values.get("dry_run") else "default")}
     why = fast_bf16()

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from utils.config.checks.devices import missing_devices
+from utils.config.cpu_precision import decided_precision
 from utils.config.errors import UnfitClusterError
 from utils.config.planned_launch import alone
 from utils.config.reading.settings import SettingValues
@@ -85,10 +86,14 @@ class _ChangedDefaults:
             if problem:
                 raise UnfitClusterError(problem)
         if not values["dry_run"]:
-            return cls(**given)
+            with decided_precision():
+                return cls(**given)
         if not torch.accelerator.is_available():
             given |= {"use_cpu": True, "tf32": None}
-        with alone():  # the processes that WORLD_SIZE stands for are not there to be met
+        with (
+            decided_precision(),
+            alone(),
+        ):  # the processes that WORLD_SIZE stands for are not there to be met
             return cls(**given)
 
     def _name_checkpointing(self) -> None:

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from utils.config.errors import ConfigurationError
-from utils.jobs.allocation import Allocation, on_cpu
+from utils.jobs.allocation import CONFIG, Allocation, on_cpu
 
-CONFIG = "ACCELERATE_CONFIG"
 # Seconds in which all nodes' launchers have to join; they met a moment before.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node on which one failed.
@@ -35,6 +32,8 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
 
     Raises ConfigurationError.
     """
+    import yaml
+
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

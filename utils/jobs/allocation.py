@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from utils.cluster.host import host_name
 from utils.cluster.launch import asks_for_cpu
 from utils.cluster.slurm_tasks import MAIN_ADDRESS, expand_hosts, main_port
 from utils.config.errors import ConfigurationError, UnfitClusterError
 
+CONFIG = "ACCELERATE_CONFIG"
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 
 
@@ -39,8 +41,13 @@ class Allocation:
 
 
 def on_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether the user asked for the CPU, from accelerate or from DeepSpeed."""
-    return asks_for_cpu(environment) or environment.get("DS_ACCELERATOR") == "cpu"
+    """Whether the user asked for the CPU: from accelerate, from DeepSpeed, or by cpu.yaml.
+
+    That file cannot say so itself: with `use_cpu: true` accelerate starts one process alone.
+    """
+    if asks_for_cpu(environment) or environment.get("DS_ACCELERATOR") == "cpu":
+        return True
+    return Path(environment.get(CONFIG, "")).name == "cpu.yaml"
 
 
 def read_allocation(environment: Mapping[str, str], devices_here: Callable[[], int]) -> Allocation:

@@ -18,6 +18,7 @@ from types import FrameType
 from utils.cluster.environment import configure_logging
 from utils.cluster.host import host_name
 from utils.cluster.notes import NOTES_DIR, leave_verdict, read_notes
+from utils.cluster.packages import is_installed, missing_required, without_packages
 from utils.cluster.signals import STOP
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     compiled: CompileCache | None = None
     try:
         try:
+            if missing := missing_required():
+                raise UnfitClusterError(without_packages(missing))
             with signals.held():  # a directory that is made is known, and so removed
                 signals.directory = make_node_directory(os.environ)
             prepare_node(signals.directory)
@@ -190,15 +193,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def count_devices() -> int:
-    """Count the GPUs that torch sees here. Raises UnfitClusterError for a Python without torch."""
-    try:
-        import accelerate  # noqa: F401 - a missing one shows here, not in a worker
-        import torch
-    except ModuleNotFoundError as error:
-        raise UnfitClusterError(
-            f"{host_name()}: {sys.executable} has no {error.name}: activate the environment in "
-            "slurm/cluster.env, on a file system that the nodes see."
-        ) from error
+    """Count the GPUs that torch sees here."""
+    import torch
+
     return torch.cuda.device_count()
 
 
@@ -265,7 +262,9 @@ def quieten_torchrun() -> None:
 
 
 def kill_workers() -> None:
-    """Leave no process of ours behind."""
+    """Leave no process of ours behind; without packages none was started."""
+    if not is_installed("psutil"):
+        return
     import psutil
 
     for child in psutil.Process().children(recursive=True):

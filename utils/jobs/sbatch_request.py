@@ -64,7 +64,6 @@ def read_request(
         tasks_per_node=max(per_node, math.ceil((tasks or 1) / nodes)),
         strategy=strategy.name,
         strategy_file=strategy.file,
-        mixed_precision=strategy.mixed_precision,
         time_limit_s=limit or None,
         signal=stop_signal,
         requeue=_requeue(submission.options),

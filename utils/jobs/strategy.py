@@ -5,7 +5,7 @@ memory estimate and checks are for the strategy that will run.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.cluster.launch import requested_strategy
@@ -23,7 +23,6 @@ class Strategy:
 
     name: str
     file: str
-    mixed_precision: str
     variables: Mapping[str, str]
 
 
@@ -38,7 +37,10 @@ def choose_strategy(
     hosts = tuple(f"node {number}" for number in range(nodes))
     allocation = Allocation(hosts, 0, processes_per_node, gpus_per_node, address="", port=0)
     path, _ = choose_config(environment, allocation)
-    return strategy_of(str(path), read_config(path, allocation), allocation.world_size)
+    strategy = strategy_of(str(path), read_config(path, allocation), allocation.world_size)
+    if gpus_per_node is None and environment.get("DS_ACCELERATOR") != "cpu":
+        strategy = replace(strategy, variables={**strategy.variables, "ACCELERATE_USE_CPU": "true"})
+    return strategy
 
 
 def strategy_of(file: str, config: Mapping[str, Any], processes: int) -> Strategy:
@@ -61,7 +63,7 @@ def strategy_of(file: str, config: Mapping[str, Any], processes: int) -> Strateg
             "accelerate_configs/ (multi_gpu, fsdp2, zero1, zero2, zero3, cpu, single_gpu)"
         )
     name = requested_strategy(variables, processes)
-    return Strategy(name, file, mixed_precision, variables)
+    return Strategy(name, file, variables)
 
 
 def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:

@@ -15,16 +15,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.cluster.job_request import REQUEST, JobRequest
+from utils.cluster.packages import missing_required, without_packages
 from utils.cluster.script import run_script
-from utils.config.errors import ConfigurationError, ExitCode
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.config.planned_launch import LAUNCHER_VARIABLES
 from utils.jobs.sbatch_options import Submission, read_submission
 from utils.jobs.sbatch_request import read_request
 from utils.jobs.strategy import Strategy
-from utils.jobs.sweep import unfinished
-from utils.jobs.sweep_file import Sweep, read_sweep
+
+if TYPE_CHECKING:
+    from utils.jobs.sweep_file import Sweep
 
 ROOT_VARIABLE = "STOKER_ROOT"
 LAUNCHER = "slurm/launch_node.sh"
@@ -33,6 +36,8 @@ STDERR = 2  # stdout is sbatch's alone
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the submission that the words make; returns the exit code of the dry run."""
+    if missing := missing_required():
+        raise UnfitClusterError(without_packages(missing))
     directory, facts, *words = sys.argv[1:] if argv is None else argv
     submission = read_submission(words, os.environ, directory)
     _check_root(submission, Path(directory))
@@ -169,6 +174,8 @@ def _check_sweep(
             f"{submission.job_script} takes one sweep file, as recipes/sweep/demo_cpu.yaml: what "
             "differs from the recipes stands there"
         )
+    from utils.jobs.sweep_file import read_sweep
+
     sweep = read_sweep(submission.arguments[0])
     _check_script(sweep.script, [])
     options = _array_option(sweep, request)
@@ -198,7 +205,7 @@ def _check_sweep(
     return done.returncode
 
 
-def _array_option(sweep: Sweep, request: JobRequest) -> list[str] | None:
+def _array_option(sweep: "Sweep", request: JobRequest) -> list[str] | None:
     """Return the --array to add: the unfinished points; None if none is left, [] if one is given.
 
     Raises ConfigurationError for a given one that goes beyond the last point.
@@ -207,6 +214,8 @@ def _array_option(sweep: Sweep, request: JobRequest) -> list[str] | None:
         for index in request.array:
             sweep.point(index)
         return []
+    from utils.jobs.sweep import unfinished
+
     left = unfinished(sweep)
     if not left:
         return None

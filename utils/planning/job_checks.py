@@ -130,7 +130,7 @@ def _source(request: JobRequest, *names: str) -> str:
     return f" ({source})" if source else ""
 
 
-def request_warnings(request: JobRequest, saves: Saves, settings: RunSettings) -> Iterator[str]:
+def request_warnings(request: JobRequest, saves: Saves) -> Iterator[str]:
     """Yield what works, but not as well as it could."""
     stop = request.signal
     if request.time_limit_s is not None and not stop_signal_saves(request):
@@ -148,10 +148,4 @@ def request_warnings(request: JobRequest, saves: Saves, settings: RunSettings) -
         yield (
             "no --requeue: whether the job starts again by itself is up to the cluster "
             f"(JobRequeue). Add #SBATCH --requeue to {request.job_script}"
-        )
-    recipe = next((name for name in ("bf16", "fp16") if settings.values[name]), None)
-    if recipe and request.mixed_precision not in ("no", recipe):
-        yield (
-            f"{request.strategy_file} says mixed_precision {request.mixed_precision}, "
-            f"{settings.values.shown(recipe)}: the recipe wins"
         )

@@ -52,7 +52,7 @@ def report_job(
     if request is not None:
         for line in job_lines(request, saves, pace, total_steps):
             logger.info("%s", line)
-        for warning in request_warnings(request, saves, settings):
+        for warning in request_warnings(request, saves):
             logger.warning("%s", warning)
         _leave_facts(request, settings)
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts
-from utils.config.cpu_precision import FAST_BF16, NODE_UNKNOWN
+from utils.config.cpu_precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.planning.models import weights_dtype
@@ -99,7 +99,5 @@ def _mixed_precision(settings: RunSettings, device: str) -> str:
         elif why == "default" and device == "cuda" and not training.tf32:
             remark = " (--bf16 true is several times as fast on a GPU)"
         return f"no mixed precision{remark}"
-    if not (training.bf16 or training.fp16):
-        return f"mixed precision {mixed} (as the accelerate config says)"
-    chosen = f" ({why}; --bf16 false for float32)" if why in FAST_BF16 else ""
+    chosen = f" ({why}; --bf16 false for float32)" if why in (*FAST_BF16, BY_LAUNCH) else ""
     return f"mixed precision {mixed}{chosen}"

@@ -317,3 +317,25 @@ def test_the_title_is_coloured_on_a_terminal_only(monkeypatch):
         script._show_problems(ConfigurationError("x"), stream)
     assert terminal.getvalue().startswith("\033[1;31mconfiguration error (1 problem):\033[0m\n")
     assert file.getvalue() == "configuration error (1 problem):\n  - x\n"
+
+
+def test_torchruns_own_account_of_a_refusal_names_the_cause(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert run_script(raising(ConfigurationError(["no model", "no data"]))) == 2
+    capsys.readouterr()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    told = str(ChildFailedError("pretrain.py", {0: failure}))
+    assert "configuration error:" in told
+    assert "- no model" in told
+    assert "- no data" in told
+    assert "To enable traceback" not in told
+
+
+def test_a_package_that_a_script_needs_is_no_traceback(capsys):
+    assert run_script(raising(ModuleNotFoundError("no", name="trl.trainer"))) == 69
+    assert "has no trl" in capsys.readouterr().err
+    assert run_script(raising(ModuleNotFoundError("no", name="own_module"))) == 1
+    assert "Traceback" in capsys.readouterr().err

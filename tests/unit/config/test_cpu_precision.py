@@ -1,5 +1,7 @@
 """bf16 left open: on where a CPU that is fast at it is known to train, else off; kept."""
 
+import os
+
 import pytest
 import torch
 from command_lines import parse, parse_training_settings, problems_of
@@ -56,7 +58,6 @@ def test_a_cpu_without_amx_needs_bf16_of_its_own(training_class, fast, monkeypat
         ({"dtype": "bfloat16"}, {}),  # computed with as they are
         ({"use_cpu": None, "dry_run": "true"}, {}),  # a login node, for nodes unknown
         ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}),
-        ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),  # decided there
     ],
 )
 def test_what_is_decided_elsewhere_stays(changes, environment, monkeypatch):
@@ -85,3 +86,37 @@ def test_bf16_that_is_asked_for_still_needs_the_cpu_to_be_asked_for():
     """A recipe for GPUs says so; on a node that should have one and has not, AMX is no reason."""
     (problem,) = problems_of(bf16="true", use_cpu=None)
     assert "bf16 needs a GPU, and no accelerator is visible here" in problem
+
+
+@pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
+def test_the_accelerate_config_decides_where_the_settings_leave_it_open(
+    training_class, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = parse(training_class)
+    assert settings.instances[3].mixed_precision == "bf16"
+    assert settings.sources["bf16"] == cpu_precision.BY_LAUNCH
+    (tmp_path / "config.yaml").write_text(dump_yaml(settings.as_dict()))
+    again = parse_training_settings(training_class, ["--config", "config.yaml"])
+    assert again.as_dict() == settings.as_dict()
+
+
+@pytest.mark.parametrize("training_class", [PretrainConfig, FineTuneConfig])
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_bf16_false_wins_over_the_accelerate_config(training_class, dry_run, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = parse(training_class, bf16="false", dry_run=dry_run)
+    assert settings.instances[3].mixed_precision == "no"
+    (note,) = [note for note in settings.notes if "accelerate" in note]
+    assert note == (
+        "mixed_precision bf16 of the accelerate config has no effect: bf16 False (--bf16)"
+    )
+
+
+def test_the_environment_is_as_it_was_after_the_arguments_are_built(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    parse(bf16="false")
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    parse()
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ

@@ -49,6 +49,8 @@ def test_gpus_are_counted_from_what_slurm_sets(variables, count):
         ("ACCELERATE_USE_CPU", "false", False),
         ("DS_ACCELERATOR", "cpu", True),
         ("DS_ACCELERATOR", "cuda", False),
+        ("ACCELERATE_CONFIG", "accelerate_configs/cpu.yaml", True),
+        ("ACCELERATE_CONFIG", "accelerate_configs/fsdp2.yaml", False),
     ],
 )
 def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it(name, value, expected):

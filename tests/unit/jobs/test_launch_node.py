@@ -269,3 +269,20 @@ def test_a_node_without_python_says_what_to_do(stand_in):
 def test_the_example_of_cluster_env_changes_nothing_as_it_is(stand_in):
     shutil.copy(ROOT / "slurm/cluster.env.example", stand_in / "slurm/cluster.env")
     assert started(stand_in, "x.py").returncode == 7
+
+
+@pytest.mark.slow
+def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
+    """Two processes refuse the same settings: said once, and nothing of torchrun follows."""
+    done = launch(
+        tmp_path, "pretrain.py", "--epochs", "3",
+        ACCELERATE_USE_CPU="", ACCELERATE_CONFIG="accelerate_configs/cpu.yaml",
+        STOKER_PROCESSES_PER_NODE="2", CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    assert "node check: " in done.stdout
+    assert ", CPU only" in done.stdout
+    assert done.stdout.count("configuration error (") == 1
+    assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stdout
+    assert "torch.distributed" not in done.stdout

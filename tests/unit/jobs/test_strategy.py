@@ -85,3 +85,11 @@ def test_configs_that_cannot_be_used(monkeypatch, tmp_path):
         choose_strategy({"ACCELERATE_CONFIG": "absent.yaml"}, 1, 2, 2)
     with pytest.raises(ConfigurationError, match="TPU is none that Stoker trains with"):
         strategy_of("a.yaml", {"distributed_type": "TPU"}, 2)
+
+
+def test_cpu_yaml_means_the_cpu_in_the_dry_run_too():
+    path = ROOT / "accelerate_configs/cpu.yaml"
+    strategy = choose_strategy({"ACCELERATE_CONFIG": str(path)}, 1, 2, None)
+    assert strategy.variables["ACCELERATE_USE_CPU"] == "true"
+    gpus = choose_strategy({"ACCELERATE_CONFIG": str(path.with_name("fsdp2.yaml"))}, 1, 2, 2)
+    assert "ACCELERATE_USE_CPU" not in gpus.variables

@@ -22,7 +22,6 @@ REQUESTED = JobRequest(
     tasks_per_node=1,
     strategy="fsdp2",
     strategy_file="accelerate_configs/fsdp2.yaml",
-    mixed_precision="no",
     time_limit_s=3600,
     signal=StopSignal("USR1", 300, to_batch_shell=True),
     requeue=True,
@@ -232,7 +231,6 @@ def test_all_faults_are_named_at_once(report):
             {"save_strategy": "no", "save_steps": None},
             "only a stop is saved, a crash or a lost node loses",
         ),
-        ({"mixed_precision": "fp16"}, {"bf16": "true"}, "says mixed_precision fp16.*recipe wins"),
     ],
 )
 def test_what_works_but_badly_is_a_warning(report, change, settings, message):

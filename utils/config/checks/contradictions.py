@@ -10,6 +10,8 @@ ill-typed setting is skipped by the parser. No check opens a file.
 import os
 from collections.abc import Callable, Iterator
 
+from utils.cluster.launch import requested_strategy
+from utils.cluster.packages import package_problems
 from utils.config.batch import accumulation_steps
 from utils.config.checks.accepted import check_accepted_changes
 from utils.config.checks.evaluation import (
@@ -109,6 +111,12 @@ def check_global_batch(values: SettingValues) -> Iterator[str]:
         yield error.problems[0] + ("" if launched else " (this process was started alone)")
 
 
+def check_packages(values: SettingValues) -> Iterator[str]:
+    """Refuse what needs a package that is not installed: loggers, optimizers, kernels."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from package_problems(values, requested_strategy(os.environ, ranks))
+
+
 def check_every_weight_is_trained(values: SettingValues) -> Iterator[str]:
     """Refuse LoRA in pretraining."""
     if values["use_peft"]:
@@ -141,6 +149,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_global_batch,
     check_nonfinite,
     check_accepted_changes,
+    check_packages,
 )
 PRETRAINING_CHECKS = (*TRAINING_CHECKS, check_every_weight_is_trained, check_documents_are_split)
 FINE_TUNING_CHECKS = TRAINING_CHECKS
