@@ -10,8 +10,6 @@ ill-typed setting is skipped by the parser. No check opens a file.
 import os
 from collections.abc import Callable, Iterator
 
-from utils.cluster.launch import requested_strategy
-from utils.cluster.packages import package_problems
 from utils.config.batch import accumulation_steps
 from utils.config.checks.accepted import check_accepted_changes
 from utils.config.checks.evaluation import (
@@ -22,6 +20,7 @@ from utils.config.checks.evaluation import (
 )
 from utils.config.checks.nonfinite import check_nonfinite
 from utils.config.checks.origin import check_lora, check_model_origin
+from utils.config.checks.packages import check_packages
 from utils.config.checks.precision import check_optimizer_states, check_precision
 from utils.config.checks.ranges import check_duration, check_ranges
 from utils.config.checks.schedules import check_schedule
@@ -109,12 +108,6 @@ def check_global_batch(values: SettingValues) -> Iterator[str]:
     except ConfigurationError as error:
         launched = "WORLD_SIZE" in os.environ
         yield error.problems[0] + ("" if launched else " (this process was started alone)")
-
-
-def check_packages(values: SettingValues) -> Iterator[str]:
-    """Refuse what needs a package that is not installed: loggers, optimizers, kernels."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from package_problems(values, requested_strategy(os.environ, ranks))
 
 
 def check_every_weight_is_trained(values: SettingValues) -> Iterator[str]:
