@@ -1,12 +1,19 @@
 """What the user may set for `prepare_data.py`."""
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
 from utils.config.errors import ConfigurationError
 
-FORMATS = ("auto", "text", "messages", "prompt_completion")
+FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
+SPLIT_NAME = re.compile(r"[a-z0-9_]+")
+COLUMNS = (
+    *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
+    *("completion", "system", "tools", "functions", "chat_template_kwargs"),
+)
 
 
 def _setting(default: Any, description: str, **metadata: Any) -> Any:
@@ -17,24 +24,33 @@ def _setting(default: Any, description: str, **metadata: Any) -> Any:
 class PreparationArguments:
     """Documents, tokenizer, held-out share and division of the work."""
 
-    sources: list[str] = field(
+    sources: list[str | dict[str, Any]] = field(
         metadata={
-            "help": "files, folders or globs with the training documents: text, JSONL (also .gz, "
-            ".zst), Parquet, or a folder written by datasets' save_to_disk"
+            "help": "files, folders or globs with the training documents: text, JSONL, JSON, CSV "
+            "(also .gz, .zst), Parquet, or a folder written by datasets' save_to_disk; in a recipe "
+            "also mappings of path, split, format, columns, filter, weight and max_tokens"
         }
     )
     output_dir: str = field(metadata={"help": "folder for the tokenizer and one dataset per split"})
-    eval_sources: list[str] = field(
+    eval_sources: list[str | dict[str, Any]] = field(
         default_factory=list,
         metadata={
-            "help": "named evaluation splits as NAME=PATH; a name given again adds a path to it"
+            "help": "named evaluation splits as NAME=PATH (of a folder with splits, the one of "
+            "that name); a name given again adds a path to it; in a recipe also mappings, with name"
         },
     )
     format: str = _setting(
         "auto",
-        "what a record holds: text, messages or prompt_completion; auto reads it off the first "
-        "record's columns",
+        "what a record holds: text, messages, sharegpt (conversations), alpaca (instruction, "
+        "output) or prompt_completion; auto reads it off the first record's columns",
         choices=list(FORMATS),
+    )
+    columns: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "names of columns in the files as THEIRS=OURS, such as question=prompt "
+            "answer=completion"
+        },
     )
     text_column: str = _setting("text", "column that holds the text of a text record")
     tokenizer_name_or_path: str | None = _setting(
@@ -88,6 +104,127 @@ class PreparationArguments:
     merge: int | None = _setting(
         None, "check that all N shards are complete and assemble the datasets"
     )
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `sources` or `eval_sources`: which rows are read, as what, and how many.
+
+    split: "train", or the name of the evaluation split that the documents go to. from_split: the
+    split to take of a folder that has several; None: that of the same name. columns: pairs
+    (name in the files, our name).
+    """
+
+    paths: tuple[str, ...]
+    split: str
+    from_split: str | None = None
+    format: str = "auto"
+    columns: tuple[tuple[str, str], ...] = ()
+    filters: tuple[tuple[str, Any], ...] = ()
+    weight: float = 1.0
+    max_tokens: int | None = None
+
+
+def sources_of(arguments: PreparationArguments) -> list[Source]:
+    """Read what to prepare; plain training paths are one source, every mapping is one of its own.
+
+    Raises ConfigurationError with every entry that cannot be read.
+    """
+    sources: dict[Any, Source] = {}
+    problems: list[str] = []
+    for setting in ("sources", "eval_sources"):
+        for number, entry in enumerate(getattr(arguments, setting)):
+            try:
+                source = _source(arguments, setting, entry)
+            except ValueError as error:
+                problems.append(f"{setting}: {error}")
+                continue
+            key = source.split if isinstance(entry, str) else (setting, number)
+            if key in sources:
+                source = replace(source, paths=sources[key].paths + source.paths)
+            sources[key] = source
+    if problems:
+        raise ConfigurationError(problems)
+    return list(sources.values())
+
+
+def _source(arguments: PreparationArguments, setting: str, entry: Any) -> Source:
+    given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+    if setting == "sources":
+        given["name"] = "train"
+    elif isinstance(entry, str):
+        given["name"], separator, given["path"] = entry.partition("=")
+        if not separator or not given["path"]:
+            raise ValueError(f"{entry!r}: give NAME=PATH")
+    unknown = sorted(given.keys() - _ENTRY_KEYS)
+    if unknown:
+        raise ValueError(f"{entry}: unknown key {unknown[0]!r}: known are {', '.join(_ENTRY_KEYS)}")
+    paths = given.get("path")
+    paths = [paths] if isinstance(paths, str) else paths
+    if not isinstance(paths, list) or not paths:
+        raise ValueError(f"{entry}: needs a path")
+    columns = _columns_of(given.get("columns", arguments.columns))
+    if arguments.text_column != "text" and "text" not in dict(columns).values():
+        columns = (*columns, (arguments.text_column, "text"))
+    source = Source(
+        tuple(map(str, paths)),
+        given.get("name") or "",
+        given.get("split"),
+        given.get("format", arguments.format),
+        columns,
+        tuple(dict(given.get("filter") or {}).items()),
+        given.get("weight", 1.0),
+        given.get("max_tokens"),
+    )
+    _check_source(arguments, setting, source)
+    return source
+
+
+def _check_source(arguments: PreparationArguments, setting: str, source: Source) -> None:
+    """Raise ValueError at the first value that cannot be."""
+    where = source.paths[0]
+    if setting == "eval_sources":
+        taken = {"train", "tokenizer"}
+        taken |= {"validation"} if arguments.validation_fraction > 0 else set()
+        if not SPLIT_NAME.fullmatch(source.split):
+            raise ValueError(f"{source.split!r}: use lower-case letters, digits and _ only")
+        if source.split in taken:
+            raise ValueError(f"{source.split!r} is taken: choose another name")
+        if source.weight != 1.0:
+            raise ValueError(f"{where}: a weight is for training; evaluate on every document once")
+    if source.format not in FORMATS:
+        raise ValueError(f"{where}: format {source.format!r} is none of {', '.join(FORMATS)}")
+    if isinstance(source.weight, bool) or not isinstance(source.weight, int | float):
+        raise ValueError(f"{where}: weight {source.weight!r} must be a number")
+    if not 0 < source.weight <= 1000:
+        raise ValueError(
+            f"{where}: weight is {source.weight}: it says how often each document is written; 0.5 "
+            "takes half of them"
+        )
+    cap = source.max_tokens
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
+        raise ValueError(f"{where}: max_tokens is {cap!r}: give a whole number above 0")
+
+
+def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        pairs = [(theirs, ours) for theirs, _, ours in (str(g).rpartition("=") for g in given)]
+    for theirs, ours in pairs:
+        if not theirs or ours not in COLUMNS:
+            raise ValueError(
+                f"columns: {theirs or '?'}={ours}: give THEIRS=OURS, ours being one of "
+                f"{', '.join(COLUMNS)}"
+            )
+    targets = [ours for _, ours in pairs]
+    for ours in targets:
+        if targets.count(ours) > 1:
+            raise ValueError(f"columns: {ours} is given two columns: name one")
+    return tuple(pairs)
+
+
+_ENTRY_KEYS = ("name", "path", "split", "format", "columns", "filter", "weight", "max_tokens")
 
 
 def check_preparation(arguments: PreparationArguments) -> None:

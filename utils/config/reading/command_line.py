@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import HfArgumentParser
 
@@ -167,6 +167,8 @@ def _field_for_argparse(declaration: Declaration) -> dataclasses.Field:
         field.default = None
     origins = [get_origin(member) or member for member in union_members(declaration.hint)]
     field.type = str | None if dict in origins else declaration.hint
+    if origins == [list] and len(union_members(get_args(declaration.hint)[0])) > 1:
+        field.type = list[str]  # the mappings among its values are for recipes
     if {bool, str} <= set(origins):
         # argparse takes any function for a type, and this is more than its annotations know.
         field.type = _truth_or_word

@@ -98,8 +98,13 @@ def _match_list(element_hints: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
     """Match a list of the hinted elements, or one element alone."""
     element_hint = element_hints[0] if element_hints else str
     items = value if isinstance(value, list) else [value]
-    matches = [_match(element_hint, item) for item in items]
+    matches = [_match_any(union_members(element_hint), item) for item in items]
     return all(matched for matched, _ in matches), [converted for _, converted in matches]
+
+
+def _match_any(hints: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
+    matches = (_match(hint, value) for hint in hints)
+    return next((match for match in matches if match[0]), (False, value))
 
 
 def _match_mapping(value: Any) -> tuple[bool, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.data.preparation.records import LARGEST_DOCUMENT_BYTES, BadRow, Place, Record
+from utils.data.preparation.rows import DOCUMENT_FORMATS, UnusableRowError, document_fields
 
 Message = Mapping[str, Any]
 
@@ -43,50 +44,24 @@ class CompletionDocument:
     place: Place
 
 
-# Columns that a chat may have besides its messages.
-CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 Document = TextDocument | ChatDocument | CompletionDocument
 
 
-def columns_of(document_format: str, text_column: str) -> list[str]:
-    """Return the columns that a format reads."""
-    return {
-        "text": [text_column],
-        "messages": ["messages", *CHAT_EXTRAS],
-        "prompt_completion": ["prompt", "completion", *CHAT_EXTRAS],
-    }[document_format]
-
-
-def detect_format(fields: Mapping[str, Any], text_column: str) -> list[str]:
-    """Return every format whose columns the record has (one, when the record is clear)."""
-    found = []
-    if text_column in fields:
-        found.append("text")
-    if "messages" in fields:
-        found.append("messages")
-    if "prompt" in fields and "completion" in fields:
-        found.append("prompt_completion")
-    return found
-
-
-def parse_documents(
-    record: Record, document_format: str, text_column: str
-) -> Iterator[Document | BadRow]:
+def parse_documents(record: Record, row_format: str) -> Iterator[Document | BadRow]:
     """Yield the document of a record (a very long text: several), or what is wrong with it."""
-    missing = [
-        name
-        for name in columns_of(document_format, text_column)
-        if name not in CHAT_EXTRAS and record.fields.get(name) is None
-    ]
-    if missing:
-        yield _missing(record, missing, document_format)
-    elif document_format == "text":
-        yield from _texts(record, text_column)
+    try:
+        fields = document_fields(record.fields, row_format)
+    except UnusableRowError as error:
+        yield BadRow(error.reason, str(error), record.place)
+        return
+    document_format = DOCUMENT_FORMATS.get(row_format, row_format)
+    if document_format == "text":
+        yield from _texts(record)
     elif document_format == "messages":
-        problem = _messages_problem("messages", record.fields["messages"], record.place)
-        yield problem or _chat(record, record.fields["messages"])
+        problem = _messages_problem("messages", fields["messages"], record.place)
+        yield problem or _chat(fields, record.place, fields["messages"])
     else:
-        yield _completion(record)
+        yield _completion(fields, record.place)
 
 
 def content_digest(document: Document, seed: int) -> int:
@@ -122,23 +97,13 @@ def _texts_of_message(message: Message) -> list[str]:
     return texts
 
 
-def _missing(record: Record, missing: list[str], document_format: str) -> BadRow:
-    found = ", ".join(sorted(name for name, v in record.fields.items() if v is not None))
-    return BadRow(
-        "missing_field",
-        f"no {' and no '.join(repr(name) for name in missing)}, which the format "
-        f"{document_format} needs (columns found: {found or 'none'})",
-        record.place,
-    )
-
-
-def _texts(record: Record, text_column: str) -> Iterator[Document | BadRow]:
-    text = record.fields[text_column]
-    problem = _text_problem(text_column, text, record.place)
+def _texts(record: Record) -> Iterator[Document | BadRow]:
+    text = record.fields["text"]
+    problem = _text_problem("text", text, record.place)
     if problem:
         yield problem
     elif not text.strip() and record.part == 0:
-        yield BadRow("empty", f"empty document: {text_column!r} has no text", record.place)
+        yield BadRow("empty", "empty document: 'text' has no text", record.place)
     else:
         for part, piece in enumerate(_cut(text), start=record.part):
             yield TextDocument(piece, record.place, part)
@@ -200,25 +165,30 @@ def _strings_of_message(message: Message) -> Iterator[tuple[str, Any]]:
         yield "reasoning_content", message["reasoning_content"]
 
 
-def _completion(record: Record) -> Document | BadRow:
-    prompt, completion = record.fields["prompt"], record.fields["completion"]
+def _completion(fields: Mapping[str, Any], place: Place) -> Document | BadRow:
+    prompt, completion = fields["prompt"], fields["completion"]
     for name, value in (("prompt", prompt), ("completion", completion)):
         if isinstance(value, list):
-            problem = _messages_problem(name, value, record.place)
+            problem = _messages_problem(name, value, place)
         else:
-            problem = _text_problem(name, value, record.place)
+            problem = _text_problem(name, value, place)
         if problem:
             return problem
     if isinstance(prompt, str) != isinstance(completion, str):
         message = "'prompt' and 'completion' must both be strings or both be lists of messages"
-        return BadRow("wrong_type", message, record.place)
-    if isinstance(completion, str) and not completion.strip():
-        return BadRow("empty", "empty document: 'completion' has no text", record.place)
+        return BadRow("wrong_type", message, place)
     if isinstance(prompt, list):
-        return _chat(record, [*prompt, *completion], first_trained=len(prompt))
-    return CompletionDocument(prompt, completion, record.place)
+        return _chat(fields, place, [*prompt, *completion], first_trained=len(prompt))
+    if not completion.strip():
+        return BadRow("empty", "empty document: 'completion' has no text", place)
+    if fields["tools"] or fields["chat_template_kwargs"]:
+        message = "'tools' and 'chat_template_kwargs' go with messages, and 'prompt' is a text"
+        return BadRow("wrong_type", message, place)
+    return CompletionDocument(prompt, completion, place)
 
 
-def _chat(record: Record, messages: Sequence[Message], first_trained: int = 0) -> ChatDocument:
-    tools, options = (record.fields.get(name) for name in CHAT_EXTRAS)
-    return ChatDocument(messages, record.place, tools, options, first_trained)
+def _chat(
+    fields: Mapping[str, Any], place: Place, messages: Sequence[Message], first_trained: int = 0
+) -> ChatDocument:
+    tools, options = fields["tools"], fields["chat_template_kwargs"]
+    return ChatDocument(messages, place, tools, options, first_trained)

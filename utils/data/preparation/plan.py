@@ -3,28 +3,39 @@
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments
-from utils.data.preparation.documents import columns_of, detect_format
-from utils.data.preparation.records import BadRow, Record, read_records
+from utils.config.preparation import PreparationArguments, Source, sources_of
+from utils.data.preparation.records import (
+    BadRow,
+    Record,
+    column_names,
+    keys_that_arrow_adds,
+    read_records,
+)
+from utils.data.preparation.rows import (
+    DOCUMENT_FORMATS,
+    NEEDED,
+    RowSettings,
+    columns_to_read,
+    detect_formats,
+    naming_hint,
+    renamed,
+)
 from utils.data.preparation.sources import SourceFile, list_sources
 from utils.data.preparation.unit import TRAIN, VALIDATION, UnitSettings
-from utils.data.preparation.work_units import WorkUnit, cut_into_units
+from utils.data.preparation.work_units import SourceOfUnits, WorkUnit, cut_into_units
 
 logger = logging.getLogger(__name__)
 
 # Raised whenever the same sources and settings would give other bytes than before.
 OUTPUT_VERSION = 2
-SPLIT_NAME = re.compile(r"[a-z0-9_]+")
-RESERVED_NAMES = {TRAIN, "tokenizer"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +77,17 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
-    sources = _find_sources(arguments)
-    units = cut_into_units(sources)
-    document_format = _decide_format(arguments, units)
+    given, files = _find_sources(arguments)
+    units = cut_into_units(
+        [SourceOfUnits(s.split, f, s.max_tokens) for s, f in zip(given, files, strict=True)]
+    )
+    document_format, rows, is_chat = _decide_formats(arguments, given, units)
+    sources: dict[str, list[SourceFile]] = {}
+    for source, found in zip(given, files, strict=True):
+        sources.setdefault(source.split, []).extend(found)
     settings = UnitSettings(
         document_format=document_format,
-        text_column=arguments.text_column,
+        sources=tuple(rows),
         on_bad_row=arguments.on_bad_row,
         on_overlong=arguments.on_overlong,
         sequence_length=arguments.sequence_length,
@@ -79,6 +95,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         seed=arguments.seed,
         template_date=None if document_format == "text" else _template_date(arguments, sources),
     )
+    _warn_of_added_keys(files, rows)
     size = sum(unit.size for unit in units)
     logger.info(
         "%s: %s files, %.1f MiB in %s work units",
@@ -87,13 +104,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         size / 2**20,
         f"{len(units):,}",
     )
-    first = _first_record([unit for unit in units if unit.split == TRAIN], arguments)
-    needs_chat_template = document_format == "messages" or (
-        first is not None
-        and document_format == "prompt_completion"
-        and isinstance(first.fields.get("prompt"), list)
-    )
-    return PreparationPlan(sources, units, settings, needs_chat_template)
+    return PreparationPlan(sources, units, settings, is_chat)
 
 
 def _template_date(
@@ -109,103 +120,167 @@ def _template_date(
     return datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
 
 
-def _find_sources(arguments: PreparationArguments) -> dict[str, list[SourceFile]]:
-    paths, problems = _paths_by_split(arguments)
+def _find_sources(
+    arguments: PreparationArguments,
+) -> tuple[list[Source], list[list[SourceFile]]]:
+    """Return the sources as given and the files of each; logs what is not taken of them."""
+    problems: list[str] = []
     template = arguments.chat_template
     if template is not None and not Path(template).is_file():
         problems.append(f"chat_template: {template}: no such file")
-    sources: dict[str, list[SourceFile]] = {}
-    for split, given_paths in paths.items():
-        listing = list_sources(given_paths, arguments.format)
-        problems.extend(f"{split}: {problem}" for problem in listing.problems)
-        sources[split] = listing.files
+    try:
+        given = sources_of(arguments)
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+        raise ConfigurationError(problems) from error
+    found: list[list[SourceFile]] = []
+    for source in given:
+        split, is_named = source.from_split or source.split, source.from_split is not None
+        listing = list_sources(source.paths, source.format, split, is_named=is_named)
+        problems.extend(f"{source.split}: {problem}" for problem in listing.problems)
+        found.append(listing.files)
+        for note in listing.notes:
+            logger.warning("%s: %s", source.split, note)
         if listing.ignored:
             passed_over = ", ".join(f"{n} x {what}" for what, n in sorted(listing.ignored.items()))
-            logger.warning("%s: files passed over: %s", split, passed_over)
-    problems.extend(_overlap_problems(sources))
+            logger.warning("%s: files passed over: %s", source.split, passed_over)
+    problems.extend(_overlap_problems(given, found))
     if problems:
         raise ConfigurationError(problems)
-    return sources
+    return given, found
 
 
-def _paths_by_split(arguments: PreparationArguments) -> tuple[dict[str, list[str]], list[str]]:
-    paths: dict[str, list[str]] = {TRAIN: list(arguments.sources)}
-    problems = []
-    reserved = RESERVED_NAMES | ({VALIDATION} if arguments.validation_fraction > 0 else set())
-    for given in arguments.eval_sources:
-        name, separator, path = given.partition("=")
-        if not separator or not path:
-            problems.append(f"eval_sources: {given!r}: give NAME=PATH")
-        elif not SPLIT_NAME.fullmatch(name):
-            problems.append(f"eval_sources: {name!r}: use lower-case letters, digits and _ only")
-        elif name in reserved:
-            problems.append(f"eval_sources: {name!r} is taken: choose another name")
-        else:
-            paths.setdefault(name, []).append(path)
-    return paths, problems
+def _overlap_problems(
+    sources: Sequence[Source], files: Sequence[Sequence[SourceFile]]
+) -> Iterator[str]:
+    """Name the files that are given twice: trained on twice, or evaluated on after training."""
+    owner: dict[str, Source] = {}
+    for source, found in zip(sources, files, strict=True):
+        for file in found:
+            other = owner.setdefault(str(Path(file.path).resolve()), source)
+            if other.split != source.split:
+                yield f"{file.path}: is given for both {other.split} and {source.split}"
+            elif other is not source and other.filters == source.filters:
+                yield f"{file.path}: is given twice for {source.split}; give it a weight instead"
 
 
-def _overlap_problems(sources: Mapping[str, Sequence[SourceFile]]) -> Iterator[str]:
-    """Name the files that are in two splits: evaluation would be on trained documents."""
-    owner: dict[str, str] = {}
-    for split, files in sources.items():
-        for file in files:
-            real = str(Path(file.path).resolve())
-            if real in owner:
-                yield f"{file.path}: is given for both {owner[real]} and {split}"
-            owner[real] = split
+def _decide_formats(
+    arguments: PreparationArguments, sources: Sequence[Source], units: Sequence[WorkUnit]
+) -> tuple[str, list[RowSettings], bool]:
+    """Return the format of all documents, how the rows of each source are read, and if they chat.
 
-
-def _decide_format(arguments: PreparationArguments, units: Sequence[WorkUnit]) -> str:
-    """Return the format, from the first record when it is "auto"; every split has to fit it."""
+    The first record of a source decides where its format is "auto"; all have to give documents of
+    one format. Raises ConfigurationError with every source that does not.
+    """
     problems: list[str] = []
-    decided = arguments.format
-    # A record that does not fit a format the user named is a bad row like any other.
-    skips = arguments.on_bad_row == "skip"
-    for split in dict.fromkeys(unit.split for unit in units):
-        record = _first_record([unit for unit in units if unit.split == split], arguments)
+    rows: list[RowSettings] = []
+    decided: tuple[str, Record] | None = None
+    is_chat = False
+    for number, source in enumerate(sources):
+        own = [unit for unit in units if unit.source == number]
+        record = _first_record(own, source, arguments.on_bad_row)
         if record is None:
-            problems.append(f"{split}: empty source: no record in its files")
+            problems.append(f"{source.split}: empty source: no record in its files")
             continue
-        found = detect_format(record.fields, arguments.text_column)
-        if decided == "auto" and len(found) == 1:
-            decided = found[0]
-        elif decided not in found and (arguments.format == "auto" or not skips):
-            problems.append(_format_problem(record, decided, found, arguments.text_column))
-    if problems:
+        fields = renamed(record.fields, source.columns)
+        found = detect_formats(fields)
+        wanted = decided[0] if decided else None
+        row_format = _row_format(source, found, wanted, skips=arguments.on_bad_row == "skip")
+        if row_format is None:
+            problems.append(_format_problem(record, source, found))
+            continue
+        read = RowSettings(
+            row_format, source.columns, source.filters, source.weight, source.max_tokens
+        )
+        rows.append(read)
+        logger.info("%s", _reading_line(source, record, read))
+        document_format = DOCUMENT_FORMATS.get(row_format, row_format)
+        is_chat |= document_format == "messages" or isinstance(fields.get("prompt"), list)
+        if decided is None:
+            decided = document_format, record
+        elif document_format != decided[0]:
+            problems.append(
+                f"{record.place}: the format is {row_format}, which makes {document_format}, but "
+                f"{decided[1].place} makes {decided[0]}: one dataset holds one kind; prepare them "
+                "apart, or name columns (--columns question=instruction answer=output makes chats)"
+            )
+    if problems or decided is None:
         raise ConfigurationError(problems)
-    return decided
+    return decided[0], rows, is_chat
 
 
-def _first_record(units: Sequence[WorkUnit], arguments: PreparationArguments) -> Record | None:
+def _row_format(
+    source: Source, found: Sequence[str], wanted: str | None, *, skips: bool
+) -> str | None:
+    """Return the format to read a source with, None when its first record does not tell one."""
+    if source.format != "auto":
+        # A record that does not fit a format the user named is a bad row like any other.
+        return source.format if source.format in found or skips else None
+    if len(found) > 1:  # what the sources before it make decides
+        found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record | None:
     """Return the first record; raises ConfigurationError at a bad row unless they are skipped."""
-    columns = {
-        name
-        for document_format in ("text", "messages", "prompt_completion")
-        for name in columns_of(document_format, arguments.text_column)
-    }
-    ordered = [arguments.text_column, *sorted(columns - {arguments.text_column})]
+    columns = columns_to_read(list(NEEDED), source.columns)
     for unit in units:
         for piece in unit.pieces:
-            for record in read_records(piece, ordered):
+            for record in read_records(piece, columns):
                 if isinstance(record, Record):
-                    return record
-                if isinstance(record, BadRow) and arguments.on_bad_row == "error":
+                    return replace(record, fields=_with_other_names(piece.file, record.fields))
+                if isinstance(record, BadRow) and on_bad_row == "error":
                     raise ConfigurationError(str(record))
     return None
 
 
-def _format_problem(record: Record, decided: str, found: Sequence[str], text_column: str) -> str:
-    columns = ", ".join(sorted(record.fields)) or "none"
-    if decided != "auto":
-        needed = [c for c in columns_of(decided, text_column) if c != "tools"]
+def _with_other_names(file: SourceFile, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with the columns of its file that were not read, as null."""
+    return {**dict.fromkeys(column_names(file)), **fields}
+
+
+def _reading_line(source: Source, record: Record, read: RowSettings) -> str:
+    """Say what is read of a source's rows, and what is not."""
+    used = [name for name in read.read_columns if name in record.fields]
+    unused = sorted(name for name in record.fields if name not in used)
+    parts = [f"{source.split}: {record.place.path}: {read.row_format}, from {', '.join(used)}"]
+    if unused:
+        parts.append(f"not used: {', '.join(unused)}")
+    if read.weight != 1:
+        parts.append(f"weight {read.weight:g}")
+    if read.max_tokens is not None:
+        parts.append(f"at most {read.max_tokens:,} tokens")
+    return "; ".join(parts)
+
+
+def _warn_of_added_keys(files: Sequence[Sequence[SourceFile]], rows: Sequence[RowSettings]) -> None:
+    for found, read in zip(files, rows, strict=True):
+        if DOCUMENT_FORMATS.get(read.row_format, read.row_format) == "text" or not found:
+            continue
+        columns = keys_that_arrow_adds(found[0], read.read_columns)
+        if columns:
+            logger.warning(
+                "%s: tool calls or schemas in %s are Arrow structs, which give every row the keys "
+                "of all rows: keys that are null are taken for absent. Where a null was meant, "
+                "write JSONL, or Json() features of datasets.",
+                *(found[0].path, ", ".join(columns)),
+            )
+
+
+def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
+    names = sorted(renamed(record.fields, source.columns))
+    columns = ", ".join(names) or "none"
+    if source.format != "auto":
+        missing = [name for name in NEEDED[source.format] if name not in names]
+        like = f"; it looks like {found[0]}: --format {found[0]}" if found else ""
         return (
-            f"{record.place}: the format is {decided}, but the record has not its column "
-            f"{' and '.join(needed)} (columns: {columns})"
+            f"{record.place}: the format is {source.format}, but the record has no "
+            f"{' and no '.join(map(repr, missing))} (columns: {columns}){like}"
         )
     if found:
         return f"{record.place}: could be {' or '.join(found)}: choose one with --format"
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
-        f"{record.place}: no known format: needed is {text_column!r} (--text_column names "
-        f"another), 'messages', or 'prompt' and 'completion' (columns: {columns})"
+        f"{record.place}: no known format (columns: {columns}): {naming_hint(names)}. Known "
+        f"without that: {formats}"
     )

@@ -1,26 +1,53 @@
 """Source files: from the paths a user gives to a sorted list of files that can be read."""
 
 import glob
+import gzip
+import io
+import json
 import logging
 import os
+import re
 import stat
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
+
+import zstandard
 
 logger = logging.getLogger(__name__)
 
-SourceKind = Literal["text", "jsonl", "parquet", "datasets"]
+SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
 
 JSONL_SUFFIXES = {".jsonl", ".json-lines", ".jsonlines", ".ndjson"}
+CSV_SUFFIXES = {".csv", ".tsv"}
 TEXT_SUFFIXES = {
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".html", ".htm", ".xml", ".org"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go"),
     *(".rs", ".rb", ".php", ".sh", ".sql", ".jl", ".r", ".scala", ".kt", ".swift", ".lua"),
 }
-COMPRESSION_SUFFIXES: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
+Compression = Literal["gzip", "zstd"]
+COMPRESSION_SUFFIXES: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+# What comes before the first record: an array, or an object with scalars before its array `data`.
+JSON_ARRAY_OPENS = re.compile(
+    r"""\s*(?:\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\w.+-]+)\s*,\s*)*"data"\s*:\s*)?\["""
+)
+SNIFFED_BYTES = 1 << 16
+
+# The names of splits as the Hub's files and folders have them, and what they are called here.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")
+_ABOUT_A_FOLDER = re.compile(
+    r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?|(dataset_infos?|config|metadata)\.json",
+    re.IGNORECASE,
+)
+_SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 
 @dataclass(frozen=True)
@@ -29,31 +56,37 @@ class SourceFile:
 
     path: str
     kind: SourceKind
-    compression: Literal["gzip", "zstd"] | None
+    compression: Compression | None
     size: int
     mtime_ns: int
 
 
 @dataclass
 class SourceListing:
-    """The files found for one split, what was passed over (by suffix), and what is wrong."""
+    """The files found, what was passed over (by suffix), what to know of it, and what is wrong."""
 
     files: list[SourceFile] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def list_sources(paths: Sequence[str], document_format: str) -> SourceListing:
+def list_sources(
+    paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
+) -> SourceListing:
     """Expand files, folders (recursive) and globs, in the order given, sorted inside each.
 
-    A file that two paths reach is taken once. Unknown suffixes are read as text only under
-    `document_format` "text". Nothing is raised: faults are collected in `problems`.
+    Of a folder (or pattern) whose file names tell several splits, as on the Hub, `split` is taken;
+    `is_named`: the user named it, so that nothing else will do. A file that two paths reach is
+    taken once. Unknown suffixes are read as text only under `document_format` "text". Nothing is
+    raised: faults are collected in `problems`.
     """
     listing = SourceListing()
     seen: set[str] = set()
     for given in paths:
         before = len(listing.files) + len(listing.problems)
-        for path in _expand(given, listing):
+        found = _without_readmes(given, list(_expand(given, listing)), listing)
+        for path in _of_split(given, found, split, is_named, listing):
             real = os.path.realpath(path)
             if real in seen:
                 listing.ignored["given twice"] += 1
@@ -63,6 +96,99 @@ def list_sources(paths: Sequence[str], document_format: str) -> SourceListing:
         if len(listing.files) + len(listing.problems) == before:
             listing.problems.append(_nothing_found(given, listing))
     return listing
+
+
+def open_source(path: str, compression: Compression | None) -> IO[bytes]:
+    """Open a file for reading what was compressed."""
+    if compression == "gzip":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    raw = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
+    if compression == "zstd":
+        stream = zstandard.ZstdDecompressor().stream_reader(
+            raw, read_across_frames=True, closefd=True
+        )
+        return io.BufferedReader(stream)
+    return raw
+
+
+def _without_readmes(given: str, paths: list[str], listing: SourceListing) -> list[str]:
+    """Leave out what describes a folder of records: it is no document of it."""
+    if not any(_holds_records(path) for path in paths if path != given):
+        return paths
+    kept = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
+    if len(kept) < len(paths):
+        listing.ignored["README or the like"] += len(paths) - len(kept)
+    return kept
+
+
+def _of_split(
+    given: str, paths: list[str], split: str, is_named: bool, listing: SourceListing
+) -> list[str]:
+    """Return the paths that belong to a split, where folders or names of files tell several."""
+    paths = [_split_of_dict(path, split, listing) for path in paths]
+    if paths == [given]:
+        return paths
+    by_split: dict[str, list[str]] = {}
+    for path in paths:
+        by_split.setdefault(_split_name(path, given), []).append(path)
+    named = sorted(name for name in by_split if name)
+    wanted = SPLIT_NAMES.get(split, split)
+    if len(named) < 2 and not is_named:
+        return paths
+    if wanted in by_split:
+        others = [name for name in by_split if name != wanted]
+        counts = ", ".join(f"{name or 'no split'} ({len(by_split[name])} files)" for name in others)
+        if others:
+            listing.notes.append(
+                f"{given}: split {wanted} is taken ({len(by_split[wanted])} files); not used: "
+                f"{counts}; to evaluate on one: --eval_sources {others[0] or 'NAME'}={given}"
+            )
+        return by_split[wanted]
+    if is_named or not glob.has_magic(given):
+        listing.problems.append(
+            f"{given}: has no split {split!r}; its files are of {', '.join(named) or 'no split'}: "
+            f"name files, as in {by_split[named[0]][0] if named else given + '/FILE'}"
+        )
+        return []
+    return paths
+
+
+def _split_of_dict(path: str, split: str, listing: SourceListing) -> str:
+    """Return the folder of a split of a DatasetDict, if there is one; any other path as it is."""
+    folder = Path(path)
+    if not (folder / "dataset_dict.json").is_file() or not (folder / split).is_dir():
+        return path
+    others = [each.name for each in sorted(folder.iterdir()) if each.is_dir()]
+    others.remove(split)
+    if others:
+        listing.notes.append(
+            f"{path}: split {split} is taken; not used: {', '.join(others)}; to evaluate on one: "
+            f"--eval_sources {others[0]}={path}"
+        )
+    return str(folder / split)
+
+
+def _split_name(path: str, given: str) -> str:
+    """Return the split that the name of a file, or of a folder above it, tells; "" for none."""
+    if not _holds_records(path):
+        return ""
+    parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
+    stem = parts[-1].split(".")[0]
+    if shard := _SHARD_OF_SPLIT.fullmatch(stem):
+        return SPLIT_NAMES.get(shard[1], shard[1])
+    for words in (re.split(r"[-_\s]", stem.lower()), [part.lower() for part in parts[:-1]]):
+        named = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
+        if len(named) == 1:
+            return named.pop()
+    return ""
+
+
+def _holds_records(path: str) -> bool:
+    suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    return (
+        bool(suffixes & {*JSONL_SUFFIXES, *CSV_SUFFIXES, ".json", ".parquet"})
+        or Path(path).is_dir()
+    )
 
 
 def _nothing_found(given: str, listing: SourceListing) -> str:
@@ -84,6 +210,12 @@ def _expand(given: str, listing: SourceListing) -> Iterator[str]:
             # A recursive pattern lists folders next to the files inside them.
             if not Path(match).is_dir() or "**" not in given:
                 yield from _walk(match)
+    elif _HUB_NAME.fullmatch(given):
+        listing.problems.append(
+            f"{given}: no such file or folder; if it is a dataset of the Hub, fetch its files "
+            f"where there is a network: hf download --repo-type dataset {given} --local-dir "
+            f"data/{given.split('/')[1]}, and give --sources data/{given.split('/')[1]}"
+        )
     else:
         listing.problems.append(f"{given}: no such file or folder")
 
@@ -144,14 +276,20 @@ def _add(path: str, given: str, document_format: str, listing: SourceListing) ->
             listing.files.append(SourceFile(str(Path(path).absolute()), kind, compression, *found))
     elif path == given:
         listing.problems.append(
-            f"{path}: unknown file type {suffix!r}; one JSON object per line needs the suffix "
-            ".jsonl; give --format text to read the whole file as one document"
+            f"{path}: "
+            + (
+                'JSON that is no array of records, no {"data": [...]} and not one record a line'
+                if ".json" in suffix
+                else f"unknown file type {suffix!r}; records come as .jsonl, .json, .csv, .tsv or "
+                ".parquet"
+            )
+            + "; give --format text to read the whole file as one document"
         )
     else:
         listing.ignored[suffix] += 1
 
 
-def _kind_of(path: str) -> tuple[SourceKind | None, Literal["gzip", "zstd"] | None]:
+def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
     if Path(path).is_dir():
         return "datasets", None
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
@@ -161,9 +299,35 @@ def _kind_of(path: str) -> tuple[SourceKind | None, Literal["gzip", "zstd"] | No
     suffix = suffixes[-1] if suffixes else ""
     if suffix in JSONL_SUFFIXES:
         return "jsonl", compression
+    if suffix == ".json":
+        return _kind_of_json(path, compression), compression
+    if suffix in CSV_SUFFIXES:
+        return "csv", compression
     if suffix == ".parquet" and not compression:
         return "parquet", None
     return ("text", compression) if suffix in TEXT_SUFFIXES else (None, compression)
+
+
+def _kind_of_json(path: str, compression: Compression | None) -> SourceKind | None:
+    """Tell an array of records from one record a line; None for any other JSON."""
+    if not Path(path).is_file():  # a pipe would block
+        return "json"
+    try:
+        with open_source(path, compression) as stream:
+            head = stream.read(SNIFFED_BYTES)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+        return "json"  # whoever reads it says what is wrong
+    text = head.decode("utf-8-sig", errors="replace")
+    if not text.strip() or JSON_ARRAY_OPENS.match(text):
+        return "json"
+    line, end, _ = text.lstrip().partition("\n")
+    if not end:
+        return "jsonl"
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return "jsonl"
 
 
 def _stat(path: str, kind: SourceKind | None) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """Unit preparation: one work unit read, checked, tokenized and written to its Arrow files."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -9,12 +10,12 @@ from utils.config.errors import ConfigurationError
 from utils.data.preparation.documents import (
     Document,
     TextDocument,
-    columns_of,
     content_digest,
     parse_documents,
     texts_of,
 )
-from utils.data.preparation.records import BadRow, read_records
+from utils.data.preparation.records import BadRow, Record, read_records
+from utils.data.preparation.rows import RowSettings, UnusableRowError
 from utils.data.preparation.token_files import TokenFileWriter
 from utils.data.preparation.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
 from utils.data.preparation.work_units import WorkUnit
@@ -23,6 +24,8 @@ TRAIN, VALIDATION = "train", "validation"
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
 EXAMPLES_KEPT = 5
+FILTERED = "filtered"  # left out because the recipe says so: no fault
+WEIGHT_KEY = 1 << 64  # apart from the key that holds documents out
 
 # Called with (documents, tokens) after each batch.
 Progress = Callable[[int, int], None]
@@ -30,10 +33,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What decides the output of a unit, besides the tokenizer and the sources."""
+    """What decides the output of a unit, besides the tokenizer and the files.
+
+    `sources` says how the rows of each are read; a unit knows the number of its own.
+    """
 
     document_format: str
-    text_column: str
+    sources: tuple[RowSettings, ...]
     on_bad_row: str
     on_overlong: str
     sequence_length: int | None
@@ -77,7 +83,7 @@ class UnitCounts:
     def drop(self, row: BadRow) -> None:
         """Count a record that is left out."""
         self.dropped[row.reason] = self.dropped.get(row.reason, 0) + 1
-        if len(self.examples) < EXAMPLES_KEPT:
+        if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(str(row))
 
 
@@ -105,24 +111,32 @@ class UnitPreparation:
                 for split, path in files.items()
             }
             for batch in _batches(documents):
-                self._prepare_batch(batch, writers, counts, progress)
+                if not self._prepare_batch(unit, batch, writers, counts, progress):
+                    break
         for split, path in files.items():
             counts.splits[split].file_bytes = path.stat().st_size
         return counts
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) for every record that can be used."""
-        split = unit.split
+        """Yield (split, document) for every usable record, as often as its weight says."""
+        split, copies = unit.split, 1
         for document in read_documents(unit, self.settings):
             if isinstance(document, BadRow):
                 self._refuse(document, counts)
-            elif isinstance(document, TextDocument) and document.part:
+                continue
+            if isinstance(document, TextDocument) and document.part:
                 # Stays with its beginning, so that no document is in two splits.
-                counts.continued += 1
-                yield split, document
+                counts.continued += copies
             else:
                 split = self._split_of(unit, document)
+                copies = self._copies_of(unit, document) if split == TRAIN else 1
+            for _ in range(copies):
                 yield split, document
+
+    def _copies_of(self, unit: WorkUnit, document: Document) -> int:
+        """Return how often a document is written: its source's weight, the fraction by a hash."""
+        whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
+        return int(whole) + is_held_out(document, fraction, self.settings.seed + WEIGHT_KEY)
 
     def _split_of(self, unit: WorkUnit, document: Document) -> str:
         fraction = self.settings.validation_fraction
@@ -136,24 +150,30 @@ class UnitPreparation:
 
     def _prepare_batch(
         self,
+        unit: WorkUnit,
         batch: Sequence[tuple[str, Document]],
         writers: dict[str, TokenFileWriter],
         counts: UnitCounts,
         progress: Progress,
-    ) -> None:
+    ) -> bool:
+        """Write a batch; False when the unit has the tokens that it may have."""
         documents = [document for _, document in batch]
-        tokens = 0
+        tokens, before = 0, sum(split.tokens for split in counts.splits.values())
+        cap = math.inf if unit.max_tokens is None else unit.max_tokens
         for (split, document), tokenized in zip(batch, self.tokenizer(documents), strict=True):
             if isinstance(tokenized, BadRow):
                 self._refuse(tokenized, counts)
                 continue
             kept = self._fitted(document, tokenized, counts)
             if kept is not None:
+                if before + tokens + len(kept.ids) > cap:
+                    return False
                 writers[split].append(kept)
                 counts.without_earlier_thinking += kept.drops_thinking
                 counts.splits[split].add(kept, sum(len(t.encode()) for t in texts_of(document)))
                 tokens += len(kept.ids)
         progress(len(batch), tokens)
+        return True
 
     def _fitted(
         self, document: Document, tokenized: TokenizedDocument, counts: UnitCounts
@@ -182,18 +202,26 @@ class UnitPreparation:
 
 def read_documents(unit: WorkUnit, settings: UnitSettings) -> Iterator[Document | BadRow]:
     """Yield every document of a unit in order, or what is wrong with its record."""
-    columns = columns_of(settings.document_format, settings.text_column)
+    rows = settings.sources[unit.source]
     for piece in unit.pieces:
-        for record in read_records(piece, columns):
-            if isinstance(record, BadRow):
-                yield record
-            else:
-                yield from parse_documents(record, settings.document_format, settings.text_column)
+        for record in read_records(piece, rows.read_columns):
+            yield from [record] if isinstance(record, BadRow) else _parsed(record, rows)
+
+
+def _parsed(record: Record, rows: RowSettings) -> Iterator[Document | BadRow]:
+    try:
+        if rows.keeps(record.fields):
+            found = Record(rows.renamed(record.fields), record.place, record.part)
+            yield from parse_documents(found, rows.row_format)
+        else:
+            yield BadRow(FILTERED, "not among what the filter keeps", record.place)
+    except UnusableRowError as error:
+        yield BadRow(error.reason, str(error), record.place)
 
 
 def refuse_bad_row(row: BadRow, settings: UnitSettings) -> None:
     """Raise ConfigurationError at a bad row, unless such rows are skipped."""
-    if settings.on_bad_row == "error":
+    if settings.on_bad_row == "error" and row.reason != FILTERED:
         raise ConfigurationError(f"{row}; repair it, or skip such rows with --on_bad_row skip")
 
 

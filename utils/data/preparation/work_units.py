@@ -4,7 +4,7 @@ The cut depends on the sources alone, never on the number of processes or shards
 one Arrow file, so the output is the same bytes however the work is divided.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -16,6 +16,8 @@ from utils.data.preparation.sources import SourceFile
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
+# A source of which little is wanted is read in few places, so that each holds whole documents.
+LEAST_TOKENS_OF_A_UNIT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,39 +36,71 @@ class Piece:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive pieces of one split; `index` counts over all splits."""
+    """Consecutive pieces of one source; `index` counts over all sources, as `source` does.
+
+    `max_tokens`: the unit ends before the document that would go beyond it.
+    """
 
     index: int
     split: str
     pieces: tuple[Piece, ...]
     size: int
+    source: int = 0
+    max_tokens: int | None = None
 
 
-def cut_into_units(sources: Mapping[str, Sequence[SourceFile]]) -> list[WorkUnit]:
-    """Cut the files of every split into work units of about equal size.
+@dataclass(frozen=True)
+class SourceOfUnits:
+    """The files of one source, the split they go to, and how many tokens may be taken of them."""
 
-    Raises ConfigurationError naming every Parquet file or datasets folder that cannot be opened.
+    split: str
+    files: Sequence[SourceFile]
+    max_tokens: int | None = None
+
+
+def cut_into_units(sources: Sequence[SourceOfUnits]) -> list[WorkUnit]:
+    """Cut the files of every source into work units of about equal size.
+
+    A cap in tokens is shared out over units spread evenly over the source, so that what is taken
+    depends on no other unit. Raises ConfigurationError naming every Parquet file or datasets folder
+    that cannot be opened.
     """
-    total = sum(file.size for files in sources.values() for file in files)
+    total = sum(file.size for source in sources for file in source.files)
     unit_bytes = min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
     units: list[WorkUnit] = []
     problems: list[str] = []
-    for split, files in sources.items():
-        group: list[Piece] = []
-        for piece in _pieces(files, unit_bytes, problems):
-            if group and sum(p.size for p in group) + piece.size > unit_bytes:
-                units.append(_unit(len(units), split, group))
-                group = []
-            group.append(piece)
-        if group:
-            units.append(_unit(len(units), split, group))
+    for number, source in enumerate(sources):
+        groups = list(_groups(_pieces(source.files, unit_bytes, problems), unit_bytes))
+        for group, max_tokens in _capped(groups, source.max_tokens):
+            size = sum(piece.size for piece in group)
+            units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
     if problems:
         raise ConfigurationError(problems)
     return units
 
 
-def _unit(index: int, split: str, pieces: list[Piece]) -> WorkUnit:
-    return WorkUnit(index, split, tuple(pieces), sum(piece.size for piece in pieces))
+def _groups(pieces: Iterable[Piece], unit_bytes: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and sum(p.size for p in group) + piece.size > unit_bytes:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _capped(
+    groups: Sequence[list[Piece]], max_tokens: int | None
+) -> Iterator[tuple[list[Piece], int | None]]:
+    """Yield the groups that are read, each with its share of the tokens."""
+    if max_tokens is None:
+        yield from ((group, None) for group in groups)
+        return
+    read = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT)) if groups else 0
+    for number in range(read):
+        share = max_tokens * (number + 1) // read - max_tokens * number // read
+        yield groups[(2 * number + 1) * len(groups) // (2 * read)], share
 
 
 def _pieces(files: Sequence[SourceFile], unit_bytes: int, problems: list[str]) -> Iterator[Piece]:

@@ -6,18 +6,18 @@ from utils.data.preparation.documents import (
     CompletionDocument,
     TextDocument,
     content_digest,
-    detect_format,
     parse_documents,
     texts_of,
 )
 from utils.data.preparation.records import BadRow, Place, Record
+from utils.data.preparation.rows import detect_formats
 
 PLACE = Place("a.jsonl", "line", 3)
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def parse(fields, document_format):
-    (found,) = parse_documents(Record(fields, PLACE), document_format, "text")
+    (found,) = parse_documents(Record(fields, PLACE), document_format)
     return found
 
 
@@ -32,7 +32,7 @@ def parse(fields, document_format):
     ],
 )
 def test_columns_show_the_format(fields, formats):
-    assert detect_format(fields, "text") == formats
+    assert detect_formats(fields) == formats
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_good_records_become_documents():
 def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):
     monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 100)
     text = "some words\n" * 40
-    parts = list(parse_documents(Record({"text": text}, PLACE), "text", "text"))
+    parts = list(parse_documents(Record({"text": text}, PLACE), "text"))
     assert "".join(part.text for part in parts) == text
     assert [part.part for part in parts] == list(range(len(parts)))
     assert all(part.text.endswith("\n") for part in parts)

@@ -47,7 +47,7 @@ def test_a_record_that_fits_two_formats_needs_a_choice(tmp_path):
 
 def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
     chats = samples.write_jsonl(tmp_path / "chats.jsonl", [samples.chat("q", "a")])
-    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:1: the format is text"):
+    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:1: .* but .*a\.jsonl:1 makes text"):
         plan(text, eval_sources=[f"other={chats}"])
 
 

@@ -10,7 +10,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.preparation import work_units
 from utils.data.preparation.records import Record, read_records
 from utils.data.preparation.sources import SourceFile, list_sources
-from utils.data.preparation.work_units import Piece, cut_into_units
+from utils.data.preparation.work_units import Piece, SourceOfUnits, cut_into_units
 
 
 @given(
@@ -43,7 +43,7 @@ def test_units_cover_all_files_of_all_splits_in_order(tmp_path, monkeypatch):
     train = list_sources([str(tmp_path)], "auto").files
     (tmp_path / "eval.txt").write_text("y")
     held_out = list_sources([str(tmp_path / "eval.txt")], "auto").files
-    units = cut_into_units({"train": train, "held": held_out})
+    units = cut_into_units([SourceOfUnits("train", train), SourceOfUnits("held", held_out)])
     assert [unit.index for unit in units] == list(range(len(units)))
     assert [unit.split for unit in units] == ["train"] * (len(units) - 1) + ["held"]
     pieces = [piece for unit in units for piece in unit.pieces]
@@ -56,7 +56,9 @@ def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monke
     monkeypatch.setattr(work_units, "SMALLEST_UNIT_BYTES", 100)
     table = pa.table({"text": [f"row {i}" for i in range(40)], "other": range(40)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
-    units = cut_into_units({"train": list_sources([str(tmp_path / "a.parquet")], "auto").files})
+    units = cut_into_units(
+        [SourceOfUnits("train", list_sources([str(tmp_path / "a.parquet")], "auto").files)]
+    )
     assert len(units) > 2
     records = [
         record
@@ -72,4 +74,4 @@ def test_a_damaged_parquet_file_is_named_before_any_work(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     files = list_sources([str(tmp_path / "bad.parquet")], "auto").files
     with pytest.raises(ConfigurationError, match=r"bad\.parquet: cannot be opened"):
-        cut_into_units({"train": files})
+        cut_into_units([SourceOfUnits("train", files)])

@@ -1,0 +1,198 @@
+"""The same rows give the same tokens from every kind of file that can hold them."""
+
+import copy
+import csv
+import json
+
+import datasets
+import preparation_samples as samples
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from utils.config.preparation import PreparationArguments
+from utils.data.preparation.plan import plan_preparation
+from utils.data.preparation.unit import read_documents
+
+# A key has one type and keys come in one order: that is all that Arrow can hold.
+SCALARS = {"city": st.text(max_size=3), "days": st.integers(0, 9), "metric": st.booleans()}
+ARGUMENTS = st.fixed_dictionaries({}, optional=SCALARS)
+PROPERTIES = st.fixed_dictionaries(
+    {}, optional={name: st.just({"type": name}) for name in SCALARS}
+).filter(bool)
+CALLS = st.builds(
+    lambda name, arguments: {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    },
+    st.sampled_from(["find", "go"]),
+    ARGUMENTS,
+)
+TOOLS = st.builds(
+    lambda name, properties: {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    },
+    st.sampled_from(["find", "go"]),
+    PROPERTIES,
+)
+MESSAGES = st.one_of(
+    st.builds(lambda text: {"role": "user", "content": text}, st.text(max_size=4)),
+    st.builds(
+        lambda calls: {"role": "assistant", "content": None, "tool_calls": calls},
+        st.lists(CALLS, min_size=1, max_size=2),
+    ),
+    st.builds(
+        lambda text, thought: {"role": "assistant", "content": text, "reasoning_content": thought},
+        st.text(max_size=4),
+        st.text(max_size=2),
+    ),
+)
+# So that every file has a column with every key, as real ones do.
+FULL = {
+    "messages": [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "go",
+                        "arguments": {"city": "Bonn", "days": 2, "metric": True},
+                    },
+                }
+            ],
+        }
+    ]
+}
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"messages": st.lists(MESSAGES, min_size=1, max_size=3)},
+        optional={"tools": st.lists(TOOLS, min_size=1, max_size=2)},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def as_jsonl(folder, rows):
+    return samples.write_jsonl(folder / "a.jsonl", rows)
+
+
+def as_json(folder, rows):
+    (folder / "a.json").write_text(json.dumps(rows, indent=1))
+    return folder / "a.json"
+
+
+def as_struct_parquet(folder, rows):
+    """What pyarrow and pandas write: one struct with the keys of all rows."""
+    pq.write_table(pa.Table.from_pylist(_with_all_columns(rows)), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def as_struct_folder(folder, rows):
+    table = pa.Table.from_pylist(_with_all_columns(rows))
+    datasets.Dataset(table).save_to_disk(folder / "dataset")
+    return folder / "dataset"
+
+
+def _json_features(rows):
+    features = datasets.Features(
+        {name: datasets.List(datasets.Json()) for name in _with_all_columns(rows)[0]}
+    )
+    return datasets.Dataset.from_list(_with_all_columns(rows), features=features)
+
+
+def as_json_parquet(folder, rows):
+    """What datasets writes with `Json()` features."""
+    _json_features(rows).to_parquet(folder / "j.parquet")
+    return folder / "j.parquet"
+
+
+def as_json_folder(folder, rows):
+    _json_features(rows).save_to_disk(folder / "json")
+    return folder / "json"
+
+
+def as_csv(folder, rows):
+    names = list(_with_all_columns(rows)[0])
+    with (folder / "a.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(names)
+        writer.writerows(
+            [json.dumps(row[name]) if name in row else "" for name in names] for row in rows
+        )
+    return folder / "a.csv"
+
+
+def as_sharegpt(folder, rows):
+    """The same turns under ShareGPT's names, the calls as JSON texts."""
+    return samples.write_jsonl(folder / "share.jsonl", [_shared(row) for row in rows])
+
+
+def _shared(row):
+    names = {"user": "human", "assistant": "gpt"}
+    turns = []
+    for message in copy.deepcopy(row["messages"]):
+        calls = message.get("tool_calls")
+        turn = {"from": names[message.pop("role")], "value": message.pop("content")}
+        if calls:
+            functions = [call["function"] for call in calls]
+            turn = {"from": "function_call", "value": json.dumps(functions)}
+        turns.append(turn | {k: v for k, v in message.items() if k != "tool_calls"})
+    return {"conversations": turns, "tools": json.dumps(row.get("tools", []))}
+
+
+def _with_all_columns(rows):
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+WRITERS = [
+    *(as_json, as_struct_parquet, as_struct_folder, as_json_parquet, as_json_folder, as_csv),
+    as_sharegpt,
+]
+
+
+def documents(source):
+    """What is tokenized of a source: the messages and tools of each row."""
+    arguments = PreparationArguments(
+        sources=[str(source)], output_dir="out", tokenizer_name_or_path="t"
+    )
+    plan = plan_preparation(arguments)
+    return [
+        # As text, so that the order of keys counts, as it does in a rendered chat.
+        json.dumps([found.messages, found.tools]) if hasattr(found, "messages") else str(found)
+        for unit in plan.units
+        for found in read_documents(unit, plan.settings)
+    ]
+
+
+def in_one_order(value):
+    if isinstance(value, dict):
+        return {key: in_one_order(value[key]) for key in sorted(value)}
+    return [in_one_order(item) for item in value] if isinstance(value, list) else value
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=ROWS.map(lambda rows: in_one_order([FULL, *rows])))
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_gives_the_same_documents(tmp_path_factory, write, rows):
+    folder = tmp_path_factory.mktemp("rows")
+    expected = [json.loads(line) for line in documents(as_jsonl(folder, rows))]
+    found = [json.loads(line) for line in documents(write(folder, rows))]
+    assert found == expected
+
+
+def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
+    call = {"type": "function", "function": {"name": "find", "arguments": {"city": None}}}
+    rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}]
+    expected = documents(as_jsonl(tmp_path, rows))
+    assert '{"city": null}' in expected[0]
+    for write in (as_json, as_json_parquet, as_json_folder, as_csv, as_sharegpt):
+        assert documents(write(tmp_path, rows)) == expected
