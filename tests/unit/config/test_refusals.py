@@ -31,7 +31,9 @@ def test_every_refused_setting_still_exists_in_the_libraries():
 
 
 def test_every_changed_default_still_exists_in_the_libraries():
-    own = {"compile", "init_from", "init_optimizer", "loss_head", "model_config"}
+    own = {
+        "compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype",
+    }  # fmt: skip
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
