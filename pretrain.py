@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
-    data = load_run_data(settings, tokenizer, fine_tuning=False)
     config = load_model_config(settings, tokenizer)
+    data = load_run_data(settings, tokenizer, config, fine_tuning=False)
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
         return 0  # what trains is imported for who trains

@@ -72,7 +72,7 @@ def test_wrong_column_types_are_named(refused, pretraining, tmp_path):
 def test_a_model_with_a_smaller_vocabulary_is_refused(refused, pretraining, tmp_path):
     config = tiny.make_model_config(tmp_path / "model.json", vocab_size=100)
     message = refused(pretrain.main, pretraining(tmp_path / "run", model_config=config))
-    assert "the model's vocabulary has 100 entries but the tokenizer has 128" in message
+    assert "holds token id 127, but the vocabulary ends at 99" in message
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused(refused, pretraining, tmp_path):

@@ -35,12 +35,13 @@ def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) 
     """The loss of a run's first step by plain forward passes, each document alone."""
     settings = parse(argv, "")
     tokenizer = load_tokenizer(str(model_dir))
-    data = load_run_data(settings, tokenizer, fine_tuning=parse is parse_fine_tuning)
+    values = json.loads((model_dir / "config.json").read_text()) | config
+    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    fine_tuning = parse is parse_fine_tuning
+    data = load_run_data(settings, tokenizer, model_config, fine_tuning=fine_tuning)
     order = SampleOrder(data.train.rows_per_source, settings.training.seed, data.weights)
     rows = order.global_rows(np.arange(settings.run.global_batch_size))
     batch = model_inputs(data.train.__getitems__(rows), "cpu")
-    values = json.loads((model_dir / "config.json").read_text()) | config
-    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")
     model.load_state_dict(load_file(model_dir / "model.safetensors"))
     ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()

@@ -57,8 +57,8 @@ class DataArguments:
     tokenizer_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "tokenizer directory; null: the model's own, or the one beside the training "
-            "data for a model from scratch"
+            "help": "tokenizer directory; null: the one beside the training data, which it was "
+            "made with, else the model's own"
         },
     )
 

@@ -28,6 +28,7 @@ class Description:
     """Statistics, content fingerprint and origin of one split; what is unknown is None or empty.
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
+    chat_template_sha256: of the template that rendered it; None for what no template rendered.
     modified_ns: modification time of each file, in row order, when it was described.
     """
 

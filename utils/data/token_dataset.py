@@ -79,6 +79,11 @@ class TokenDataset:
         return (self.description.tokenizer or {}).get("sha256")
 
     @property
+    def chat_template_sha256(self) -> str | None:
+        """Hash of the template that rendered its chats, if it holds chats and says so."""
+        return self.description.chat_template_sha256
+
+    @property
     def end_of_turn_token_id(self) -> int | None:
         """Token that ends a turn of the chats, if the dataset holds chats and says so."""
         return (self.description.preparation or {}).get("end_of_turn_token_id")
@@ -219,7 +224,8 @@ def dataset_problems(
     if found.max_token_id is not None and found.max_token_id >= vocabulary_size:
         problems.append(
             f"row {found.max_token_row} holds token id {found.max_token_id}, but the vocabulary "
-            f"ends at {vocabulary_size - 1}; tokenize with the tokenizer of this model."
+            f"ends at {vocabulary_size - 1}: prepare it with the tokenizer of this model, or give "
+            "that new tokens (prepare_data.py --add_tokens)."
         )
     if found.min_token_id is not None and found.min_token_id < 0:
         problems.append(

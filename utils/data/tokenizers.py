@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
@@ -123,6 +126,70 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
     marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
     canonical = json.dumps([content, marks], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return a hash of the chat template that is saved with the tokenizer."""
+    template = tokenizer.chat_template
+    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+
+
+def without_training_marks(template: str) -> str:
+    """Return a chat template that renders the same without {% generation %}.
+
+    Readers other than transformers do not know the tag. {% with %} has the same scope, and trims
+    the blanks around it alike.
+    """
+    return _GENERATION.sub(r"{%\1 \2with \3%}", template)
+
+
+def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
+    """Say which id means another word in the second tokenizer; None: both share a vocabulary.
+
+    Added tokens do not count: a chat model renames reserved ones, which no text comes to.
+    """
+    mine, theirs = _words_by_id(one), _words_by_id(other)
+    added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
+    for number in sorted(mine.keys() & theirs.keys() - added):
+        if mine[number] != theirs[number]:
+            return (
+                f"token {number} is {mine[number]!r} in the one and {theirs[number]!r} in the other"
+            )
+    return None
+
+
+def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
+    """Say what the first tokenizer has otherwise than the second: special tokens, words, rules."""
+    found = []
+    for name in sorted({*one.special_tokens_map, *other.special_tokens_map}):
+        if not name.endswith("_token"):
+            continue  # lists of further ones: added tokens, below
+        mine, theirs = getattr(one, name, None), getattr(other, name, None)
+        if mine != theirs:
+            found.append(f"{name} {_named(one, mine)} instead of {_named(other, theirs)}")
+    if foreign := foreign_token(one, other):
+        found.append(foreign)
+    extra = [word for word in one.get_added_vocab() if word not in other.get_vocab()]
+    lacking = [word for word in other.get_added_vocab() if word not in one.get_vocab()]
+    for words, which in ((extra, "in addition"), (lacking, "not")):
+        if words:
+            more = ", ..." if len(words) > 3 else ""
+            found.append(f"{', '.join(map(repr, words[:3]))}{more} {which}")
+    if not found and tokenizer_sha256(one) != tokenizer_sha256(other):
+        found.append(
+            "other rules for cutting text into tokens (normalizer, merges, added prefixes)"
+        )
+    return found
+
+
+def _named(tokenizer: "PreTrainedTokenizerBase", token: object) -> str:
+    if token is None:
+        return "none"
+    return f"{token} ({tokenizer.convert_tokens_to_ids(str(token))})"
+
+
+def _words_by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    return {number: word for word, number in tokenizer.get_vocab().items()}
 
 
 def _could_be_hub_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from transformers import (
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.data.tokenizers import load_tokenizer, vocabulary_size
+from utils.data.tokenizers import load_tokenizer
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
@@ -24,14 +24,18 @@ from utils.planning.finished_model import check_generation_settings, generation_
 from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
+from utils.planning.vocabulary import compare_with_model, fit_embedding, new_token_ids
 
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer, as it is: the data was made with just this one."""
-    return load_tokenizer(tokenizer_directory(settings))
+    """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
+    directory = tokenizer_directory(settings)
+    tokenizer = load_tokenizer(directory)
+    compare_with_model(settings, tokenizer, directory)
+    return tokenizer
 
 
 def load_model_config(
@@ -40,8 +44,8 @@ def load_model_config(
     """Return the configuration of the model to train, before any weight is loaded.
 
     From scratch (``--model_config``) the vocabulary and the special tokens follow the tokenizer
-    unless the file sets them. Raises ConfigurationError for an unreadable or unknown one, and for
-    one that does not fit the tokenizer or the sequence length.
+    unless the file sets them; else it grows by the tokens that are new to the model. Raises
+    ConfigurationError for an unreadable or unknown one, and one with too few positions.
     """
     model = settings.model
     if model.model_config is not None:
@@ -61,10 +65,11 @@ def load_model_config(
     config = _of_language_model(config)
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
-    problems = model_problems(config, tokenizer, settings.data.sequence_length)
+    problems = _position_problems(config, settings.data.sequence_length)
     if problems:
         raise ConfigurationError(problems)
     check_generation_settings(settings, config)
+    fit_embedding(config, tokenizer, new_token_ids(settings, tokenizer))
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
 
@@ -81,27 +86,15 @@ def _of_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def model_problems(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-) -> list[str]:
-    """Return what makes this model unfit for this tokenizer and sequence length."""
-    problems = []
-    text = config.get_text_config()
-    needed = vocabulary_size(tokenizer)
-    if text.vocab_size < needed:
-        problems.append(
-            f"the model's vocabulary has {text.vocab_size:,} entries but the tokenizer has "
-            f"{needed:,}: use the tokenizer the model was made with, or set vocab_size to at least "
-            f"{needed:,} in the model configuration."
-        )
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and sequence_length > positions:
-        problems.append(
-            f"--sequence_length {sequence_length:,} is beyond the model's {positions:,} positions "
-            "(max_position_embeddings): shorten it, or raise the model's positions (with a "
-            "rope_scaling) in its configuration."
-        )
-    return problems
+def _position_problems(config: PreTrainedConfig, sequence_length: int) -> list[str]:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or sequence_length <= positions:
+        return []
+    return [
+        f"--sequence_length {sequence_length:,} is beyond the model's {positions:,} positions "
+        "(max_position_embeddings): shorten it, or raise the model's positions (with a "
+        "rope_scaling) in its configuration."
+    ]
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from utils.config.arguments import DataArguments
 from utils.config.errors import ConfigurationError
@@ -15,19 +15,32 @@ from utils.data.packed_rows import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.plan_cache import kept_plan
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
-from utils.data.tokenizers import tokenizer_sha256, vocabulary_size
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    differences,
+    load_tokenizer,
+    tokenizer_sha256,
+)
 from utils.planning.stages import stage_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _TokenizerFacts:
-    """What every dataset is held against; a large vocabulary takes most of a second to hash."""
+class _Vocabulary:
+    """What every dataset is compared with; a large vocabulary takes most of a second to hash."""
 
-    path: str
+    tokenizer: PreTrainedTokenizerBase
     sha256: str
-    vocabulary_size: int
+    rows: int  # of the model's embedding
+
+    @property
+    def padding(self) -> int:
+        """A token that the model has: it is not trained on, and no document sees it."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None and token < self.rows:
+                return token
+        return 0
 
 
 @dataclass(frozen=True)
@@ -46,34 +59,38 @@ class RunData:
 
 
 def tokenizer_directory(settings: RunSettings) -> str:
-    """Return where the run's tokenizer is: as given, the model's or the stage's own, or the data's.
+    """Return where the run's tokenizer is: as given, the data's, or that of model or stage.
 
     Raises ConfigurationError when training from scratch on data that names no tokenizer.
     """
-    given = (
-        settings.data.tokenizer_name_or_path
-        or settings.model.model_name_or_path
-        or stage_tokenizer(settings)
-    )
-    if given:
-        return given
+    if settings.data.tokenizer_name_or_path:
+        return settings.data.tokenizer_name_or_path
     source = settings.data.train_sources[0].directory
     directory = _first_rank_first(lambda: open_token_dataset(source)).tokenizer_path
+    if directory is not None and directory.is_dir():
+        return str(directory)
+    own = settings.model.model_name_or_path or stage_tokenizer(settings)
+    if own and directory is not None:
+        logger.info("tokenizer: that of %s; %s, of the data, is not there", own, directory)
+    if own:
+        return own
     if directory is None:
         raise ConfigurationError(
             f"{source} does not say which tokenizer made it (it has no stoker.json), and a model "
             "from scratch has none of its own: give --tokenizer_name_or_path."
         )
-    if not directory.is_dir():
-        raise ConfigurationError(
-            f"the tokenizer of {source} should be in {directory}, which is not there: copy it "
-            "along with the data, or give --tokenizer_name_or_path."
-        )
-    return str(directory)
+    raise ConfigurationError(
+        f"the tokenizer of {source} should be in {directory}, which is not there: copy it "
+        "along with the data, or give --tokenizer_name_or_path."
+    )
 
 
 def load_run_data(
-    settings: RunSettings, tokenizer: PreTrainedTokenizerBase, *, fine_tuning: bool
+    settings: RunSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    fine_tuning: bool,
 ) -> RunData:
     """Open, check and pack every split; training ranks read no text and map no dataset.
 
@@ -85,44 +102,60 @@ def load_run_data(
     sources = data.train_sources
     named = [("train", source.directory) for source in sources]
     named += list(data.eval_splits.items())
-    facts = _TokenizerFacts(
-        tokenizer.name_or_path, tokenizer_sha256(tokenizer), vocabulary_size(tokenizer)
-    )
+    rows = config.get_text_config().vocab_size
+    vocabulary = _Vocabulary(tokenizer, tokenizer_sha256(tokenizer), rows)
     problems: list[str] = []
     opened: list[TokenDataset] = []
     for split, directory in named:
         try:
             # An evaluation split of a folder of splits goes by its own name.
-            opened.append(_open(directory, split, facts, fine_tuning))
+            opened.append(_open(directory, split, vocabulary, fine_tuning))
         except ConfigurationError as error:
             problems += error.problems
     if problems:
         raise ConfigurationError(problems)
-    rows = [_pack(dataset, data, fine_tuning) for dataset in opened]
+    made = [_pack(dataset, data, fine_tuning) for dataset in opened]
     packed = {
-        name: _packed(name, [rows[index]], tokenizer)
+        name: _packed(name, [made[index]], vocabulary.padding)
         for index, (name, _) in enumerate(named[len(sources) :], start=len(sources))
     }
     weights = [source.weight for source in sources if source.weight is not None]
-    train = _packed("train", rows[: len(sources)], tokenizer)
-    return RunData(train, packed, weights or None, facts.sha256)
+    train = _packed("train", made[: len(sources)], vocabulary.padding)
+    return RunData(train, packed, weights or None, vocabulary.sha256)
 
 
-def _open(
-    directory: str, split: str, tokenizer: _TokenizerFacts, fine_tuning: bool
-) -> TokenDataset:
+def _open(directory: str, split: str, run: _Vocabulary, fine_tuning: bool) -> TokenDataset:
     dataset = _first_rank_first(lambda: open_token_dataset(directory, split))
-    problems = dataset_problems(dataset, tokenizer.vocabulary_size, needs_loss_tokens=fine_tuning)
-    known = dataset.tokenizer_sha256
-    if known is not None and known != tokenizer.sha256:
-        problems.append(
-            f"{dataset.path} was made with another tokenizer than the one at "
-            f"{tokenizer.path}: use that one (--tokenizer_name_or_path), or prepare the "
-            "data again with this one."
-        )
+    problems = dataset_problems(dataset, run.rows, needs_loss_tokens=fine_tuning)
+    problems += _tokenizer_problems(dataset, run)
     if problems:
         raise ConfigurationError(problems)
     return dataset
+
+
+def _tokenizer_problems(dataset: TokenDataset, run: _Vocabulary) -> list[str]:
+    """Say what the tokenizer or the chat template of a dataset has otherwise than the run's."""
+    used = run.tokenizer.name_or_path
+    folder = dataset.tokenizer_path
+    made_by = load_tokenizer(str(folder)) if folder is not None and folder.is_dir() else None
+    hint = (
+        "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
+        f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
+    )
+    if dataset.tokenizer_sha256 not in (None, run.sha256):
+        found = differences(made_by, run.tokenizer) if made_by is not None else []
+        ends = "" if made_by is None else f" Its documents end with {made_by.eos_token}."
+        return [
+            f"{dataset.path} was made with another tokenizer than the one at {used}"
+            f"{': it has ' if found else ''}{'; '.join(found)}.{ends} {hint}"
+        ]
+    template = dataset.chat_template_sha256
+    if template not in (None, chat_template_sha256(run.tokenizer)):
+        return [
+            f"the chats of {dataset.path} were rendered with another chat template than that of "
+            f"the tokenizer at {used}, which final/ would have. {hint}"
+        ]
+    return []
 
 
 def _first_rank_first(open_dataset: Callable[[], TokenDataset]) -> TokenDataset:
@@ -165,15 +198,10 @@ def _pack(
     return dataset, plan
 
 
-def _packed(
-    name: str, rows: list[tuple[TokenDataset, PackPlan]], tokenizer: PreTrainedTokenizerBase
-) -> PackedDataset:
+def _packed(name: str, rows: list[tuple[TokenDataset, PackPlan]], padding: int) -> PackedDataset:
     for dataset, plan in rows:
         logger.info("%s: %s", name, packing_line(dataset, plan))
     datasets, plans = zip(*rows, strict=True)
-    padding = tokenizer.pad_token_id
-    if padding is None:
-        padding = tokenizer.eos_token_id  # it bears no loss, and no document sees it
     return PackedDataset(datasets, plans, pad_token_id=padding)
 
 

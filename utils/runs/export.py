@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from utils.checkpoints.run_record import FINAL
 from utils.cluster.decisions import on_rank_0
+from utils.data.tokenizers import without_training_marks
 from utils.planning.finished_model import name_of
 from utils.runs.merging import (
     Merger,
@@ -171,7 +172,7 @@ def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
     yield partial
     tokenizer = trainer.processing_class
     assert tokenizer is not None, "both scripts give one"
-    tokenizer.save_pretrained(partial)
+    _save_tokenizer(tokenizer, partial)
     os.umask(umask := os.umask(0o077))
     for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
         if file.is_file():
@@ -179,3 +180,12 @@ def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write the tokenizer with the chat template of training, without what only training needs."""
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = without_training_marks(template)
+    tokenizer.save_pretrained(directory)
+    tokenizer.chat_template = template

@@ -21,12 +21,11 @@ from utils.data.preparation.report import (
 )
 from utils.data.preparation.token_files import write_layout
 from utils.data.preparation.tokenization import MASK_COLUMNS
-from utils.data.preparation.tokenizer_choice import chat_template_sha256
 from utils.data.preparation.unit import TRAIN, SplitCounts, UnitCounts
 from utils.data.preparation.work_units import WorkUnit
 from utils.data.preparation.workspace import Workspace
 from utils.data.token_dataset import TokenDataset, describe_split
-from utils.data.tokenizers import id_type, tokenizer_sha256, vocabulary_size
+from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,7 +139,7 @@ def describe(
         "sources": _sources_of(plan, split, counts),
         **split_figures(counted),
         "example": decoded_example(tokenizer, ids, bears_loss),
-        "end_of_turn_token_id": end_of_turn_id(tokenizer) if tokenizer.chat_template else None,
+        "end_of_turn_token_id": end_of_turn_id(tokenizer) if plan.needs_chat_template else None,
     }
     dataset = describe_split(
         directory,
@@ -149,7 +148,7 @@ def describe(
             "sha256": tokenizer_sha256(tokenizer),
             "vocabulary_size": vocabulary_size(tokenizer),
         },
-        chat_template_sha256=chat_template_sha256(tokenizer),
+        chat_template_sha256=chat_template_sha256(tokenizer) if plan.needs_chat_template else None,
         preparation=preparation,
     )
     _check_against_counts(dataset, counted)

@@ -20,7 +20,12 @@ from utils.data.preparation.plan import PreparationPlan
 from utils.data.preparation.records import BadRow
 from utils.data.preparation.unit import TRAIN, is_held_out, read_documents, refuse_bad_row
 from utils.data.preparation.workspace import partial_name
-from utils.data.tokenizers import load_tokenizer, tokenizer_sha256, train_tokenizer
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,12 +92,6 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         shutil.rmtree(partial)
     else:
         partial.replace(folder)
-
-
-def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return a hash of the chat template that is saved with the tokenizer."""
-    template = tokenizer.chat_template
-    return _sha256(template) if isinstance(template, str) else None
 
 
 def _attach_template(

@@ -1,0 +1,159 @@
+"""Tokenizer and chat template come from the data: a base model, its chat sibling, new tokens.
+
+The two tokenizers stand for Qwen3-0.6B-Base and Qwen3-0.6B: one vocabulary, `<|endoftext|>` and
+`<|im_end|>` as their eos_token, the template with the chat model alone.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import prepare_data
+import sft_train
+from utils.config.errors import ConfigurationError
+
+pytestmark = pytest.mark.slow
+
+CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """base/ (weights, tokenizer without template), chat/ (its sibling's tokenizer), rows.jsonl."""
+    from utils.data.tokenizers import train_tokenizer
+
+    root = tmp_path_factory.mktemp("models")
+    rows = [{"text": f"{i} plus {i + 1} is {2 * i + 1}. " * 4} for i in range(60)]
+    base = train_tokenizer((row["text"] for row in rows), 300)
+    base.save_pretrained(root / "base")
+    base.eos_token, base.chat_template = "<|im_end|>", CHATML.read_text()
+    base.save_pretrained(root / "chat")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(root / "base")
+    turns = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} plus {i + 1}?"},
+                {"role": "assistant", "content": f"is {2 * i + 1}"},
+            ]
+        }
+        for i in range(60)
+    ]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    return root
+
+
+def prepare(models: Path, output: Path, **changes: object) -> Path:
+    settings = {"sources": models / "rows.jsonl", "tokenizer_name_or_path": models / "chat"}
+    assert prepare_data.main(tiny.flags(**(settings | {"output_dir": output} | changes))) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def chats(models, tmp_path_factory) -> Path:
+    return prepare(models, tmp_path_factory.mktemp("prepared") / "chats")
+
+
+def argv(models: Path, data: Path, run: Path, **changes: object) -> list[str]:
+    settings = tiny.RUN | {
+        "train_data": data, "model_name_or_path": models / "base", "output_dir": run,
+        "max_steps": 2, "save_steps": 1,
+    }  # fmt: skip
+    return tiny.flags(**(settings | changes))
+
+
+def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsys):
+    """README's own example."""
+    sft_train.main(argv(models, chats, tmp_path / "run"))
+    said = capsys.readouterr().out
+    assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
+    assert "another chat template; final/ gets it" in said
+    final = tmp_path / "run" / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert "generation %}" not in tokenizer.chat_template
+    messages = [{"role": "user", "content": "1 plus 2?"}]
+    trained = AutoTokenizer.from_pretrained(chats / "tokenizer")
+    rendered = [
+        each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for each in (tokenizer, trained)
+    ]
+    assert rendered[0] == rendered[1]
+    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [0, 3]
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
+
+
+def refusal(arguments: list[str]) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        sft_train.main([*arguments, "--dry_run", "true"])
+    return str(raised.value)
+
+
+def test_another_tokenizer_than_the_datas_is_refused_by_what_differs(models, chats, tmp_path):
+    given = models / "base"
+    said = refusal(argv(models, chats, tmp_path / "run", tokenizer_name_or_path=given))
+    assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
+    assert "Its documents end with <|im_end|>." in said
+    assert "Leave --tokenizer_name_or_path out" in said
+
+
+def test_another_chat_template_than_the_datas_is_refused(models, chats, tmp_path):
+    other = AutoTokenizer.from_pretrained(chats / "tokenizer")
+    other.chat_template += " "
+    other.save_pretrained(tmp_path / "other")
+    settings = {"tokenizer_name_or_path": tmp_path / "other"}
+    said = refusal(argv(models, chats, tmp_path / "run", **settings))
+    assert "rendered with another chat template" in said
+
+
+def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
+    trained = tmp_path / "data"
+    prepare_data.main(
+        tiny.flags(
+            sources=models / "rows.jsonl",
+            train_tokenizer=270,
+            output_dir=trained,
+            chat_template=CHATML,
+        )
+    )
+    said = refusal(argv(models, trained, tmp_path / "run"))
+    assert f"has another vocabulary than {models / 'base'}: token" in said
+
+
+def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, capsys):
+    """Gemma 3 1B: 262,145 tokens, 262,144 rows."""
+    small = tmp_path / "base"
+    model = AutoModelForCausalLM.from_pretrained(models / "base")
+    model.resize_token_embeddings(300)
+    model.save_pretrained(small)
+    for place in (small, tmp_path / "chat"):
+        tokenizer = AutoTokenizer.from_pretrained(models / "chat")
+        tokenizer.add_tokens(["<image_soft_token>"])
+        tokenizer.save_pretrained(place)
+    data = prepare(models, tmp_path / "data", tokenizer_name_or_path=tmp_path / "chat")
+    settings = {"model_name_or_path": small, "packing": "none", "dry_run": "true"}
+    sft_train.main(argv(models, data, tmp_path / "run", **settings))
+    assert "the tokenizer has 301 tokens, the model 300" in capsys.readouterr().out
+    rows = json.loads((models / "rows.jsonl").read_text().splitlines()[0])
+    rows["messages"][0]["content"] = "<image_soft_token>"
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows))
+    using = prepare(
+        models, tmp_path / "using", tokenizer_name_or_path=tmp_path / "chat",
+        sources=tmp_path / "rows.jsonl",
+    )  # fmt: skip
+    said = refusal(argv(models, using, tmp_path / "run", model_name_or_path=small))
+    assert "holds token id 300, but the vocabulary ends at 299" in said

@@ -1,0 +1,87 @@
+"""What tells two tokenizers apart, and templates without what only training needs."""
+
+from pathlib import Path
+
+import pytest
+import trl
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from utils.data.tokenizers import (
+    differences,
+    foreign_token,
+    train_tokenizer,
+    without_training_marks,
+)
+
+SHIPPED = Path(__file__).parents[3] / "recipes" / "chat_templates"
+TEMPLATES = [
+    *sorted(SHIPPED.glob("*.jinja")),
+    *sorted(
+        path
+        for path in (Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")
+        if "llava" not in path.name  # takes lists of parts alone
+    ),
+]
+CHATS = [
+    [{"role": "user", "content": "a"}],
+    [
+        {"role": "user", "content": " a\n"},
+        {"role": "assistant", "content": "\nb "},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ],
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(iter(["one two three"] * 5), 262)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_renders_the_same_without_marks(path):
+    template = path.read_text()
+    assert "generation %}" in template or "generation -%}" in template
+    bare = without_training_marks(template)
+    assert "endgeneration" not in bare
+    for prompt in (False, True):
+        rendered = [
+            render_jinja_template(
+                CHATS, chat_template=each, add_generation_prompt=prompt,
+            )[0]
+            for each in (template, bare)
+        ]  # fmt: skip
+        assert rendered[0] == rendered[1]
+
+
+def test_marks_keep_their_scope_and_blanks():
+    marked = (
+        "{% set a = 1 %}x\n {%- generation -%} \n{% set a = 2 %}{{ a }}{%+endgeneration %}{{ a }}"
+    )
+    rendered = [
+        render_jinja_template([[]], chat_template=each)[0]
+        for each in (marked, without_training_marks(marked))
+    ]
+    assert rendered[0] == rendered[1] == ["x21"]
+
+
+def test_siblings_differ_in_their_special_tokens(tokenizer):
+    assert differences(tokenizer, tokenizer) == []
+    text = tokenizer.backend_tokenizer.to_str()
+    chat = type(tokenizer)(
+        tokenizer_object=tokenizer.backend_tokenizer.from_str(text),
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+    )
+    chat.add_tokens(["<tool>"])
+    assert differences(chat, tokenizer) == [
+        "eos_token <|im_end|> (3) instead of <|endoftext|> (0)",
+        "'<tool>' in addition",
+    ]
+    assert foreign_token(chat, tokenizer) is None
+
+
+def test_other_words_are_named(tokenizer):
+    other = train_tokenizer(iter(["four five six seven"] * 5), 262)
+    assert "token 26" in foreign_token(tokenizer, other)
+    assert any("token 26" in line for line in differences(tokenizer, other))
