@@ -59,11 +59,7 @@ def command(experts, pretraining, fine_tuning):
             path = {"model_config": experts / "recipe.json"} if model == "experts" else {}
             return pretraining(run, **(RUN | path | changes))
         path = {"model_name_or_path": experts} if model == "experts" else {}
-        adapters = (
-            {"use_peft": True, "lora_dropout": 0, "lora_target_modules": ["q_proj", "v_proj"]}
-            if kind == "lora"
-            else {}
-        )
+        adapters = {"use_peft": True, "lora_dropout": 0} if kind == "lora" else {}
         return fine_tuning(run, **(RUN | path | adapters | changes))
 
     return argv

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
-from utils.kernels.router_loss import SWITCH, RouterTerm, body_of, route
+from utils.kernels.probe_model import body_of
+from utils.kernels.router_loss import SWITCH, RouterTerm, route
 
 # Architectures multiply (or divide) their logits under these names; a proof at the start of each
 # run (utils/kernels/loss_head.py) finds those that do something else.

@@ -1,7 +1,7 @@
 """The choice of the loss head, made and proved before any weight loads."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +46,20 @@ class LossHeadChoice:
 def choose_loss_head(
     requested: str,
     model_config: PretrainedConfig,
-    adapted_modules: Sequence[str] = (),
+    adapted: bool = False,
     router: RouterTerm | None = None,
 ) -> LossHeadChoice:
     """Choose how the loss is computed; that the fused head computes the same is proved here.
 
-    requested: "auto", "fused" or "logits". adapted_modules: names of modules that LoRA changes or
-    trains whole. router: the term of its experts. Loss and gradients of both heads must agree to
+    requested: "auto", "fused" or "logits". adapted: whether LoRA trains the last layer beside its
+    adapters. router: the term of its experts. Loss and gradients of both heads must agree to
     rounding on a small random model of the architecture, in float32 on the CPU. Raises
     ConfigurationError when "fused" is asked for and does not do.
     """
     if requested == "logits":
         reason = "logits: as requested; those of all tokens are in memory"
         return LossHeadChoice("logits", reason, router)
-    problem = _problem(model_config, adapted_modules, router)
+    problem = _problem(model_config, adapted, router)
     if problem is None:
         reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
         return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
@@ -69,17 +69,15 @@ def choose_loss_head(
 
 
 def _problem(
-    model_config: PretrainedConfig, adapted_modules: Sequence[str], router: RouterTerm | None
+    model_config: PretrainedConfig, adapted: bool, router: RouterTerm | None
 ) -> str | None:
     """Return why the fused head cannot train this model; None: it can."""
     model = build_probe_model(_with_term(probe_config(model_config), router), "eager")
     name, head = type(model).__name__, model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"{name} has no linear last layer"
-    names = [module for module, found in model.named_modules() if found is head]
-    adapted = [own.rpartition(".")[2] for own in names]
-    if set(adapted) & {own.rpartition(".")[2] for own in adapted_modules}:
-        return f"LoRA adapts the last layer ({adapted[0]})"
+    if adapted:
+        return "LoRA trains the last layer, too"
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         try:

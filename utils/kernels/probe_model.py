@@ -62,6 +62,19 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the model without its head."""
+    body: Any = model.base_model
+    # Llama 4's names a part that it does not have, which makes its base model itself.
+    return model.model if body is model else body
+
+
+def text_model_of(model: PreTrainedModel) -> Any:
+    """Return the decoder that text goes through; beside it there may be towers for images."""
+    decoder: Any = model.get_decoder()
+    return body_of(model) if decoder is model else decoder
+
+
 def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config with the same head dimension, head grouping, windows and positions.
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from utils.config.errors import ConfigurationError
-from utils.kernels.probe_model import EXPERTS_PER_TOKEN, causal_lm_class, has_experts
+from utils.kernels.probe_model import EXPERTS_PER_TOKEN, body_of, causal_lm_class, has_experts
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
@@ -101,13 +101,6 @@ def balance_loss(
     tokens of the global batch times layers that route. The parts' sum is the global batch's loss.
     """
     return len(assignments) * (assignments * probabilities).sum() / rows.clamp(min=1).square()
-
-
-def body_of(model: PreTrainedModel) -> Any:
-    """Return the model without its head."""
-    body: Any = model.base_model
-    # Llama 4's text model names another part than it has, which makes its base model itself.
-    return model.get_decoder() if body is model else body
 
 
 def route(

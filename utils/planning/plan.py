@@ -22,6 +22,7 @@ from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.probe_model import has_experts
 from utils.kernels.router_loss import describe_term, router_term
 from utils.kernels.varlen import ROW_SDPA
+from utils.planning.adapters import Targets, plan_adapters
 from utils.planning.compilation_choice import choose_compilation
 from utils.planning.finished_model import saved_dtype
 from utils.planning.job_plan import report_job
@@ -105,7 +106,7 @@ def plan_run(
     if launch.device == "cpu" and not elsewhere:
         _prepare_cpu()
     attention = _attention(settings, data, config, launch)
-    loss_head = _loss_head(settings, config)
+    loss_head = _loss_head(settings, config, plan_adapters(settings, config))
     compiled = choose_compilation(settings, config, launch, elsewhere)
     kernels = Kernels(attention, loss_head, compiled)
     memory = plan_memory(settings, data, config, launch, kernels)
@@ -165,13 +166,12 @@ def _attention(
     return choice
 
 
-def _loss_head(settings: RunSettings, config: PreTrainedConfig) -> LossHeadChoice:
+def _loss_head(
+    settings: RunSettings, config: PreTrainedConfig, adapters: Targets | None
+) -> LossHeadChoice:
     """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
     model, training = settings.model, settings.training
-    adapted: list[str] = []
-    if model.use_peft:
-        for modules in (model.lora_target_modules, model.lora_modules_to_save):
-            adapted += [modules] if isinstance(modules, str) else modules or []
+    adapted = adapters is not None and adapters.head
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)

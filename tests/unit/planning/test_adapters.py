@@ -1,0 +1,139 @@
+"""What LoRA adapts by default in every family, and what is refused before weights are loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import DENSE, EXPERTS, INSIDE, names, tiny_config, tiny_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from utils.config.arguments import ModelArguments
+from utils.config.errors import ConfigurationError
+from utils.planning.adapters import plan_adapters, with_adapters
+
+
+def asked(**given) -> SimpleNamespace:
+    model = ModelArguments(model_name_or_path="m", use_peft=True, lora_r=2, **given)
+    return SimpleNamespace(model=model, values=SimpleNamespace(given=given))
+
+
+def adapted_names(model: nn.Module) -> set[str]:
+    """The modules, or parameters, that have adapters."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            own = getattr(module, "parameter_name", None)
+            clean = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            found.add(f"{clean}.{own}" if own else clean)
+    return found
+
+
+@pytest.mark.parametrize("name", names(DENSE, EXPERTS, INSIDE))
+def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
+    config = tiny_config(name)
+    settings = asked()
+    targets = plan_adapters(settings, config)
+    plain = tiny_model(config)
+    head, text = plain.get_output_embeddings(), config.get_text_config()
+    inside = "model.language_model." if name in INSIDE else ""
+    expected = {
+        path
+        for path, module in plain.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and module is not head and path.startswith(inside)
+    }
+    if name in EXPERTS:
+        experts = {path for path, value in plain.named_parameters() if len(value.shape) == 3}
+        assert len(experts) >= 2
+        expected |= experts
+    assert {*targets.modules, *targets.parameters} == expected
+    assert targets.head is False
+    adapted = with_adapters(tiny_model(config), settings.model).train()
+    linear = {path.removesuffix(".weight") for path in adapted_names(adapted)}
+    assert linear == {path.removesuffix(".weight") for path in expected}
+    tokens = torch.arange(2, 2 + 2 * 40).view(2, 40) % (text.vocab_size - 2)
+    loss = adapted(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    trained = {path: value for path, value in adapted.named_parameters() if value.requires_grad}
+    assert all(value.grad is not None for value in trained.values())
+    assert all(value.grad.any() for path, value in trained.items() if "lora_B" in path)
+
+
+def test_it_is_logged_and_experts_take_no_dropout(caplog):
+    caplog.set_level("INFO")
+    settings = asked()
+    plan_adapters(settings, tiny_config("qwen3_moe"))
+    assert "lora_dropout: 0, for experts (gate_up_proj, down_proj) take none" in caplog.text
+    assert "LoRA: rank 2 on q_proj, k_proj, v_proj, o_proj, experts' gate_up_proj" in caplog.text
+    assert settings.model.lora_dropout == 0
+    settings = asked()
+    plan_adapters(settings, tiny_config("llama"))
+    assert settings.model.lora_dropout == 0.05
+    with pytest.raises(ConfigurationError, match=r"lora_dropout 0.1: experts .* set it to 0"):
+        plan_adapters(asked(lora_dropout=0.1), tiny_config("qwen3_moe"))
+    settings = asked(lora_dropout=0.1, lora_target_modules=["q_proj", "v_proj"])
+    assert plan_adapters(settings, tiny_config("qwen3_moe")).parameters == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lora_target_modules": ["q_prj", "v_proj"]}, "q_prj: .*did you mean q_proj"),
+        ({"lora_target_modules": ["zzz"]}, "zzz: the model has nothing of this name; it has"),
+        ({"lora_target_modules": ["q_proj", "q_pro[j"]}, "nothing of this name; did you mean q_pr"),
+        ({"lora_target_modules": [r".*\.q_prj"]}, "no name in the model matches"),
+        ({"lora_target_modules": [r"(.*q_proj"]}, "no name and no regular expression"),
+        ({"lora_target_modules": ["input_layernorm"]}, "LoRA does not fit llama"),
+        ({"lora_modules_to_save": ["lm_heat"]}, "lora_modules_to_save lm_heat.*mean lm_head"),
+        ({"lora_target_parameters": ["q_proj.weigth"]}, "lora_target_parameters q_proj.weigth"),
+    ],
+)
+def test_wrong_names_are_refused_with_the_nearest(given, told):
+    with pytest.raises(ConfigurationError, match=told):
+        plan_adapters(asked(**given), tiny_config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("given", "modules"),
+    [
+        (["q_proj"], 2),
+        ("all-linear", 14),
+        ([r".*layers\.1\..*(q|k)_proj"], 2),
+        (["model.layers.0.mlp.up_proj"], 1),
+        (["embed_tokens"], 1),
+    ],
+)
+def test_names_and_patterns(given, modules):
+    settings = asked(lora_target_modules=given)
+    targets = plan_adapters(settings, tiny_config("llama"))
+    assert len(targets.modules) == modules
+    assert targets.head is False
+    adapted = with_adapters(tiny_model(tiny_config("llama")), settings.model)
+    assert adapted_names(adapted) == set(targets.modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "modules", "parameters"),
+    [
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], 2, 4),
+        ("mixtral", ["w1", "w2", "w3"], 0, 4),
+        ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"], 6, 2),
+    ],
+)
+def test_names_that_experts_had_before_transformers_5(name, given, modules, parameters):
+    settings = asked(lora_target_modules=given)
+    targets = plan_adapters(settings, tiny_config(name))
+    assert (len(targets.modules), len(targets.parameters)) == (modules, parameters)
+    adapted = with_adapters(tiny_model(tiny_config(name)), settings.model)
+    assert len(adapted_names(adapted)) == modules + parameters
+
+
+def test_a_head_trained_whole_is_a_changed_head():
+    with pytest.raises(ConfigurationError, match=r"whole by --lora_modules_to_save lm_head"):
+        plan_adapters(asked(lora_target_modules=["q_proj", "lm_head"]), tiny_config("llama"))
+    settings = asked(lora_modules_to_save=["lm_head"])
+    assert plan_adapters(settings, tiny_config("llama")).head
+    assert (
+        plan_adapters(SimpleNamespace(model=ModelArguments(model_name_or_path="m")), None) is None
+    )
