@@ -1,14 +1,14 @@
 """A pre-tokenized dataset on disk, opened without copying a token."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import LABELS, TOKENS, loss_mask_among, open_columns
+from utils.data.columns import LABELS, PADDING, TOKENS, loss_mask_among, open_columns
 from utils.data.description import (
     DESCRIBE_AGAIN,
     DESCRIPTION_FILE,
@@ -27,6 +27,7 @@ from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
 logger = logging.getLogger(__name__)
 
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
+ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
 
 
 class TokenDataset:
@@ -241,6 +242,7 @@ def dataset_problems(
             f"row {found.first_padded_row} is padded (attention_mask has a 0); packing needs bare "
             "documents: tokenize without padding."
         )
+    problems.extend(_padding_problems(dataset))
     if found.first_bad_mask_row is not None:
         problems.append(
             f"row {found.first_bad_mask_row}: {dataset.loss_mask} has a value other than 0 and 1."
@@ -257,3 +259,46 @@ def dataset_problems(
             "remove such rows, or check the chat template or masking that made them."
         )
     return [f"{dataset.path}: {problem}" for problem in problems]
+
+
+def _padding_problems(dataset: TokenDataset) -> Iterator[str]:
+    """Tell a dataset that was padded to one length and has no attention_mask to say so.
+
+    Rows of one length, of which many end (or begin) in one token over and over: four times in a
+    twentieth of them, or twice and more in half of them. Text cut to one length ends in many tokens.
+    """
+    found = dataset.statistics
+    if PADDING in dataset.columns or found.documents < 2 or found.longest_document < 4:
+        return
+    if found.longest_document != found.shortest_document:
+        return
+    step = -(-found.documents // ROWS_LOOKED_AT)
+    rows = range(0, found.documents, step)
+    for side, where in ((-1, "end"), (1, "begin")):
+        runs = [(row, *_run(dataset.tokens(row)[::side])) for row in rows]
+        lengths = [(row, token, length) for row, token, length in runs if length > 1]
+        tokens = [token for _, token, _ in lengths]
+        token = max(set(tokens), key=tokens.count, default=None)
+        padded = [(row, length) for row, of, length in lengths if of == token]
+        long = [row for row, length in padded if length >= 4]
+        varies = len({length for _, length in padded}) > 1  # a doubled BOS does not
+        is_common = varies and len(padded) >= max(2, 0.5 * len(rows))
+        if len(long) < max(2, 0.05 * len(rows)) and not is_common:
+            continue
+        trained = [
+            row for row, length in padded if dataset.loss_mask_of(row)[::side][: length - 1].any()
+        ]
+        if trained or side == 1:
+            yield (
+                f"every row has {found.longest_document} tokens and {len(padded)} of the "
+                f"{len(rows)} looked at {where} in token {token} over and over (first: row "
+                f"{padded[0][0]}): it was padded, and the padding would be trained on or attended "
+                "to; tokenize without padding. If these tokens are meant, save an attention_mask "
+                "of ones."
+            )
+
+
+def _run(tokens: np.ndarray) -> tuple[int, int]:
+    """Return the first token and how often it stands there in a row."""
+    others = np.flatnonzero(tokens != tokens[0])
+    return int(tokens[0]), int(others[0]) if others.size else len(tokens)

@@ -60,6 +60,14 @@ def test_a_state_file_that_cannot_be_followed_is_refused(tmp_path, state, messag
             {"input_ids": [[1]], "labels": [[1]], "completion_mask": [[1]]},
             r"several loss masks \(completion_mask, labels\)",
         ),
+        (
+            {"input_ids": [[1]], "loss_mask": [[1]]},
+            r"'loss_mask' looks like .*rename_column\('loss_mask', 'completion_mask'\)",
+        ),
+        (
+            {"input_ids": [[1]], "prompt_mask": [[1]]},
+            r"'prompt_mask' looks like .*\[1 - bit for bit in row\['prompt_mask'\]\]",
+        ),
         ({"input_ids": [[1]], "seq_lengths": [[1]]}, "'seq_lengths' says .* packed already"),
         ({"input_ids": [[1], None]}, "row 1: input_ids is null"),
         ({"input_ids": [[1], [2], [3, None]]}, "row 2: input_ids holds a null"),
@@ -155,6 +163,43 @@ def test_each_fault_is_named_with_its_row(tmp_path, columns, message):
     with pytest.raises(ConfigurationError, match=message):
         raise ConfigurationError(problem)
     assert problem.startswith(str(tmp_path / "d"))
+
+
+PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1, 0, 0], [3] * 3 + [0] * 5]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_ids": PADDED}, "every row has 8 tokens and 3 of the 3 looked at end in token 0"),
+        (
+            {"input_ids": [row[::-1] for row in PADDED], "labels": [[-100] * 7 + [5]] * 3},
+            "begin in token 0 over and over",
+        ),
+        ({"input_ids": PADDED, "labels": PADDED}, r"first: row 0\): it was padded"),
+    ],
+)
+def test_padding_without_an_attention_mask_is_a_fault(tmp_path, columns, message):
+    dataset = open_token_dataset(save(tmp_path / "d", **columns))
+    with pytest.raises(ConfigurationError, match=message):
+        raise ConfigurationError(dataset_problems(dataset, 64, needs_loss_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},  # meant, and said so
+        {"input_ids": [*PADDED, [1, 2]]},  # no padding to one length
+        {
+            "input_ids": PADDED,
+            "completion_mask": [[0, 1, 1, 1, 0, 0, 0, 0]] * 2 + [[0, 1] + [0] * 6],
+        },
+        {"input_ids": np.random.default_rng(0).integers(0, 9, (200, 64)).tolist()},
+    ],
+)
+def test_what_is_not_padded_or_not_trained_on_is_no_fault(tmp_path, columns):
+    dataset = open_token_dataset(save(tmp_path / "d", **columns))
+    assert dataset_problems(dataset, 64, needs_loss_tokens=False) == []
 
 
 def test_masked_rows_are_a_fault_only_where_loss_is_needed(tmp_path):
