@@ -265,7 +265,7 @@ def _padding_problems(dataset: TokenDataset) -> Iterator[str]:
     """Tell a dataset that was padded to one length and has no attention_mask to say so.
 
     Rows of one length, of which many end (or begin) in one token over and over: four times in a
-    twentieth of them, or twice and more in half of them. Text cut to one length ends in many tokens.
+    twentieth of them, or twice and more in half of them. Text that was cut ends in many tokens.
     """
     found = dataset.statistics
     if PADDING in dataset.columns or found.documents < 2 or found.longest_document < 4:

@@ -147,7 +147,8 @@ def _of_split(
     if is_named or not glob.has_magic(given):
         listing.problems.append(
             f"{given}: has no split {split!r}; its files are of {', '.join(named) or 'no split'}: "
-            f"name files, as in {by_split[named[0]][0] if named else given + '/FILE'}"
+            f"name files, as in {Path(by_split[named[-1] if named else ''][0])}, or in a recipe "
+            f"give sources: [{{path: {given}, split: {named[-1] if named else 'NAME'}}}]"
         )
         return []
     return paths

@@ -77,7 +77,7 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
 
 def prepare(**settings) -> Preparation:
     """Do what prepare_data.py does and return the preparation."""
-    sources = [str(path) for path in settings.pop("sources")]
+    sources = [p if isinstance(p, dict) else str(p) for p in settings.pop("sources")]
     output_dir = str(settings.pop("output_dir"))
     arguments = PreparationArguments(sources=sources, output_dir=output_dir, **settings)
     preparation = Preparation(arguments)

@@ -189,6 +189,53 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path_factory, write, ro
     assert found == expected
 
 
+ANSWERED = [
+    FULL,
+    {
+        "messages": [
+            {"role": "user", "content": "Is it cold there? ß"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "go", "arguments": {"days": 3}}}
+                ],
+            },
+            {"role": "assistant", "content": "Yes."},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "go",
+                    "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}},
+                },
+            }
+        ],
+    },
+]
+
+
+def test_the_same_data_in_eight_kinds_of_file_gives_one_token_dataset(tmp_path):
+    tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer")
+    rows = in_one_order(ANSWERED)
+    fingerprints = {}
+    for write in (as_jsonl, *WRITERS):
+        folder = tmp_path / write.__name__
+        folder.mkdir()
+        samples.prepare(
+            sources=[write(folder, rows)],
+            output_dir=folder / "out",
+            tokenizer_name_or_path=tokenizer,
+            chat_template=samples.CHATML,
+        )
+        described = json.loads((folder / "out" / "train" / "stoker.json").read_text())
+        fingerprints[write.__name__] = described["fingerprint"]
+        assert described["statistics"]["documents"] == 2
+    assert len(fingerprints) == 8
+    assert len(set(fingerprints.values())) == 1, fingerprints
+
+
 def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": None}}}
     rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}]

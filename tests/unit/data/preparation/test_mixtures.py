@@ -1,0 +1,268 @@
+"""Several sources in one recipe: weights, filters, caps and splits, whatever divides the work."""
+
+import json
+
+import datasets
+import preparation_samples as samples
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from prepare_data import main
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments
+from utils.data.preparation import work_units
+from utils.data.preparation.plan import plan_preparation
+
+
+def plan(sources, **settings):
+    given = {"output_dir": "out", "tokenizer_name_or_path": "t", **settings}
+    return plan_preparation(PreparationArguments(sources=sources, **given))
+
+
+def texts(output, tokenizer_folder, split="train"):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    return tokenizer.batch_decode(samples.rows(output / split), skip_special_tokens=True)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two sources of texts whose rows have a language and a score."""
+    for name in ("a", "b"):
+        rows = [
+            {"text": f"{name} {i} " + "word " * 8, "language": ("en", "de")[i % 2], "score": i % 5}
+            for i in range(200)
+        ]
+        samples.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    return str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+
+
+def test_a_weight_says_how_often_each_document_is_written(tmp_path, tokenizer, two):
+    sources = [{"path": two[0], "weight": 2.5}, two[1]]
+    out = tmp_path / "out"
+    samples.prepare(
+        sources=sources, output_dir=out, tokenizer_name_or_path=tokenizer, validation_fraction=0.1
+    )
+    written = texts(out, tokenizer)
+    held_out = texts(out, tokenizer, "validation")
+    counts = [sum(text == each for each in written) for text in dict.fromkeys(written)]
+    assert set(counts) == {1, 2, 3}
+    assert 440 < sum(text.startswith("a ") for text in written) * 200 / 180 < 560
+    assert len(set(held_out)) == len(held_out)
+    assert not set(held_out) & set(written)
+
+
+def test_a_fraction_takes_a_share_of_the_documents(tmp_path, tokenizer, two):
+    out = tmp_path / "out"
+    samples.prepare(
+        sources=[{"path": two[0], "weight": 0.25}],
+        output_dir=out,
+        tokenizer_name_or_path=tokenizer,
+    )
+    assert 30 < len(set(texts(out, tokenizer))) == len(texts(out, tokenizer)) < 70
+
+
+def test_filters_keep_rows_and_are_counted_without_being_faults(tmp_path, tokenizer, two):
+    out = tmp_path / "out"
+    kept = {"language": "en", "score": {"min": 3}}
+    samples.prepare(
+        sources=[{"path": two[0], "filter": kept}],
+        output_dir=out,
+        tokenizer_name_or_path=tokenizer,
+    )
+    assert len(samples.rows(out / "train")) == 40
+    described = json.loads((out / "train" / "stoker.json").read_text())
+    assert described["preparation"]["sources"]["dropped"] == {"filtered": 160}
+
+
+@pytest.mark.parametrize("cap", [50, 700, 3000])
+def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, small_units, cap):
+    out = tmp_path / "out"
+    work_units.LEAST_TOKENS_OF_A_UNIT, kept = 200, work_units.LEAST_TOKENS_OF_A_UNIT
+    try:
+        samples.prepare(
+            sources=[{"path": two[0], "max_tokens": cap}],
+            output_dir=out,
+            tokenizer_name_or_path=tokenizer,
+        )
+    finally:
+        work_units.LEAST_TOKENS_OF_A_UNIT = kept
+    rows = samples.rows(out / "train")
+    longest = max(map(len, rows))
+    assert cap - 15 * longest <= sum(map(len, rows)) <= cap
+    assert sum(map(len, rows)) > 0.5 * cap
+
+
+def test_a_mixture_is_the_same_however_the_work_is_divided(
+    tmp_path, tokenizer, two, small_units, workers_for_little
+):
+    given = {
+        "sources": [
+            {"path": two[0], "weight": 1.5, "max_tokens": 2000},
+            {"path": two[1], "filter": {"language": "en"}},
+        ],
+        "tokenizer_name_or_path": tokenizer,
+        "validation_fraction": 0.1,
+    }
+    samples.prepare(output_dir=tmp_path / "one", **given)
+    samples.prepare(output_dir=tmp_path / "two", num_proc=2, **given)
+    for shard in range(3):
+        samples.prepare(output_dir=tmp_path / "three", shard=f"{shard}/3", **given)
+    samples.prepare(output_dir=tmp_path / "three", merge=3, **given)
+    one = samples.data_bytes(tmp_path / "one")
+    assert one == samples.data_bytes(tmp_path / "two") == samples.data_bytes(tmp_path / "three")
+
+
+def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
+    samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
+    samples.write_jsonl(
+        tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "q"}]}]
+    )
+    samples.write_jsonl(tmp_path / "c.jsonl", [{"question": "q", "answer": "a"}])
+    columns = {"question": "instruction", "answer": "output"}
+    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "abc"]
+    sources[2]["columns"] = columns
+    settings = plan(sources).settings
+    assert settings.document_format == "messages"
+    assert [rows.row_format for rows in settings.sources] == ["messages", "sharegpt", "alpaca"]
+    sources[2]["columns"] = {"question": "prompt", "answer": "completion"}
+    with pytest.raises(ConfigurationError, match=r"which makes prompt_completion, but .* messages"):
+        plan(sources)
+
+
+def test_what_comes_before_decides_where_a_row_fits_two_formats(tmp_path):
+    samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
+    both = {"instruction": "i", "output": "o", "text": "t"}
+    samples.write_jsonl(tmp_path / "b.jsonl", [both])
+    sources = [{"path": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
+    assert plan(sources).settings.sources[1].row_format == "alpaca"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are name, path"),
+        ({"weight": 2}, "needs a path"),
+        ({"path": "a", "weight": 0}, "weight is 0: it says how often"),
+        ({"path": "a", "weight": "2"}, "weight '2' must be a number"),
+        ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
+        ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
+        ({"path": "a", "columns": {"x": "y"}}, "columns: x=y: give THEIRS=OURS"),
+        ({"path": "a", "columns": ["a=text", "b=text"]}, "text is given two columns"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_says_why(entry, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan([entry])
+
+
+def test_a_file_in_two_entries_needs_a_weight_instead(two):
+    with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
+        plan([{"path": two[0]}, {"path": two[0]}])
+
+
+def test_a_recipe_and_flags_say_the_same(tmp_path, tokenizer, two):
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "sources": [{"path": two[0], "filter": {"language": "en"}}],
+                "eval_sources": [{"name": "other", "path": two[1]}],
+                "tokenizer_name_or_path": tokenizer,
+                "output_dir": str(tmp_path / "out"),
+            }
+        )
+    )
+    assert main(["--config", str(tmp_path / "recipe.yaml")]) == 0
+    assert len(samples.rows(tmp_path / "out" / "train")) == 100
+    assert len(samples.rows(tmp_path / "out" / "other")) == 200
+    samples.write_jsonl(tmp_path / "qa.jsonl", [{"question": "q", "answer": "a"}])
+    flags = ["--sources", str(tmp_path / "qa.jsonl"), "--output_dir", str(tmp_path / "qa")]
+    flags += ["--tokenizer_name_or_path", tokenizer, "--columns", "question=prompt"]
+    assert main([*flags, "answer=completion"]) == 0
+    assert datasets.load_from_disk(str(tmp_path / "qa" / "train")).column_names == [
+        "input_ids",
+        "completion_mask",
+    ]
+
+
+def hub_folder(folder, splits):
+    for split, names in splits.items():
+        for number, name in enumerate(names):
+            path = folder / "data" / f"{split}-{number:05d}-of-{len(names):05d}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.table({"text": [name]}), path)
+    (folder / "README.md").write_text("# a card")
+    return str(folder)
+
+
+def taken(found, split="train"):
+    return [file.path.rsplit("/", 1)[1][: -len("-of-00000.parquet")] for file in found[split]]
+
+
+def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
+    folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c", "validation": "d"})
+    with caplog.at_level("WARNING"):
+        found = plan([folder], eval_sources=[f"test={folder}", f"validation={folder}"]).sources
+    assert taken(found) == ["train-00000", "train-00001"]
+    assert taken(found, "test") == ["test-00000"]
+    assert taken(found, "validation") == ["validation-00000"]
+    assert "split train is taken (2 files); not used: test (1 files)" in caplog.text
+    assert f"--eval_sources test={folder}" in caplog.text
+    assert "1 x README" in caplog.text
+
+
+def test_splits_of_other_names_are_named_by_the_user(tmp_path):
+    folder = hub_folder(tmp_path / "hub", {"train_sft": "a", "test_sft": "b"})
+    with pytest.raises(ConfigurationError, match=r"has no split 'train'; .* test_sft, train_sft"):
+        plan([folder])
+    found = plan([{"path": folder, "split": "train_sft"}]).sources
+    assert taken(found) == ["train_sft-00000"]
+    with pytest.raises(ConfigurationError, match="has no split 'gone'"):
+        plan([{"path": folder, "split": "gone"}])
+
+
+def test_a_folder_of_one_split_or_of_none_is_taken_whole(tmp_path):
+    alone = hub_folder(tmp_path / "one", {"test": "ab"})
+    assert len(plan([alone]).sources["train"]) == 2
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for name in ("train.jsonl", "more.jsonl", "notes.txt"):
+        samples.text_source(folder / name, 3)
+    assert len(plan([str(folder)]).sources["train"]) == 3
+
+
+def test_plain_names_and_folders_tell_splits_too(tmp_path):
+    for name in ("alpaca_train.jsonl", "alpaca_test.jsonl", "extra.jsonl"):
+        samples.text_source(tmp_path / name, 3)
+    found = plan([str(tmp_path)]).sources["train"]
+    assert [file.path.rsplit("/", 1)[1] for file in found] == ["alpaca_train.jsonl"]
+    for name in ("train", "dev"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        samples.text_source(tmp_path / "tree" / name / "x.jsonl", 3)
+    found = plan([str(tmp_path / "tree")], eval_sources=[f"validation={tmp_path / 'tree'}"]).sources
+    assert [file.path.split("/")[-2] for files in found.values() for file in files] == [
+        "train",
+        "dev",
+    ]
+
+
+def test_of_a_dataset_dict_the_train_split_is_taken(tmp_path, caplog):
+    table = datasets.Dataset.from_dict({"text": ["a"]})
+    both = datasets.DatasetDict({"train": table, "test": table})
+    both.save_to_disk(str(tmp_path / "dict"))
+    given = str(tmp_path / "dict")
+    with caplog.at_level("WARNING"):
+        found = plan([given], eval_sources=[f"test={given}"]).sources
+    assert [file.path.rsplit("/", 1)[1] for files in found.values() for file in files] == [
+        "train",
+        "test",
+    ]
+    assert "split train is taken; not used: test" in caplog.text
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it():
+    with pytest.raises(ConfigurationError, match="hf download --repo-type dataset openai/gsm8k"):
+        plan(["openai/gsm8k"])
