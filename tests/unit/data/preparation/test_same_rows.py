@@ -189,6 +189,15 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path_factory, write, ro
     assert found == expected
 
 
+# With tools and calls as they are, so that every key and null of them shows in the tokens.
+TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == "assistant" -%}
+{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}\
+{% endfor %}<|im_end|>{% endgeneration %}
+{%- else %}{{ m.content }}<|im_end|>{% endif %}
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 ANSWERED = [
     FULL,
     {
@@ -219,6 +228,7 @@ ANSWERED = [
 def test_the_same_data_in_eight_kinds_of_file_gives_one_token_dataset(tmp_path):
     tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer")
     rows = in_one_order(ANSWERED)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
     fingerprints = {}
     for write in (as_jsonl, *WRITERS):
         folder = tmp_path / write.__name__
@@ -227,7 +237,7 @@ def test_the_same_data_in_eight_kinds_of_file_gives_one_token_dataset(tmp_path):
             sources=[write(folder, rows)],
             output_dir=folder / "out",
             tokenizer_name_or_path=tokenizer,
-            chat_template=samples.CHATML,
+            chat_template=str(tmp_path / "template.jinja"),
         )
         described = json.loads((folder / "out" / "train" / "stoker.json").read_text())
         fingerprints[write.__name__] = described["fingerprint"]
