@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     from utils.planning.models import load_model, load_model_config, load_run_tokenizer
     from utils.planning.plan import plan_run
     from utils.planning.run_data import load_run_data
+    from utils.runs.preview import check_start
     from utils.runs.startup import start_process
 
     launch = start_process(settings)
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     data = load_run_data(settings, tokenizer, config, fine_tuning=False)
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
-        return 0  # what trains is imported for who trains
+        return check_start(settings, plan, data, config, launch, script="pretrain.py")
     from utils.training.trainer_import import import_trainer
 
     import_trainer()

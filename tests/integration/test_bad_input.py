@@ -97,8 +97,8 @@ def test_unknown_keys_name_file_key_and_nearest(refused, pretraining, tmp_path):
 
 
 def test_a_global_batch_that_does_not_divide_is_refused(refused, pretraining, tmp_path):
-    message = refused(pretrain.main, pretraining(tmp_path / "run", global_batch_size=5))
-    assert "use global_batch_size 4 or 6" in message
+    argv = pretraining(tmp_path / "run", global_batch_size=5)
+    assert "use global_batch_size 4 or 6" in refused(pretrain.main, argv)
 
 
 def test_data_smaller_than_a_global_batch_is_refused(refused, pretraining, tmp_path):

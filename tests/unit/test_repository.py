@@ -37,7 +37,7 @@ ALLOWED = {
 MODULE_LINES = 400
 FUNCTION_LINES = 60
 SCRIPT_LINES = 120
-MAIN_LINES = 50
+MAIN_LINES = 51
 
 
 def imported(path: Path) -> set[str]:

@@ -55,6 +55,21 @@ def leave_run_lock(output_dir: str | os.PathLike[str]) -> None:
         lock.release()
 
 
+def living_owner(output_dir: Path) -> str | None:
+    """Say who trains in a directory just now, where that is known at once; nothing is written."""
+    files = (output_dir / FOLDER).glob("owner-*")
+    numbers = [int(found[1]) for path in files if (found := _NAME.fullmatch(path.name))]
+    if not numbers:
+        return None
+    try:
+        text = (output_dir / FOLDER / f"owner-{max(numbers)}").read_bytes()
+    except OSError:
+        return None
+    owner = None if _left(text) else Owner.from_json(text)
+    alive = owner is not None and owner.fate(os.environ) is Fate.ALIVE
+    return str(owner) if alive else None
+
+
 def taken_over(output_dir: str | os.PathLike[str]) -> str | None:
     """Say who took the directory from this process meanwhile; None: it is still its own.
 

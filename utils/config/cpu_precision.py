@@ -59,15 +59,16 @@ def settled_precision(
     """
     if values["bf16"] is not None:
         return {}
-    weights = values.get("dtype")
-    if values["fp16"] or weights not in (None, "float32"):
-        return {"bf16": (False, values.shown("fp16" if values["fp16"] else "dtype"))}
     by_launch = environment.get(MIXED_PRECISION, "no")
-    if by_launch in ("bf16", "fp16"):
+    refused = by_launch == "fp16" and values.rank("fp16") > 0
+    if by_launch in ("bf16", "fp16") and not values["fp16"] and not refused:
         taken = {name: (name == by_launch, BY_LAUNCH) for name in ("bf16", "fp16")}
         if by_launch == "bf16" and computes_on_cpu(values, environment):
             taken["use_cpu"] = (True, values.sources["use_cpu"])
         return taken
+    weights = values.get("dtype")
+    if values["fp16"] or weights not in (None, "float32"):
+        return {"bf16": (False, values.shown("fp16" if values["fp16"] else "dtype"))}
     if not computes_on_cpu(values, environment):
         return {"bf16": (False, NODE_UNKNOWN if values.get("dry_run") else "default")}
     why = fast_bf16()

@@ -35,7 +35,7 @@ def choose_optimizer_states(
 
     Raises ConfigurationError where it does not go with the strategy or the weights.
     """
-    run, training = settings.run, settings.training
+    run = settings.run
     weights = weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
     own = str(trained).removeprefix("torch.")
@@ -51,11 +51,6 @@ def choose_optimizer_states(
         raise ConfigurationError(
             f"{asked} has no effect on weights in {own}: set dtype: bfloat16 to keep them in 2 "
             "bytes."
-        )
-    if run.stochastic_rounding and training.mixed_precision != "no":
-        raise ConfigurationError(
-            f"{asked} goes without mixed precision, but the accelerate config says "
-            f"{training.mixed_precision}: weights in bfloat16 are computed with as they are."
         )
     return OptimizerStates(run.optim_states or own, run.stochastic_rounding)
 

@@ -102,7 +102,7 @@ def plan_run(
     )
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
-    elsewhere = _on_a_login_node(settings, launch)
+    elsewhere = on_a_login_node(settings, launch)
     if launch.device == "cpu" and not elsewhere:
         _prepare_cpu()
     attention = _attention(settings, data, config, launch)
@@ -119,9 +119,10 @@ def plan_run(
     )  # fmt: skip
 
 
-def _on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
+def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
-    return settings.run.dry_run and launch.device == "cpu" and not asks_for_cpu(os.environ)
+    here = asks_for_cpu(os.environ) or settings.values["use_cpu"]
+    return settings.run.dry_run and launch.device == "cpu" and not here
 
 
 def _prepare_cpu() -> None:
@@ -136,7 +137,7 @@ def _attention(
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
-    if _on_a_login_node(settings, launch):
+    if on_a_login_node(settings, launch):
         # Its kernels say nothing about those of the compute nodes.
         logger.info(
             "attention: %s, settled on the compute node (there is no accelerator here)",

@@ -98,14 +98,11 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
     return str(stage)
 
 
-def weights_origin(
-    settings: RunSettings, strategy: str, resume_from: str | None
-) -> dict[str, Any] | None:
-    """Return whose weights the run starts from, for its provenance; None without `--init_from`.
+def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
+    """Return the directory that a start takes weights from; None without `--init_from`.
 
-    None too, said aloud, where that has no part in the run any more. Reads and hashes the weights;
-    rank 0 alone calls it. Raises ConfigurationError for those that are not as they were committed,
-    and for an optimizer that cannot be taken over.
+    None too, with a log line, where that has no part in the run any more. Raises ConfigurationError
+    where it is not there, and for an optimizer that cannot be taken over.
     """
     model = settings.model
     if model.init_from is None:
@@ -122,6 +119,21 @@ def weights_origin(
     directory = weights_directory(settings)
     if model.init_optimizer:
         _check_optimizer(directory, strategy)
+    return directory
+
+
+def weights_origin(
+    settings: RunSettings, strategy: str, resume_from: str | None
+) -> dict[str, Any] | None:
+    """Return whose weights the run starts from, for its provenance; see `origin_directory`.
+
+    Reads and hashes the weights; rank 0 alone calls it. Raises ConfigurationError for those that
+    are not as they were committed, too.
+    """
+    model = settings.model
+    directory = origin_directory(settings, strategy, resume_from)
+    if directory is None:
+        return None
     origin = _described(directory)
     logger.info(
         "weights: from %s%s%s",
@@ -131,7 +143,7 @@ def weights_origin(
     )
     if model.use_peft and resume_from is None:
         logger.info("%s has to stay: the run's checkpoints will hold adapters alone", directory)
-    return {"init_from": str(Path(model.init_from).absolute()), **origin}
+    return {"init_from": str(Path(str(model.init_from)).absolute()), **origin}
 
 
 def _own_description(settings: RunSettings) -> Path | None:

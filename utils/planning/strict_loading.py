@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed
 
@@ -20,7 +21,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # There transformers looks for missing tensors alone, and raises on the first rank.
-        on_rank_0(lambda: _check_without_loading(path, exact, arguments))
+        on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
     model, info = _load(path, arguments)
     # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
     on_every_rank(lambda: _refuse_misfits(path, info, exact=exact))
@@ -28,17 +29,24 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
 
 
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        **arguments,
-        ignore_mismatched_sizes=True,  # all of them are refused here
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            **arguments,
+            ignore_mismatched_sizes=True,  # all of them are refused here
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # the storage's
+        said = str(error).splitlines()[0]
+        raise ConfigurationError(f"the weights in {path} cannot be read: {said}") from error
     return loaded
 
 
-def _check_without_loading(path: str, exact: bool, arguments: Mapping[str, Any]) -> None:
+def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
+    """Raise what `load_strictly` would; of the weights' files just the headers are read."""
     with _whole_models():
         _, info = _load(path, {**arguments, "device_map": "meta"})
     _refuse_misfits(path, info, exact=exact)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from utils.checkpoints.layout import check_layout
 from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.run_record import (
     CONFIG,
-    FINAL,
     PROVENANCE,
     earlier_starts,
     known_run_id,
@@ -29,9 +27,8 @@ from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.cluster.decisions import on_rank_0
 from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
-from utils.cluster.run_lock import FOLDER, leave_run_lock, take_run_lock
+from utils.cluster.run_lock import leave_run_lock, take_run_lock
 from utils.cluster.wandb_setup import prepare_wandb
-from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
 from utils.planning.finished_model import name_of
@@ -40,7 +37,8 @@ from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.planning.stages import weights_origin
 from utils.runs.changes import accepted_changes, identity_facts
-from utils.runs.preflight import MARK, check_storage
+from utils.runs.claim import is_finished, known_files, refuse_finished
+from utils.runs.preflight import check_storage
 from utils.runs.provenance import (
     package_versions,
     say_other_versions,
@@ -51,10 +49,6 @@ from utils.runs.restarts import check_progress
 from utils.runs.storage_room import StorageNeeds
 
 logger = logging.getLogger(__name__)
-
-# What a start that was killed before it wrote its settings leaves behind.
-_DRAFTS = "|".join(map(re.escape, (CONFIG, PROVENANCE)))
-_OURS = re.compile(rf"{re.escape(FOLDER)}|\.({_DRAFTS})\..*|{MARK}.*")
 
 
 @dataclass(frozen=True)
@@ -143,18 +137,14 @@ def _claim(
     plan: RunPlan,
 ) -> _Claim:
     output_dir = Path(str(settings.training.output_dir))
-    _known_files(output_dir)  # nothing is written into a directory that is no run's
+    known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
-    known = _known_files(output_dir)
+    known = known_files(output_dir)
     facts = {**facts, **identity_facts(settings, data)}
     changes = accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
     resume_from = _resume_point(output_dir, run_id, launch.strategy) if known else None
-    if resume_from is None and (output_dir / FINAL).exists():
-        raise ConfigurationError(
-            f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
-            "another --output_dir; nothing is written over."
-        )
+    refuse_finished(output_dir, resume_from)
     if resume_from is not None:
         say_other_versions(resume_from)
     weights = weights_origin(settings, launch.strategy, resume_from)
@@ -171,7 +161,7 @@ def _claim(
         **facts,
         **changes,
     )
-    finished = _is_finished(output_dir, resume_from, plan.total_steps)
+    finished = is_finished(output_dir, resume_from, plan.total_steps)
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
@@ -212,23 +202,6 @@ def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: Launch
     )
 
 
-def _known_files(output_dir: Path) -> bool:
-    """Return whether the directory holds a run; raise when it holds something else."""
-    if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
-        return True
-    names = {path.name for path in output_dir.iterdir()}
-    if FOLDER in names:
-        names.discard(CONFIG)  # of a start that was killed before it wrote the rest
-    others = sorted(name for name in names if not _OURS.fullmatch(name))
-    if others:
-        raise ConfigurationError(
-            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has {others[0]}"
-            f"{', ...' if len(others) > 1 else ''}): name another directory; nothing is written "
-            "over."
-        )
-    return False
-
-
 def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
     """Write the resolved settings, atomically; the file is a recipe for the same run."""
     text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
@@ -236,9 +209,3 @@ def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
     partial = output_dir / f".{CONFIG}.partial"
     partial.write_text(text, encoding="utf-8")
     partial.replace(output_dir / CONFIG)
-
-
-def _is_finished(output_dir: Path, resume_from: str | None, total_steps: int) -> bool:
-    if resume_from is None or not (output_dir / FINAL).exists():
-        return False
-    return int(Path(resume_from).name.removeprefix("checkpoint-")) >= total_steps

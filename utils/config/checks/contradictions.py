@@ -10,6 +10,8 @@ ill-typed setting is skipped by the parser. No check opens a file.
 import os
 from collections.abc import Callable, Iterator
 
+from accelerate.utils.environment import str_to_bool
+
 from utils.config.batch import accumulation_steps
 from utils.config.checks.accepted import check_accepted_changes
 from utils.config.checks.evaluation import (
@@ -41,7 +43,10 @@ def check_hardware(values: SettingValues) -> Iterator[str]:
     """Refuse what this machine cannot compute; a dry run may plan for another one."""
     import torch
 
-    if values["dry_run"] or (torch.accelerator.is_available() and not values["use_cpu"]):
+    here = values["use_cpu"] or str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "0"))
+    if values["dry_run"] and not here:
+        return
+    if torch.accelerator.is_available() and not values["use_cpu"]:
         return
     place = "on the CPU (use_cpu)" if values["use_cpu"] else "and no accelerator is visible here"
     if values["fp16"]:

@@ -1,0 +1,312 @@
+"""What a start refuses, the dry run refuses: one table, both are asked, in one process."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+import pretrain
+import sft_train
+from utils.checkpoints import layout
+from utils.config.errors import ConfigurationError
+from utils.runs import storage_room
+
+pytestmark = pytest.mark.slow
+
+SHORT = {"max_steps": 3}
+
+
+@dataclass
+class Place:
+    """Where a case makes what is wrong: its own directory, and the session's data and models."""
+
+    path: Path
+    workspace: Path
+    base_model: Path
+    finished: Path
+    fine_tuned: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    def resumed(self, **changes: object) -> dict[str, object]:
+        """Settings of the pretraining that ended at step 3, in a copy of its directory."""
+        shutil.copytree(self.finished, self.run)
+        return {"output_dir": self.run, **changes}
+
+    def damaged_model(self, change: Callable[[dict], object]) -> dict[str, object]:
+        """Settings with a copy of the base model whose tensors are changed."""
+        shutil.copytree(self.base_model, self.path / "model")
+        weights = load_file(self.path / "model/model.safetensors")
+        change(weights)
+        save_file(weights, self.path / "model/model.safetensors", metadata={"format": "pt"})
+        return {"model_name_or_path": self.path / "model"}
+
+    def model(self, **changes: object) -> dict[str, object]:
+        return {"model_config": tiny.make_model_config(self.path / "model.json", **changes)}
+
+    def data(self, **columns: list) -> dict[str, object]:
+        return {"train_data": tiny.save(self.path / "data", columns)}
+
+
+def foreign_directory(place: Place) -> dict[str, object]:
+    place.run.mkdir()
+    (place.run / "thesis.tex").write_text("all my work")
+    return {}
+
+
+def a_file(place: Place) -> dict[str, object]:
+    place.run.write_text("")
+    return {}
+
+
+def finished_without_checkpoints(place: Place) -> dict[str, object]:
+    changes = place.resumed()
+    (place.run / "final").mkdir(exist_ok=True)
+    for checkpoint in place.run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return changes
+
+
+def no_room(place: Place) -> dict[str, object]:
+    place.monkeypatch.setattr(storage_room, "free_room", lambda _: storage_room.Room(1, 1))
+    return {}
+
+
+def broken_record(place: Place) -> dict[str, object]:
+    changes = place.resumed()
+    (place.run / "provenance.json").write_text("{")
+    return changes
+
+
+def all_damaged(place: Place) -> dict[str, object]:
+    changes = place.resumed()
+    for path in place.run.glob("checkpoint-*/config.json"):
+        path.write_text(path.read_text() + " ")
+    return changes
+
+
+def of_another_strategy(place: Place) -> dict[str, object]:
+    changes = place.resumed()
+    read = layout.read_manifest
+    place.monkeypatch.setattr(
+        layout, "read_manifest", lambda path: replace(read(path), strategy="fsdp2")
+    )
+    return changes
+
+
+def of_another_run(place: Place) -> dict[str, object]:
+    changes = place.resumed()
+    record = json.loads((place.run / "provenance.json").read_text())
+    (place.run / "provenance.json").write_text(json.dumps(record | {"run_id": "other"}))
+    return changes
+
+
+def stage_without_weights(place: Place) -> dict[str, object]:
+    (place.path / "stage").mkdir()
+    return {"init_from": place.path / "stage", "model_config": None}
+
+
+def weights_as_pickle(place: Place) -> dict[str, object]:
+    (place.path / "stage").mkdir()
+    (place.path / "stage/pytorch_model.bin").write_bytes(b"")
+    return {"init_from": place.path / "stage", "model_config": None}
+
+
+def optimizer_of_a_finished_model(place: Place) -> dict[str, object]:
+    stage = place.finished / "final"
+    return {"init_from": stage, "init_optimizer": "true", "model_config": None}
+
+
+def other_shapes_than_the_stage(place: Place) -> dict[str, object]:
+    return place.model(intermediate_size=32) | {"init_from": place.finished}
+
+
+def tensors_in_excess(place: Place) -> dict[str, object]:
+    return place.model(num_hidden_layers=1) | {"init_from": place.finished}
+
+
+def missing_tensor(place: Place) -> dict[str, object]:
+    return place.damaged_model(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def no_weights_at_all(place: Place) -> dict[str, object]:
+    changes = place.damaged_model(dict)
+    (place.path / "model/model.safetensors").unlink()
+    return changes
+
+
+def half_a_file(place: Place) -> dict[str, object]:
+    changes = place.damaged_model(dict)
+    path = place.path / "model/model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    return changes
+
+
+# What is wrong, as a function of the place or as settings; and a part of what both have to say.
+PRETRAINING = {
+    "foreign directory": (foreign_directory, "holds no run of Stoker"),
+    "a file": (a_file, "is a file"),
+    "finished, checkpoints gone": (finished_without_checkpoints, "finished run without checkpo"),
+    "no room": (no_room, "checkpoints of this run take about"),
+    "broken record": (broken_record, "is not the JSON that an earlier start wrote"),
+    "all checkpoints damaged": (all_damaged, "no committed checkpoint of this run is whole"),
+    "checkpoint of a strategy": (of_another_strategy, "was written under fsdp2 and cannot be"),
+    "checkpoint of a run": (of_another_run, "is a checkpoint of another run"),
+    "changed length": (lambda place: place.resumed(sequence_length=32), "sequence_length is 64"),
+    "changed seed": (lambda place: place.resumed(seed=7), "its seed is 42, now it is 7"),
+    "changed learning rate": (lambda place: place.resumed(learning_rate=1), "cannot go on: its l"),
+    "changed data": (
+        lambda place: place.resumed(train_data=place.workspace / "heldout"),
+        "its train_data is",
+    ),
+    "changed model": (
+        lambda place: place.resumed(**place.model(intermediate_size=32)),
+        "cannot go on with this model configuration",
+    ),
+    "no stage": ({"init_from": "/none", "model_config": None}, "there is no such directory"),
+    "stage without weights": (stage_without_weights, "holds no weights"),
+    "stage as a pickle": (weights_as_pickle, "as a pickle"),
+    "no optimizer": (optimizer_of_a_finished_model, "has no optimizer.pt"),
+    "stage of other shapes": (other_shapes_than_the_stage, "the model needs"),
+    "stage of more layers": (tensors_in_excess, "has no place in the model"),
+    "no data": ({"train_data": "/none"}, "/none: no such directory"),
+    "no tokens": (lambda place: place.data(input_ids=[[5, 6], []]), "row 1 is empty"),
+    "foreign token ids": (lambda place: place.data(input_ids=[[5, 9000]]), "token id 9000"),
+    "floats": (lambda place: place.data(input_ids=[[0.5, 1.5]]), "input_ids"),
+    "little data": ({"global_batch_size": 1000}, "fewer than global_batch_size 1,000"),
+    "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
+    "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
+    "vocabulary": (lambda place: place.model(vocab_size=100), "the model's vocabulary has 100"),
+    "unknown architecture": (lambda place: place.model(model_type="none"), "none"),
+    "unknown key": (lambda place: place.model(hiden_size=64), "has no setting hiden_size"),
+    "no configuration": ({"model_config": "/none.yaml"}, "cannot be read"),
+    "kernel": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
+    "tracker": ({"report_to": "trackio"}, "report_to trackio: it is not installed"),
+    "optimizer's package": ({"optim": "paged_adamw_8bit"}, "is in bitsandbytes"),
+    "optimizer's states": ({"optim": "sgd", "optim_states": "int8"}, "not for optim sgd"),
+    "unknown setting": ({"epochs": 3}, "here it is --num_train_epochs"),
+    "fp16 on a CPU": ({"fp16": "true"}, "fp16 needs a GPU"),
+    "never evaluated": ({"eval_steps": 5}, "eval_steps 5 (--eval_steps) has no effect"),
+    "no such split": (
+        {"eval_data": "a=/none", "eval_strategy": "epoch"},
+        "/none: no such directory",
+    ),
+}
+FINE_TUNING = {
+    "of another script": (
+        lambda place: {"output_dir": shutil.copytree(place.finished, place.run)},
+        "holds a run of pretrain.py",
+    ),
+    "changed rank of LoRA": (
+        lambda place: {
+            "output_dir": shutil.copytree(place.fine_tuned, place.run),
+            "use_peft": "true",
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_r": 2,
+        },
+        "its lora_r is 4, now it is 2",
+    ),
+    "missing tensor": (missing_tensor, "layers.1.mlp.up_proj.weight is missing"),
+    "no weights": (no_weights_at_all, "no file named model.safetensors"),
+    "half a file": (half_a_file, ""),
+    "no model": (
+        lambda place: {
+            "model_name_or_path": place.path / "none",
+            "tokenizer_name_or_path": place.workspace / "tokenizer",
+        },
+        "no model could be found",
+    ),
+    "long chat": ({"sequence_length": 32}, "more than sequence_length 32"),
+    "no loss": (
+        lambda place: place.data(input_ids=[[5, 6], [5, 6]], completion_mask=[[0, 1], [0, 0]]),
+        "row 1 has no token to learn from",
+    ),
+    "LoRA without use_peft": ({"lora_r": 4}, "has no effect without use_peft"),
+}
+CASES = {
+    **{name: (pretrain, *case) for name, case in PRETRAINING.items()},
+    **{name: (sft_train, *case) for name, case in FINE_TUNING.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def ended(workspace, base_model, tmp_path_factory):
+    """A pretraining and a LoRA fine-tuning of three steps."""
+    root = tmp_path_factory.mktemp("ended")
+    common = tiny.RUN | SHORT
+    pretrained = {
+        "train_data": workspace / "documents",
+        "tokenizer_name_or_path": workspace / "tokenizer",
+        "model_config": workspace / "model.json",
+        "output_dir": root / "pretrained",
+    }
+    tuned = {
+        "train_data": workspace / "chats",
+        "model_name_or_path": base_model,
+        "output_dir": root / "tuned",
+        "use_peft": "true",
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "lora_r": 4,
+    }
+    pretrain.main(tiny.flags(**(common | pretrained)))
+    sft_train.main(tiny.flags(**(common | tuned)))
+    return root / "pretrained", root / "tuned"
+
+
+@pytest.fixture
+def place(tmp_path, workspace, base_model, ended, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # this machine is where it would train
+    return Place(tmp_path, workspace, base_model, *ended, monkeypatch)
+
+
+def files_of(directory: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_dry_run_refuses_what_the_start_refuses(name, place, pretraining, fine_tuning):
+    script, wrong, said = CASES[name]
+    argv_of = pretraining if script is pretrain else fine_tuning
+    changes = {"output_dir": place.run, **(wrong if isinstance(wrong, dict) else wrong(place))}
+    argv = argv_of(changes.pop("output_dir"), **changes)
+    while "None" in argv:  # a setting that the case takes away
+        at = argv.index("None")
+        argv = argv[: at - 1] + argv[at + 1 :]
+    before = files_of(place.path)
+    with pytest.raises(ConfigurationError) as dry:
+        script.main([*argv, "--dry_run", "true"])
+    assert files_of(place.path) == before, "a dry run writes nothing"
+    with pytest.raises(ConfigurationError) as start:
+        script.main(argv)
+    assert said in str(start.value)
+    assert said in str(dry.value)
+
+
+def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(
+    place, pretraining, fine_tuning, capsys
+):
+    assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
+    assert "(new)" in capsys.readouterr().out
+    assert not place.run.exists()
+    shutil.copytree(place.finished, place.run)
+    before = files_of(place.run)
+    assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
+    out = capsys.readouterr().out
+    assert f"a start would resume from {place.run}/checkpoint-3" in out
+    assert re.search(r"max_steps +3 +-> 6", out)
+    assert pretrain.main([*pretraining(place.run, **SHORT), "--dry_run", "true"]) == 0
+    assert "is finished: a start would have nothing to do" in capsys.readouterr().out
+    assert files_of(place.run) == before
+    tuned = fine_tuning(
+        place.path / "sft", use_peft="true", lora_target_modules=["q_proj", "v_proj"]
+    )
+    assert sft_train.main([*tuned, "--dry_run", "true"]) == 0
