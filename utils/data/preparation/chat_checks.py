@@ -4,6 +4,7 @@ Each message's text is in the rendering, and what is trained on of an assistant 
 text and the token that ends it.
 """
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 
 from utils.data.preparation.chat_marks import (
     CONTENT,
-    NAME,
+    NOBODY,
     REASONING,
     ChatRefused,
     Mark,
@@ -50,14 +51,13 @@ class MarkedRendering:
     @cached_property
     def _own(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        names: Counter[int] = Counter()
         for mark in self.marks:
-            names[mark.message] += mark.kind == NAME
-            # A template may repeat the name of a call where its result is.
-            repeated = names[mark.message] > self.marked.expected[mark.message, NAME]
-            if mark.kind != NAME or not repeated:
-                found.setdefault(mark.message, []).append(mark.place)
+            found.setdefault(mark.message, []).append(mark.place)
         return found
+
+    @cached_property
+    def _others(self) -> list[Mark]:
+        return [mark for mark in self.marks if mark.message != NOBODY]
 
     def own(self, message: int) -> list[int]:
         """Return the places of a message's marks, in order."""
@@ -65,18 +65,15 @@ class MarkedRendering:
 
     def between(self, message: int) -> tuple[int, int]:
         """Return [low, high) of the text between the marks before a message's and behind them."""
-        own = self.own(message)
+        own, marks = self.own(message), self._others
         if own:
-            before = bisect_left(self.marks, (own[0],))
-            behind = bisect_right(self.marks, (own[-1] + 1,))
+            before, behind = bisect_left(marks, (own[0],)), bisect_right(marks, (own[-1] + 1,))
         else:
-            before = max(
-                (k + 1 for k, m in enumerate(self.marks) if m.message < message), default=0
-            )
-            later = (k for k, m in enumerate(self.marks) if m.message > message)
-            behind = min(later, default=len(self.marks))
-        low = self.marks[before - 1].place + 1 if before else 0
-        return low, self.marks[behind].place if behind < len(self.marks) else len(self.whole)
+            before = max((k + 1 for k, m in enumerate(marks) if m.message < message), default=0)
+            later = (k for k, m in enumerate(marks) if m.message > message)
+            behind = min(later, default=len(marks))
+        low = marks[before - 1].place + 1 if before else 0
+        return low, marks[behind].place if behind < len(marks) else len(self.whole)
 
 
 def check_texts(chat: MarkedRendering, text: str) -> bool:
@@ -127,24 +124,34 @@ def ends_with_token(said: str, tokens: re.Pattern[str]) -> bool:
 
 
 def check_spans(
-    chat: MarkedRendering, trained: Mapping[int, Spans], text: str, tokens: re.Pattern[str]
+    chat: MarkedRendering,
+    trained: Mapping[int, Spans],
+    text: str,
+    tokens: re.Pattern[str],
+    stop: str,
 ) -> None:
     """Raise ChatRefused unless the spans of each turn hold its words, no other's, and its end.
 
-    trained: message index -> spans of `text`. tokens: what may end a turn.
+    trained: message index -> spans of `text`. tokens: what may end a turn; stop: the EOS token,
+    which the model says once.
     """
     places = [unmarked_place(chat.marks, mark.place) for mark in chat.marks]
     for turn, spans in trained.items():
         for place in chat.own(turn):
             plain = unmarked_place(chat.marks, place)
-            if not any(start <= plain <= stop for start, stop in spans):
+            if not any(low <= plain <= high for low, high in spans):
                 message = f"{named(chat, turn)}: some of its words would not be trained on"
                 raise ChatRefused(message, "mask_incomplete")
-        for start, stop in spans:
-            inside = chat.marks[bisect_right(places, start) : bisect_left(places, stop)]
-            if any(mark.message != turn for mark in inside):
+        for low, high in spans:
+            inside = chat.marks[bisect_right(places, low) : bisect_left(places, high)]
+            if any(mark.message not in (turn, NOBODY) for mark in inside):
                 message = f"{named(chat, turn)}: words of another message would be trained on"
                 raise ChatRefused(message, "mask_too_wide")
+        said = "".join(text[slice(*span)] for span in spans)
+        written = json.dumps(chat.marked.messages[turn], ensure_ascii=False).count(stop)
+        if said.count(stop) > written + 1:
+            message = f"{named(chat, turn)}: the template prints it as two turns"
+            raise ChatRefused(message, "mask_too_wide")
         if not spans or not ends_with_token(text[slice(*spans[-1])], tokens):
             message = f"{named(chat, turn)}: the token that ends it would not be trained on"
             raise ChatRefused(message, "mask_incomplete")

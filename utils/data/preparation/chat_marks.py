@@ -33,8 +33,14 @@ class ChatRefused(ValueError):
         self.reason = reason
 
 
+NOBODY = -1
+
+
 class Mark(NamedTuple):
-    """One mark found in a rendering: its place, the index of its message and its kind."""
+    """One mark found in a rendering: its place, the index of its message and its kind.
+
+    message is NOBODY for the name of a call that is printed once more, as where its result is.
+    """
 
     place: int
     message: int
@@ -64,8 +70,12 @@ class MarkedChat:
     def find(self, rendering: str) -> list[Mark]:
         """Return every mark of a rendering of these messages, in order."""
         found = []
+        names: Counter[int] = Counter()
         for match in MARKS.finditer(rendering):
             message, kind = divmod(ord(match.group()) - self.block, KINDS)
+            names[message] += kind == NAME
+            if kind == NAME and names[message] > self.expected[message, NAME]:
+                message = NOBODY
             found.append(Mark(match.start(), message, kind))
         return found
 

@@ -15,6 +15,7 @@ Both depend on the text and the kinds of the messages around it alone, so they a
 chat costs two renderings. Whatever the way, every chat is checked alike (chat_checks.py).
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ from utils.data.preparation.chat_checks import (
     named,
     spans_of_markers,
 )
-from utils.data.preparation.chat_marks import ChatRefused, MarkedChat, free_block, unmarked_place
+from utils.data.preparation.chat_marks import (
+    MARKS,
+    NOBODY,
+    TAGS,
+    ChatRefused,
+    MarkedChat,
+    free_block,
+    unmarked_place,
+)
 from utils.data.preparation.chat_template import RENDERING_ERRORS, ChatTemplate, Message
 
 if TYPE_CHECKING:
@@ -62,6 +71,7 @@ class ChatMasks:
         self._specials = _pattern(special)
         self._added = _pattern(special | {str(t) for t in added})
         self._stop = str(tokenizer.eos_token)
+        self._headers: dict[Any, str] = {}
         self._starts: dict[Any, int] = {}
         self._ends: dict[Any, tuple[int, str]] = {}
 
@@ -119,7 +129,7 @@ class ChatMasks:
             for turn in turns
             if turn >= first_trained and messages[turn].get("weight") != 0
         }
-        check_spans(chat, trained, text, self._added)
+        check_spans(chat, trained, text, self._added, self._stop)
         return MaskedChat(text, [s for own in trained.values() for s in own], drops_thinking)
 
     def _marked(
@@ -192,46 +202,68 @@ class ChatMasks:
         return self._starts[key]
 
     def _find_start(self, chat: MarkedRendering, turn: int, gap: str, has_words: bool) -> int:
-        bare, opening = self._prompts(chat, turn)
-        if opening == bare and has_words:
-            # No generation prompt: the model is given what precedes any reply.
-            opening = self._reply_opening(chat, turn) or opening
-        shared = _shared(gap, opening)
-        if shared in (len(gap), len(opening)):
-            return shared
-        # They part within, as <think></think> and <think>\n do: back to the end of the header.
-        cuts = [m.end() for m in self._added.finditer(opening[:shared])]
-        cuts += [k + 1 for k in range(shared) if opening[k] == "\n"]
-        cut = max(cuts, default=0)
-        if not re.search(r"\w", opening[_shared(opening, bare) : cut]):
+        cut, opening = self._cut(chat, turn, gap, has_words)
+        # Where the prompt here is no guide: the header is the one that follows a user's turn.
+        header = self._header(chat)
+        role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
+        line = re.match(r"\W*\w[^\n]*\n", header)
+        for known in (header, role + "\n", role, line.group() if line else ""):
+            at = gap.rfind(known) if has_words else gap.find(known)
+            if known.strip() and at >= 0:
+                return max(cut, at + len(known))
+        if cut < 0 and turn == 0 and not header and chat.marked.messages[0].get("content"):
+            return len(gap)  # no header at all: what precedes the first words is given
+        if cut < 0:
             raise ChatRefused(
                 f"{named(chat, turn)}: the template opens it with {_shown(gap)}, but its "
                 f"generation prompt is {_shown(opening)}"
             )
         return cut
 
-    def _prompts(self, chat: MarkedRendering, turn: int) -> tuple[str, str]:
-        """Return what follows the message before: without and with the generation prompt."""
+    def _cut(self, chat: MarkedRendering, turn: int, gap: str, has_words: bool) -> tuple[int, str]:
+        """Return how much of a gap the prompt prints too, -1 if they are different, and that."""
         earlier = chat.marked.marked[:turn]
         try:
-            bare = self._render(chat, earlier)
-            prompt = self._render(chat, earlier, generation_prompt=True)
+            bare = _tail(chat, self._render(chat, earlier))
+            opening = _tail(chat, self._render(chat, earlier, generation_prompt=True))
         except RENDERING_ERRORS:
-            if turn:
-                raise
-            # A chat that opens with the assistant: its header is what follows a user's turn.
-            user = [{"role": "user", "content": PROBE}]
-            bare = self._render(chat, user)
-            header = self._render(chat, user, generation_prompt=True).removeprefix(bare)
-            first = chat.whole[: chat.marks[0].place if chat.marks else None]
-            at = first.rfind(header)
-            return ("", first[: at + len(header)]) if header and at >= 0 else ("", "")
-        return _tail(chat, bare), _tail(chat, prompt)
+            return -1, ""  # nothing comes before, or nothing that may end a chat
+        asked = opening != bare
+        if not asked and has_words:
+            # No generation prompt: the model is given what precedes any reply.
+            opening = self._reply_opening(chat, turn) or opening
+        shared = _shared(gap, opening)
+        if shared in (len(gap), len(opening)):
+            return shared, opening
+        # They part within, as <think></think> and <think>\n do: back to the end of the header.
+        cuts = [m.end() for m in self._added.finditer(opening[:shared])]
+        cuts += [k + 1 for k in range(shared) if opening[k] == "\n"]
+        cut = max(cuts, default=0)
+        if not asked and gap.startswith(bare):
+            cut = max(cut, len(bare))  # the prompt is printed always
+        known = _shared(opening, bare)
+        has_header = re.search(r"\w", opening[known:cut]) is not None
+        only_tags = not re.search(r"\w", TAGS.sub("", gap[cut:]))
+        fits = cut >= known and (has_header or only_tags) if asked else cut > 0
+        return cut if fits else -1, opening
+
+    def _header(self, chat: MarkedRendering) -> str:
+        """Return what the generation prompt prints after a user's turn."""
+        key = (bool(chat.tools), _options(chat))
+        if key not in self._headers:
+            user = self.template.adapted([{"role": "user", "content": PROBE}])
+            try:
+                bare = self._render(chat, user)
+                prompt = self._render(chat, user, generation_prompt=True)
+                self._headers[key] = prompt[_shared(prompt, bare) :]
+            except RENDERING_ERRORS:
+                self._headers[key] = ""
+        return self._headers[key]
 
     def _reply_opening(self, chat: MarkedRendering, turn: int) -> str:
-        reply = {"role": ASSISTANT, "content": PROBE}
+        reply = self.template.adapted([{"role": ASSISTANT, "content": PROBE}])
         try:
-            replied = self._render(chat, [*chat.marked.marked[:turn], reply])
+            replied = self._render(chat, [*chat.marked.marked[:turn], *reply])
         except RENDERING_ERRORS:
             return ""
         return _tail(chat, replied).partition(PROBE)[0]
@@ -254,19 +286,25 @@ class ChatMasks:
         self, chat: MarkedRendering, turn: int, ended: str, following: str, is_last: bool
     ) -> tuple[int, str]:
         going_on = self._if_continued(chat, turn) if is_last else following
-        end = self._shared_end(ended[: _shared(ended, going_on or ended)])
+        alike = ended[: _shared(ended, going_on)] if going_on or not is_last else ended
+        end = self._shared_end(alike)
         if end:
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(going_on)
         if one and two and ended[: one.start()] == going_on[: two.start()]:
             # One token closes the chat, another a turn within: <|return|> and <|end|>.
             return (one if is_last else two).end(), ""
-        if one is None and two and not self._added.sub("", going_on[: two.start()]).strip():
-            # The token that opens the next message ends the turn.
+        between = going_on[: two.start()] if two else ""
+        is_call = bool(chat.marked.messages[turn].get("tool_calls"))
+        closes = between.strip() == ended.strip() if is_call else not between.strip()
+        if one is None and two and closes:
+            # Nothing ends a last turn: it gets what ends others, or opens the next message.
             if not is_last:
                 return two.end(), ""
             if going_on.startswith(ended):
-                return len(following), going_on[len(ended) : two.end()]
+                return len(following), MARKS.sub("", going_on[len(ended) : two.end()])
+        if self._stop in following:  # it is printed otherwise where it comes last
+            return following.index(self._stop) + len(self._stop), ""
         if one is None and two is None and is_last and not ended.strip():
             return len(following), self._stop  # no turn of this template has an end
         raise ChatRefused(
@@ -293,9 +331,7 @@ class ChatMasks:
             function = calls[-1]["function"].get("name", "")
             name = {"name": function, "tool_call_id": calls[-1].get("id", "abcdefghi")}
             answers.insert(0, {"role": "tool", "content": PROBE, **name})
-        if self.template.reads_parts:
-            answers = self.template.adapted(answers)
-        for answer in answers:
+        for answer in self.template.adapted(answers):
             try:
                 longer = self._render(chat, [*chat.marked.marked[: turn + 1], answer])
             except RENDERING_ERRORS:
@@ -318,13 +354,23 @@ def _context(chat: MarkedRendering, turn: int) -> tuple[Any, ...]:
          bool(message.get("reasoning_content")))
         for message in messages[max(turn - 1, 0) : turn + 1]
     )  # fmt: skip
-    options = tuple(sorted((k, repr(v)) for k, v in (chat.options or {}).items()))
-    return (turn == 0, kinds, chat.marked.outer, chat.marked.empty, bool(chat.tools), options)
+    return (
+        turn == 0,
+        kinds,
+        chat.marked.outer,
+        chat.marked.empty,
+        bool(chat.tools),
+        _options(chat),
+    )
+
+
+def _options(chat: MarkedRendering) -> str:
+    return json.dumps(chat.options or {}, sort_keys=True, default=repr)
 
 
 def _tail(chat: MarkedRendering, rendering: str) -> str:
     """Return what follows the last mark of a rendering."""
-    marks = chat.marked.find(rendering)
+    marks = [mark for mark in chat.marked.find(rendering) if mark.message != NOBODY]
     return rendering[marks[-1].place + 1 :] if marks else rendering
 
 
@@ -342,4 +388,4 @@ def _pattern(tokens: set[str]) -> re.Pattern[str]:
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + "...")
+    return repr(text if len(text) <= 80 else "..." + text[-80:])
