@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         loss_head=plan.loss_head,
         activation_checkpointing=plan.memory.choice,
         compiled=plan.compiled,
+        batches=plan.batches,
         optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
         checkpoints=run.checkpoints,
         save_best=settings.run.save_best,

@@ -1,6 +1,7 @@
 """The choice of the attention, made and refused before any weight loads."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +26,8 @@ CHOICES = (
     "flex_attention",
     "eager",
 )
+PER_TOKEN = ("input_ids", "labels", "position_ids")
+BOUNDARIES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 INSTALL = {
     2: "pip install flash-attn --no-build-isolation",
     3: "build it from the hopper/ folder of github.com/Dao-AILab/flash-attention",
@@ -33,11 +36,15 @@ INSTALL = {
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`name` is what transformers is told, `kernel` what computes, `reason` a line for the user."""
+    """`name` is what transformers is told, `kernel` what computes, `reason` a line for the user.
+
+    batches: what the model is given, see `shape_inputs`.
+    """
 
     name: str
     kernel: str
     reason: str
+    batches: str = "packed"
 
 
 def choose_attention(
@@ -82,6 +89,57 @@ def choose_attention(
     if problems:
         raise ConfigurationError([f"--attn_implementation {name}: {text}" for text in problems])
     return AttentionChoice(name, name, reason)
+
+
+def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
+    """Return the inputs of packed sequences, (B, T), as the model is to take them.
+
+    "packed": as they are. "flat": (1, B * T) with `seq_idx`, the document of each token, int32:
+    the kernels of recurrent layers take boundaries for a single sequence. "plain": tokens and
+    labels alone, for sequences of one document.
+    """
+    if batches == "packed":
+        return inputs
+    if batches == "plain":
+        return {name: value for name, value in inputs.items() if name not in BOUNDARIES}
+    flat = {
+        name: value.reshape(1, -1) if name in PER_TOKEN else value for name, value in inputs.items()
+    }
+    # A document begins wherever positions begin again.
+    flat["seq_idx"] = (flat["position_ids"] == 0).cumsum(-1, dtype=torch.int32) - 1
+    return flat
+
+
+def is_recurrent(model_config: PretrainedConfig) -> bool:
+    """Whether a model has layers that read on from token to token, beside attention."""
+    types = getattr(model_config.get_text_config(decoder=True), "layer_types", None)
+    return bool(causal_lm_class(model_config)._is_stateful or "conv" in (types or ()))
+
+
+def choose_masked(model_config: PretrainedConfig) -> AttentionChoice | None:
+    """Choose SDPA with block masks, for models that put more into their masks than packing.
+
+    None where the model has no SDPA, or loses a term of its scores there.
+    """
+    model_class = causal_lm_class(model_config)
+    if _mask_problems("sdpa", model_class, "any", observe_attention(probe_config(model_config))):
+        return None
+    reason = f"auto: sdpa, as {model_class.__name__} needs its own masks; {_mask_cost('sdpa')}"
+    return AttentionChoice("sdpa", "sdpa", reason)
+
+
+def choose_for_plain_rows(requested: str | None, model_config: PretrainedConfig) -> AttentionChoice:
+    """Choose transformers' own attention, as requested where it is, for one document a sequence.
+
+    Padding lies behind the document, where no token of a causal model sees it: there is no mask.
+    """
+    name = requested or "auto"
+    if name in ("auto", NAME):
+        model_class = causal_lm_class(model_config)
+        needs = observe_attention(probe_config(model_config))
+        name = "eager" if _mask_problems("sdpa", model_class, "any", needs) else "sdpa"
+    reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
+    return AttentionChoice(name, name, reason, batches="plain")
 
 
 def _choose_packed(

@@ -1,14 +1,25 @@
 """The leak probe: proof, on the user's own architecture, that packed documents stay apart."""
 
+import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from utils.config.errors import ConfigurationError
+from utils.kernels.attention import (
+    AttentionChoice,
+    choose_attention,
+    choose_for_plain_rows,
+    choose_masked,
+    is_recurrent,
+    shape_inputs,
+)
+from utils.kernels.packed_varlen import NAME
 from utils.kernels.probe_model import VOCABULARY, build_probe_model, observe_attention, probe_config
+from utils.kernels.varlen import ROW_SDPA
 
 # Two rows of three and two documents and a tail each; lengths differ so that nothing lines up.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
@@ -19,6 +30,12 @@ ROW_LENGTH = sum(ROWS[0])
 WINDOW = 4
 TOLERANCE = 1e-4
 RUN_ON_CPU = ("packed_varlen", "sdpa", "eager")
+# What to do about a leak: the first always helps, the second where layers are recurrent.
+ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
+KERNELS = (
+    "install the kernels of its recurrent layers where it trains on GPUs (flash-linear-attention "
+    "and causal-conv1d, or mamba-ssm and causal-conv1d): with them this check decides anew"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,51 @@ class IsolationReport:
     seconds: float
 
 
+def choose_isolated_attention(
+    requested: str | None,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    whole_rows: bool,
+) -> tuple[AttentionChoice, IsolationReport]:
+    """Choose the attention and prove, on `device`, that documents do not see each other.
+
+    The arguments are those of `choose_attention`. Where packed batches leak, plain ones do if each
+    sequence holds one document (`whole_rows`); else, by default, block masks are tried. Raises
+    ConfigurationError with what to set.
+    """
+    choice = choose_attention(
+        requested, model_config, device.type, dtype, compute_dtype, whole_rows
+    )
+    if is_recurrent(model_config):
+        choice = replace(choice, batches="flat")
+    dtype = compute_dtype or dtype
+    try:
+        return choice, _check(model_config, choice, device, dtype)
+    except ConfigurationError as error:
+        refusal = error
+    other = None
+    if whole_rows:
+        other = choose_for_plain_rows(requested, model_config)
+    elif requested in (None, "auto") and choice.name == NAME:
+        other = choose_masked(model_config)
+    if other is not None:
+        with contextlib.suppress(ConfigurationError):  # the first refusal says more
+            return other, _check(model_config, other, device, dtype)
+    raise refusal
+
+
+def _check(
+    config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+) -> IsolationReport:
+    by_row = choice.kernel == ROW_SDPA
+    return check_isolation(
+        config, choice.name, device, dtype, whole_rows=by_row, batches=choice.batches
+    )
+
+
 def check_isolation(
     model_config: PretrainedConfig,
     attn_implementation: str,
@@ -38,34 +100,40 @@ def check_isolation(
     dtype: torch.dtype,
     *,
     whole_rows: bool = False,
+    batches: str = "packed",
 ) -> IsolationReport:
-    """Prove that no packed document changes another's logits, bit for bit.
+    """Prove that no document changes another's logits, bit for bit.
 
     Builds a small random model of the user's architecture (`model_config` as training will use it,
-    `use_cache` included) on `device` in `dtype`, the type that training computes in, packs
-    documents and perturbs each one in turn. Then, where `attn_implementation` also runs on the CPU,
-    compares the packed logits with those of each document alone under eager attention, in fp32 and
-    with windows cut short. `whole_rows`: rows of one document, for which there is a path of their
-    own, are perturbed as well; the padding behind a document may see it. The state of the random
-    number generators stays as it was. Raises ConfigurationError on a leak or a difference.
+    `use_cache` included) on `device` in `dtype`, the type that training computes in, gives it
+    documents in such `batches` (see `shape_inputs`) and perturbs each one in turn. Then, where
+    `attn_implementation` also runs on the CPU, compares the logits with those of each document
+    alone under eager attention, in fp32 and with windows cut short. `whole_rows`: sequences of one
+    document, for which there is a path of their own, are perturbed as well; the padding behind a
+    document may see it. The state of the random number generators stays as it was. Raises
+    ConfigurationError on a leak or a difference.
     """
     started = time.perf_counter()
     config = probe_config(model_config)
     model = build_probe_model(config, attn_implementation, device, dtype)
-    for rows in (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,):
+    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,)
+    if batches == "plain":
+        checked = (WHOLE_ROWS,)
+    for rows in checked:
         batch = {name: _to(value, device) for name, value in packed_batch(rows).items()}
-        _check_leaks(model, batch, rows)
+        _check_leaks(model, batch, rows, batches)
     if attn_implementation in RUN_ON_CPU:
-        _check_equivalence(config, attn_implementation)
+        _check_equivalence(config, attn_implementation, checked[0], batches)
     seconds = time.perf_counter() - started
-    documents = len(list(_segments(ROWS)))
+    documents = len(list(_segments(checked[0])))
     return IsolationReport(config.model_type, attn_implementation, documents, seconds)
 
 
 Rows = tuple[tuple[int, ...], ...]
+Batch = dict[str, torch.Tensor | int]
 
 
-def packed_batch(rows: Rows = ROWS) -> dict[str, torch.Tensor | int]:
+def packed_batch(rows: Rows = ROWS) -> Batch:
     """Return packed rows as the loader makes them, the tail a segment of its own."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(rows), ROW_LENGTH)
@@ -104,30 +172,32 @@ def _to(value: torch.Tensor | int, device: torch.device | str) -> torch.Tensor |
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, batch: dict[str, torch.Tensor | int]) -> torch.Tensor:
+def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> torch.Tensor:
+    """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
+    tokens = batch["input_ids"]
+    assert isinstance(tokens, torch.Tensor)
     try:
-        return model(**batch).logits
+        return model(**shape_inputs(batch, batches)).logits.view(*tokens.shape, -1)
     except ConfigurationError:
         raise
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"model type {model.config.model_type!r} does not take packed batches ({error}); "
-            "use a model whose layers are all attention"
+            f"model type {model.config.model_type!r} does not take packed batches ({error}). To "
+            f"train it, {_without_packing(model.config)}"
         ) from error
 
 
-def _check_leaks(
-    model: PreTrainedModel, batch: dict[str, torch.Tensor | int], rows: Rows = ROWS
-) -> None:
+def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str) -> None:
     """Perturb the first token of each segment in turn: its own later logits change, no others."""
-    reference = _logits(model, batch)
+    reference = _logits(model, batch, batches)
     name, attention = model.config.model_type, model.config._attn_implementation
     tokens = batch["input_ids"]
     assert isinstance(tokens, torch.Tensor)
     for row, start, stop in _segments(rows):
         perturbed = tokens.clone()
         perturbed[row, start] = VOCABULARY - 1
-        changed = (_logits(model, {**batch, "input_ids": perturbed}) != reference).any(dim=-1)
+        logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
+        changed = (logits != reference).any(dim=-1)
         if not changed[row, start + 1 : stop].any():
             raise ConfigurationError(
                 f"model type {name!r} under --attn_implementation {attention}: a changed token "
@@ -141,9 +211,9 @@ def _check_leaks(
 
 
 def _leak_message(config: PretrainedConfig, attention: str) -> str:
-    advice = "use a model whose layers are all attention"
-    if attention != "packed_varlen" and observe_attention(config) is not None:
-        advice = "use --attn_implementation packed_varlen"
+    advice = _without_packing(config)
+    if attention != NAME and not is_recurrent(config) and observe_attention(config) is not None:
+        advice = f"use --attn_implementation {NAME}"
         if getattr(config, "use_cache", False):
             advice += ", or set use_cache to false, which keeps the masks from seeing the packing"
     return (
@@ -152,23 +222,32 @@ def _leak_message(config: PretrainedConfig, attention: str) -> str:
     )
 
 
-def _check_equivalence(config: PretrainedConfig, attn_implementation: str) -> None:
-    """Compare packed logits with those of each document alone under eager attention."""
+def _without_packing(config: PretrainedConfig) -> str:
+    return f"{ONE_A_ROW}, or {KERNELS}" if is_recurrent(config) else ONE_A_ROW
+
+
+def _check_equivalence(
+    config: PretrainedConfig, attn_implementation: str, rows: Rows, batches: str
+) -> None:
+    """Compare logits with those of each document alone under eager attention."""
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None):
             setattr(config, name, WINDOW)
-    batch = packed_batch()
-    packed = _logits(build_probe_model(config, attn_implementation), batch)
+    batch = packed_batch(rows)
+    together = _logits(build_probe_model(config, attn_implementation), batch, batches)
     alone = build_probe_model(config, "eager")
     tokens = batch["input_ids"]
     assert isinstance(tokens, torch.Tensor)
-    for row, start, stop in _segments(ROWS):
-        expected = _logits(alone, {"input_ids": tokens[row : row + 1, start:stop]})[0]
-        worst = (packed[row, start:stop] - expected).abs().max() / expected.abs().max()
+    for row, start, stop in _segments(rows):
+        if start and batches == "plain":
+            continue  # padding, which sees the document before it
+        expected = _logits(alone, {"input_ids": tokens[row : row + 1, start:stop]}, "plain")[0]
+        worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
         if not worst < TOLERANCE:
-            other = "sdpa" if attn_implementation == "packed_varlen" else "packed_varlen"
+            other = "sdpa" if attn_implementation == NAME else NAME
             raise ConfigurationError(
                 f"model type {config.model_type!r}: --attn_implementation {attn_implementation} "
                 f"computes other logits than eager attention does (by {worst:.1e} of the largest); "
                 f"its layers need what this attention leaves out; try --attn_implementation {other}"
+                f", or {ONE_A_ROW}"
             )

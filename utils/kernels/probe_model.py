@@ -29,7 +29,30 @@ MLP_WIDTHS = (
     "ffn_dim",
 )
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
+LAYER_TYPES = ("layer_types", "layers_block_type")
+LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices")
+# Of state-space layers: heads and their dimension, the ratio of inner to outer width.
+STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)
+EXPANSIONS = ("mamba_expand", "expand")
+STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+# Sequences are padded to whole chunks; the kernels of GPUs take powers of two from 16 on.
+CHUNKS, CHUNK = ("chunk_size", "mamba_chunk_size"), 32
+# As wide as the hidden states, in one architecture or the other.
+SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
+# A probe is to take seconds and not more memory than a login node gives.
+MOST_PARAMETERS = 150_000_000
 
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
@@ -79,19 +102,23 @@ def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config with the same head dimension, head grouping, windows and positions.
 
     One layer of each layer type (two at least) remains, as do as many experts as one token uses.
-    Takes the deepest cut that builds and runs.
+    Takes the deepest cut that builds and runs; none has more than MOST_PARAMETERS. Raises
+    ConfigurationError where there is no such cut.
     """
     text_config = model_config.get_text_config(decoder=True)
     if type(text_config) in AutoModelForCausalLM._model_mapping:
         model_config = text_config
     misfit: Exception | None = None
     for cuts in (
+        (_cut_layers, _cut_widths, _cut_heads, _cut_states),
+        (_cut_layers, _cut_widths, _cut_heads, _cut_states, _cut_chunks),
         (_cut_layers, _cut_widths, _cut_heads),
         (_cut_layers, _cut_widths),
         (_cut_layers,),
     ):
         try:
             config = _cut(model_config, cuts)
+            _check_size(config)
             _run(build_probe_model(config, "eager"))
         except MISFITS as error:
             logger.debug("a probe of %s does not fit a cut: %s", model_config.model_type, error)
@@ -102,6 +129,15 @@ def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
         f"model type {model_config.model_type!r}: no small model could be built to check that "
         f"packed documents stay apart ({type(misfit).__name__}: {misfit})"
     )
+
+
+def _check_size(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model that is too large to try anything on."""
+    with torch.device("meta"):
+        model_class: Any = causal_lm_class(config)
+        parameters = sum(weight.numel() for weight in model_class(config).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"what is left of it has {parameters:,} parameters")
 
 
 def build_probe_model(
@@ -175,7 +211,8 @@ def _cut(
 def _cut_layers(config: PretrainedConfig) -> None:
     """Keep the first layer of each type, and every list of one entry per layer in step."""
     layers = config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or ["attention"] * layers
+    types = next((getattr(config, name) for name in LAYER_TYPES if getattr(config, name, 0)), None)
+    types = types or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
     kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
     per_layer = {
@@ -183,9 +220,14 @@ def _cut_layers(config: PretrainedConfig) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list) and len(value) == layers
     }
+    for name in LAYER_INDICES:
+        if isinstance(getattr(config, name, None), list):
+            per_layer[name] = [kept.index(i) for i in getattr(config, name) if i in kept]
     config.num_hidden_layers = len(kept)
     if hasattr(config, "num_kv_shared_layers"):
         config.num_kv_shared_layers = 0
+    if hasattr(config, "num_blocks"):  # xLSTM
+        config.num_blocks = len(kept)
     for name, value in per_layer.items():
         setattr(config, name, value)
 
@@ -213,7 +255,9 @@ def _cut_widths(config: PretrainedConfig) -> None:
 
 def _cut_heads(config: PretrainedConfig) -> None:
     """Keep two key/value heads with their groups of query heads, one where groups are wide."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     group = heads // kv_heads
@@ -222,3 +266,41 @@ def _cut_heads(config: PretrainedConfig) -> None:
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = kept
     config.hidden_size = config.num_attention_heads * head_dim
+
+
+def _cut_states(config: PretrainedConfig) -> None:
+    """Fit recurrent layers to the width that attention heads leave, or to a small one of their own.
+
+    Their heads keep their dimension where it divides the inner width.
+    """
+    attends = getattr(config, "num_attention_heads", None)
+    if not attends:
+        config.hidden_size = 2 * WIDTH
+    for name in SAME_WIDTH:
+        _at_most(config, name, config.hidden_size)
+    expand = next((getattr(config, n) for n in EXPANSIONS if getattr(config, n, None)), 1)
+    inner = int(expand * config.hidden_size)
+    for heads, dim in STATE_HEADS[: -1 if attends else None]:
+        if hasattr(config, heads) and hasattr(config, dim):
+            head_dim = min(getattr(config, dim) or inner, inner)
+            setattr(config, heads, max(1, inner // head_dim))
+            setattr(config, dim, inner // getattr(config, heads))
+            _at_most(config, "mamba_d_ssm", inner)
+    for name in STATE_GROUPS:
+        _at_most(config, name, 1)
+    for name in CHUNKS:
+        _at_most(config, name, CHUNK)
+    if key_heads := getattr(config, "linear_num_key_heads", None):
+        config.linear_num_value_heads = config.linear_num_value_heads // key_heads
+        config.linear_num_key_heads = 1
+
+
+def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
+    if isinstance(getattr(config, name, None), int):
+        setattr(config, name, min(getattr(config, name), most))
+
+
+def _cut_chunks(config: PretrainedConfig) -> None:
+    """Let sequences of any length do for architectures that take whole chunks alone (xLSTM)."""
+    if hasattr(config, "chunk_size"):
+        config.chunk_size = 1

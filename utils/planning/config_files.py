@@ -6,7 +6,6 @@ some that no signature names (`head_dim` of Qwen3-MoE), and the rest has no effe
 """
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
@@ -19,7 +18,13 @@ from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from utils.config.errors import ConfigurationError
 from utils.config.reading.strict_yaml import YamlError, load_mapping
@@ -169,7 +174,7 @@ def unused_settings(given: Mapping[str, Any], config: PreTrainedConfig) -> Itera
     for name in given:
         if name in known or name in NOTES or name not in vars(config):
             continue
-        source = _source(type(config).__module__) if source is None else source
+        source = _source(config) if source is None else source
         if not re.search(rf"""\.{re.escape(name)}\b|["']{re.escape(name)}["']""", source):
             yield name
 
@@ -192,12 +197,12 @@ def _meant(name: str, given: Mapping[str, Any], config: PreTrainedConfig) -> str
     return next(iter(get_close_matches(name, free, n=1, cutoff=A_TYPO)), None)
 
 
-@functools.cache
-def _source(configuration: str) -> str:
+def _source(config: PreTrainedConfig) -> str:
     """Return the code of an architecture: the modules of its configuration and its model."""
-    names = {configuration, configuration.replace("configuration_", "modeling_")}
-    modules = [importlib.import_module(name) for name in sorted(names)]
-    return "\n".join(inspect.getsource(module) for module in modules)
+    own = type(config).__module__
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    names = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
+    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
 
 
 def _first_line(error: BaseException) -> str:

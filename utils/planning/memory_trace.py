@@ -15,7 +15,7 @@ from transformers.integrations import moe
 
 from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import keep_products
-from utils.kernels.attention import AttentionChoice
+from utils.kernels.attention import AttentionChoice, shape_inputs
 from utils.kernels.linear_cross_entropy import buffers_alone
 from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.packed_varlen import NAME as PACKED
@@ -161,11 +161,12 @@ def _inputs(work: Workload) -> dict[str, Any]:
         "cu_seq_lens_k": bounds,
         "max_length_q": work.sequence_length,
         "max_length_k": work.sequence_length,
-        "use_cache": False,
         "num_items_in_batch": torch.zeros((), dtype=torch.int64),
     }
     if work.loss_head.name == "fused":
         inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
     if work.loss_head.router is not None:
         inputs["row_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
-    return inputs
+    if work.attention is not None:
+        inputs = shape_inputs(inputs, work.attention.batches)
+    return inputs | {"use_cache": False}

@@ -15,13 +15,12 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.kernels.attention import AttentionChoice, choose_attention
+from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import products_name, settle_products
-from utils.kernels.isolation import check_isolation
+from utils.kernels.isolation import choose_isolated_attention
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.probe_model import has_experts
 from utils.kernels.router_loss import describe_term, router_term
-from utils.kernels.varlen import ROW_SDPA
 from utils.planning.adapters import Targets, plan_adapters
 from utils.planning.compilation_choice import choose_compilation
 from utils.planning.finished_model import saved_dtype
@@ -55,6 +54,12 @@ class RunPlan:
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of final/
+
+    @property
+    def batches(self) -> str:
+        """In what shape the model is given sequences, see `shape_inputs`."""
+        assert self.attention is not None, "only a dry run leaves it open"
+        return self.attention.batches
 
 
 def plan_run(
@@ -151,16 +156,14 @@ def _attention(
         for rows in (data.train, *data.evaluation.values())
         for plan in rows.plans
     )
-    choice = choose_attention(
-        model.attn_implementation, config, launch.device, weights, compute, whole_rows
+    choice, report = choose_isolated_attention(
+        model.attn_implementation, config, training.device, weights, compute, whole_rows=whole_rows
     )
-    by_row = choice.kernel == ROW_SDPA
-    report = check_isolation(
-        config, choice.name, training.device, compute or weights, whole_rows=by_row
-    )
+    alone = choice.batches == "plain"
     logger.info(
-        "attention: %s; keeps packed documents apart (%d perturbed one by one, %.1f s)",
+        "attention: %s; %s (%d perturbed one by one, %.1f s)",
         choice.reason,
+        "no document sees the padding behind it" if alone else "keeps packed documents apart",
         report.documents,
         report.seconds,
     )

@@ -22,6 +22,7 @@ from utils.data.loader import TrainLoader, eval_loader, train_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.data.packed_rows import PackedDataset
 from utils.kernels.activation_checkpointing import keep_products
+from utils.kernels.attention import shape_inputs
 from utils.kernels.compilation import compile_layers, leave_length_open
 from utils.kernels.loss_head import LossHeadChoice
 from utils.planning.finished_model import with_stops
@@ -41,7 +42,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     contract of every method overridden here with the pinned transformers and TRL.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what was planned, one by one
         self,
         *,
         train_rows: PackedDataset,
@@ -50,6 +51,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         loss_head: LossHeadChoice,
         activation_checkpointing: str,
         compiled: bool,
+        batches: str,
         **kwargs: Any,
     ):
         self.train_rows = train_rows
@@ -59,6 +61,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         loss_head.install(kwargs["model"], compiled)  # before PEFT wraps it
         if activation_checkpointing == "selective":
             keep_products(kwargs["model"])
+        self.batches = batches
         self.compiled = compiled
         if compiled:
             compile_layers(kwargs["model"])  # before FSDP2 shards them
@@ -132,7 +135,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         made = model_inputs(inputs, self.args.device)
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
-        return made
+        return shape_inputs(made, self.batches)
 
     @override
     def _get_num_items_in_batch(

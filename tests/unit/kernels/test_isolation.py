@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
 from utils.kernels import isolation
-from utils.kernels.isolation import check_isolation
+from utils.kernels.isolation import check_isolation, choose_isolated_attention
 from utils.kernels.packed_varlen import register_packed_varlen
 from utils.kernels.probe_model import build_probe_model, observe_attention, probe_config
 from utils.kernels.varlen import PER_DOCUMENT, AttentionNeeds
@@ -120,8 +120,122 @@ def test_an_attention_that_passes_nothing_on_proves_nothing():
 )
 def test_a_recurrent_model_is_refused(config):
     config.use_cache = False
-    with pytest.raises(ConfigurationError, match=r"see each other.*layers are all attention$"):
+    with pytest.raises(
+        ConfigurationError, match=r"see each other.*--packing none.*or install the k"
+    ):
         check_isolation(config, "eager", "cpu", torch.float32)
+
+
+# What packed batches do not do for, at their published sizes or near.
+NOT_PACKED = {
+    "bloom": transformers.BloomConfig,
+    "falcon": transformers.FalconConfig,
+    "mpt": transformers.MptConfig,
+    "mamba": transformers.MambaConfig,
+    "mamba2": transformers.Mamba2Config,
+    "falcon_h1": transformers.FalconH1Config,
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        layer_types=["mamba", "attention"] * 16, mamba_n_heads=128, hidden_size=4096
+    ),
+    "jamba": transformers.JambaConfig,
+    "lfm2": lambda: transformers.Lfm2Config(full_attn_idxs=[2, 5, 8]),
+    "nemotron_h": transformers.NemotronHConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "xlstm": transformers.xLSTMConfig,
+}
+
+
+def chosen(config, *, whole_rows, requested="auto"):
+    config.use_cache = False
+    cpu = torch.device("cpu")
+    return choose_isolated_attention(requested, config, cpu, torch.float32, whole_rows=whole_rows)
+
+
+@pytest.mark.parametrize("name", NOT_PACKED)
+def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
+    choice, report = chosen(NOT_PACKED[name](), whole_rows=True)
+    assert choice.batches == "plain"
+    assert choice.name in ("sdpa", "eager")
+    assert report.documents == 3  # padding is one
+
+
+@pytest.mark.parametrize("name", ["falcon", "mamba", "lfm2", "qwen3_next"])
+def test_what_cannot_be_packed_is_refused_with_what_to_set(name):
+    with pytest.raises(ConfigurationError, match="set --packing none") as refusal:
+        chosen(NOT_PACKED[name](), whole_rows=False)
+    recurrent = name != "falcon"
+    assert ("flash-linear-attention and causal-conv1d" in str(refusal.value)) == recurrent
+
+
+def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
+    choice, _ = chosen(transformers.Llama4TextConfig(), whole_rows=False)
+    assert (choice.name, choice.batches) == ("sdpa", "packed")
+
+
+def test_models_that_can_be_packed_are_though_no_sequence_holds_two_documents():
+    choice, _ = chosen(config_of("llama"), whole_rows=True)
+    assert (choice.name, choice.batches) == ("packed_varlen", "packed")
+
+
+@pytest.mark.parametrize("attention", [looking_ahead, leaking_across_rows])
+def test_plain_sequences_are_proved_as_well(attention):
+    AttentionInterface.register("packed_varlen", packed_varlen_as_causal)
+    AttentionInterface.register(attention.__name__, attention)
+    with pytest.raises(ConfigurationError, match="see each other"):
+        check_isolation(
+            config_of("llama"), attention.__name__, "cpu", torch.float32, batches="plain"
+        )
+
+
+def packed_varlen_as_causal(module, query, key, value, attention_mask=None, **kwargs):
+    return leaking(module, query, key, value, attention_mask, **kwargs)
+
+
+def test_kernels_with_boundaries_let_recurrent_layers_be_packed(monkeypatch):
+    """Stand-ins for the kernels of GPUs: a single sequence, documents by seq_idx or cu_seqlens."""
+    modeling = transformers.models.qwen3_next.modeling_qwen3_next
+    conv, rule = (
+        getattr(modeling, name).__wrapped__
+        for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+    )
+
+    def conv_by_document(states, weight, bias=None, activation=None, seq_idx=None, **_):
+        if seq_idx is None:
+            return conv(states, weight, bias, activation)
+        assert seq_idx.shape == (1, states.shape[-1])
+        assert seq_idx.dtype == torch.int32
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        parts = [conv(part, weight, bias, activation) for part in states.split(lengths, dim=-1)]
+        return torch.cat(parts, dim=-1)
+
+    def rule_by_document(*states, g, beta, cu_seqlens=None, **terms):
+        if cu_seqlens is None:
+            return rule(*states, g=g, beta=beta, **terms)
+        assert states[0].shape[0] == 1
+        lengths = [length for length in cu_seqlens.diff().tolist() if length]
+        parts = zip(*(tensor.split(lengths, dim=1) for tensor in (*states, g, beta)), strict=True)
+        done = [rule(q, k, v, g=g, beta=b, **terms)[0] for q, k, v, g, b in parts]
+        return torch.cat(done, dim=1), None
+
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", conv_by_document)
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", rule_by_document)
+    choice, report = chosen(transformers.Qwen3NextConfig(), whole_rows=False)
+    assert (choice.name, choice.batches) == ("sdpa", "flat")
+    assert report.documents == 7
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *NOT_PACKED])
+def test_a_probe_is_small_whatever_the_architecture(name):
+    config = (CONFIGS | NOT_PACKED)[name]()
+    probe = build_probe_model(probe_config(config), "eager")
+    assert sum(weight.numel() for weight in probe.parameters()) < 6e7
+
+
+def test_a_model_that_cannot_be_cut_is_not_tried():
+    config = transformers.OpenAIGPTConfig(n_embd=8192, n_head=1, n_layer=2, afn="no such function")
+    with pytest.raises(ConfigurationError, match="no small model could be built"):
+        probe_config(config)
 
 
 def test_masks_blinded_by_the_cache_are_refused():
@@ -142,7 +256,9 @@ def test_a_model_that_takes_no_packed_batches_is_refused():
 def test_an_attention_that_computes_something_else_is_refused():
     # Llama 4 attends in chunks, which are in its masks alone.
     config = transformers.Llama4TextConfig(use_cache=False)
-    with pytest.raises(ConfigurationError, match=r"computes other logits than eager .*sdpa$"):
+    with pytest.raises(
+        ConfigurationError, match=r"computes other logits than eager .*sdpa, or set --pack"
+    ):
         check_isolation(config, "packed_varlen", "cpu", torch.float32)
 
 
@@ -202,8 +318,8 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
     check_isolation(config_of("llama"), "packed_varlen", "cpu", torch.float32, whole_rows=True)
     logits = isolation._logits
 
-    def leaking(model, batch):
-        found = logits(model, batch)
+    def leaking(model, batch, batches="packed"):
+        found = logits(model, batch, batches)
         if len(batch.get("cu_seq_lens_q", range(9))) - 1 <= 2 * len(found):
             found[1] += batch["input_ids"][0, 0]
         return found
