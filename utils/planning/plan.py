@@ -56,10 +56,9 @@ class RunPlan:
     save_dtype: torch.dtype  # of final/
 
     @property
-    def batches(self) -> str:
-        """In what shape the model is given sequences, see `shape_inputs`."""
-        assert self.attention is not None, "only a dry run leaves it open"
-        return self.attention.batches
+    def kernels(self) -> Kernels:
+        """What computes a step."""
+        return Kernels(self.attention, self.loss_head, self.compiled)
 
 
 def plan_run(

@@ -24,8 +24,8 @@ from utils.data.packed_rows import PackedDataset
 from utils.kernels.activation_checkpointing import keep_products
 from utils.kernels.attention import shape_inputs
 from utils.kernels.compilation import compile_layers, leave_length_open
-from utils.kernels.loss_head import LossHeadChoice
 from utils.planning.finished_model import with_stops
+from utils.planning.memory_plan import Kernels
 from utils.training.elastic import ElasticTrainerMixin
 from utils.training.expert_balance import ExpertBalance
 from utils.training.finite import FiniteTrainerMixin
@@ -42,26 +42,26 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     contract of every method overridden here with the pinned transformers and TRL.
     """
 
-    def __init__(  # noqa: PLR0913 - what was planned, one by one
+    def __init__(
         self,
         *,
         train_rows: PackedDataset,
         eval_rows: Mapping[str, PackedDataset],
         sampler: GlobalBatchSampler,
-        loss_head: LossHeadChoice,
+        kernels: Kernels,
         activation_checkpointing: str,
-        compiled: bool,
-        batches: str,
         **kwargs: Any,
     ):
         self.train_rows = train_rows
         self.eval_rows = dict(eval_rows)
         self.sampler = sampler
+        attention, loss_head, compiled = kernels
+        assert attention is not None, "only a dry run leaves it open"
+        self.batches = attention.batches
         self.fused_head = loss_head.name == "fused"
         loss_head.install(kwargs["model"], compiled)  # before PEFT wraps it
         if activation_checkpointing == "selective":
             keep_products(kwargs["model"])
-        self.batches = batches
         self.compiled = compiled
         if compiled:
             compile_layers(kwargs["model"])  # before FSDP2 shards them
