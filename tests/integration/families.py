@@ -55,8 +55,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": EIGHT_OF_TWO | {"moe_topk": 2}, "jetmoe": {
         "num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8},
 }  # fmt: skip
+SOUND = {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 1, "num_attention_heads": 4}
 INSIDE: dict[str, dict[str, Any]] = {
     "gemma3": WITH_IMAGES | {"text_config": {"sliding_window": 16}, "mm_tokens_per_image": 4},
+    "gemma4": {"text_config": {
+        "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        "vision_config": WITH_IMAGES["vision_config"] | {"head_dim": 8}, "audio_config": None},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"}, "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "output_channels": 16,
+        "mlp_dim": 32}},
+    "phi4_multimodal": WITH_IMAGES | {"audio_config": SOUND},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from families import EXPERTS, SIZES, tiny_config, tiny_model
 from launching import run_two_processes
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import pretrain
 import sft_train
@@ -134,3 +135,23 @@ def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, cap
     assert "resum" in capsys.readouterr().out
     (first,), (again,) = lines(whole), lines(cut)
     assert [first["loss"], first["aux_loss"]] == [again["loss"], again["aux_loss"]]
+
+
+def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path, capsys):
+    """Gemma 3 4B and larger: DDP would wait for gradients of the vision tower."""
+    base, alone, run = tmp_path / "base", tmp_path / "alone", tmp_path / "run"
+    tiny_model(tiny_config("gemma3")).save_pretrained(base)
+    tiny.make_tokenizer(base)
+    settings = RUN | {"model_name_or_path": base}
+    assert sft_train.main(fine_tuning(alone, **settings, per_device_train_batch_size=8)) == 0
+    argv = fine_tuning(run, **settings, per_device_train_batch_size=2)
+    done = run_two_processes("multi_gpu", "sft_train.py", argv)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("tensors of model.vision_tower, model.multi_modal_projector") == 1
+    compare(run, alone)
+    merged, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
+    assert not any(info.values())
+    before = tiny_model(tiny_config("gemma3")).state_dict()
+    moved = {key for key, value in merged.state_dict().items() if not value.equal(before[key])}
+    assert moved
+    assert not any("vision" in key or "projector" in key for key in moved)

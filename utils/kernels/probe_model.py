@@ -2,11 +2,13 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations import moe
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import AttentionNeeds
@@ -96,6 +98,21 @@ def text_model_of(model: PreTrainedModel) -> Any:
     """Return the decoder that text goes through; beside it there may be towers for images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
+
+
+@contextmanager
+def experts_by_shape() -> Iterator[None]:
+    """Within, experts multiply by the operator that transformers has for where torch has none.
+
+    It takes tensors without data of any type; what it makes is as large as what torch's makes.
+    """
+    replaced: Any = moe
+    original = moe._can_use_grouped_mm
+    replaced._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        replaced._can_use_grouped_mm = original
 
 
 def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:

@@ -1,4 +1,7 @@
-"""LoRA's adapters: what they are put on, found and proved before any weight is loaded."""
+"""What of a model trains: LoRA's adapters, or all weights that text goes through.
+
+Both are found before any weight is loaded, on the model without any.
+"""
 
 import logging
 import re
@@ -8,17 +11,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.kernels.probe_model import EXPERTS, MISFITS, causal_lm_class, text_model_of
+from utils.kernels.probe_model import (
+    EXPERTS,
+    MISFITS,
+    causal_lm_class,
+    experts_by_shape,
+    text_model_of,
+)
 
 logger = logging.getLogger(__name__)
 
 ALL = "all-linear"
+TEXT_PATH = "text_path"  # without a mask, which would ask tensors without data for numbers
+AttentionInterface.register(TEXT_PATH, sdpa_attention_forward)
 # Published recipes name each expert's own layers, which transformers keeps in one parameter now.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
@@ -34,9 +46,10 @@ class Targets(NamedTuple):
     head: bool  # whether the last layer is trained whole beside them
 
 
-def with_adapters(built: nn.Module, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters, itself where the settings have none."""
+def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
+    """Return the model with LoRA's adapters, without LoRA itself; what is unused is frozen."""
     if not model.use_peft:
+        freeze_unused(built)
         return built
     from peft import get_peft_model
     from trl import get_peft_config  # brings datasets and pandas along
@@ -45,8 +58,54 @@ def with_adapters(built: nn.Module, model: ModelArguments) -> nn.Module:
     return get_peft_model(built, adapters)
 
 
+def freeze_unused(model: PreTrainedModel) -> list[str]:
+    """Freeze the parameters that text does not go through, and return their names.
+
+    Towers for images and sound, and what projects them, in a model that has them beside its text
+    model: DDP waits for gradients of all that is not frozen.
+    """
+    unused = set(_unused(model.config))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in unused)
+    return [name for name, _ in model.named_parameters() if name in unused]
+
+
+def _unused(config: PreTrainedConfig) -> list[str]:
+    """Return the parameters without a gradient; of a model for text alone none is looked for."""
+    if not set(getattr(config, "sub_configs", {})) - {"text_config"}:
+        return []
+    with torch.device("meta"), experts_by_shape():
+        model: Any = causal_lm_class(config)(config).train()
+        text = text_model_of(model)
+        try:
+            model.set_attn_implementation(TEXT_PATH)
+            places = torch.arange(8)[None]
+            made = model(input_ids=places, position_ids=places, use_cache=False).logits
+            used = _leaves(made.sum())
+        except MISFITS as error:
+            logger.debug("%s: text's path by its modules: %s", config.model_type, error)
+            used = set(map(id, [*text.parameters(), *model.get_output_embeddings().parameters()]))
+    # An attention that takes less than the run's may leave some of a layer out.
+    used |= {id(one) for one in getattr(text, "layers", nn.Module()).parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+
+
+def _leaves(value: torch.Tensor) -> set[int]:
+    """Return the ids of all parameters that a value was computed from."""
+    left, seen, found = [value.grad_fn], set(), set()
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {id(node.variable)} if hasattr(node, "variable") else set()
+            left += [one for one, _ in node.next_functions]
+    return found
+
+
 def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | None:
-    """Find what LoRA adapts, hand it to the model's settings, and log it; None without LoRA.
+    """Find what LoRA adapts, hand it to the model's settings, and log it.
+
+    None without LoRA: what is logged then is what stays frozen, if anything.
 
     By default that is every linear layer but the last, and the experts, of the text model. PEFT
     adapts the model without weights here, so that whatever it refuses is refused now. Raises
@@ -55,6 +114,13 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
     """
     model = settings.model
     if not model.use_peft:
+        if unused := _unused(config):
+            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in unused)
+            logger.info(
+                "frozen: %d tensors of %s, which text does not go through",
+                len(unused),
+                ", ".join(parts),
+            )
         return None
     with torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
@@ -86,9 +152,9 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
 
 def _adapt(built: PreTrainedModel, model: ModelArguments, targets: Targets) -> nn.Module:
     """Let PEFT adapt these targets, which the model's settings then name."""
-    linear = _linear(built)
+    everything = [name for name, _ in built.named_modules()]
     parameters = [name for name, _ in built.named_parameters()]
-    model.lora_target_modules = _shortest(targets.modules, linear, 1)
+    model.lora_target_modules = _shortest(targets.modules, everything, 1)
     model.lora_target_parameters = _shortest(targets.parameters, parameters, 2) or None
     try:
         return with_adapters(built, model)
@@ -113,13 +179,15 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
     head: Any = built.get_output_embeddings()
     everything = [name for name, _ in built.named_modules() if name]
     prefix = _name_of(built, text_model_of(built))
+    unused = {name.rpartition(".")[0] for name in _unused(built.config)}
     experts = [name for name in _experts(built) if name.startswith(prefix)]
     asked, parameters = model.lora_target_modules, model.lora_target_parameters
     problems: list[str] = []
     if asked is None and parameters is not None:
         modules = []
     elif asked is None or asked == ALL:
-        modules = [n for n in _linear(built) if n.startswith(prefix) and not _is(built, n, head)]
+        modules = [name for name in _linear(built) if name.startswith(prefix)]
+        modules = [n for n in modules if n not in unused and not _is(built, n, head)]
         parameters = experts if parameters is None else parameters
     else:
         former = set() if parameters or isinstance(asked, str) else _former(asked)

@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
-from transformers.integrations import moe
 
 from utils.config.run_settings import RunSettings
 from utils.kernels.activation_checkpointing import keep_products
@@ -19,7 +17,7 @@ from utils.kernels.attention import AttentionChoice, shape_inputs
 from utils.kernels.linear_cross_entropy import buffers_alone
 from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.packed_varlen import NAME as PACKED
-from utils.kernels.probe_model import MISFITS, causal_lm_class
+from utils.kernels.probe_model import MISFITS, causal_lm_class, experts_by_shape
 from utils.planning.activations import layer_gradients, layers_of, trace_step
 from utils.planning.adapters import with_adapters
 from utils.planning.counted_attention import register_counted_attention
@@ -94,21 +92,6 @@ def trace(
         cut = work.compiled and choice == "none"
         stretches = _stretches(model.train(), work, cut)
     return StepTrace(stretches, layer_gradients(model), _gathered(model))
-
-
-@contextmanager
-def experts_by_shape() -> Iterator[None]:
-    """Within, experts multiply by the operator that transformers has for where torch has none.
-
-    It takes tensors without data of any type; what it makes is as large as what torch's makes.
-    """
-    replaced: Any = moe
-    original = moe._can_use_grouped_mm
-    replaced._can_use_grouped_mm = lambda *_: False
-    try:
-        yield
-    finally:
-        replaced._can_use_grouped_mm = original
 
 
 def _stretches(model: nn.Module, work: Workload, cut: bool) -> list[Stretch]:

@@ -19,6 +19,7 @@ from utils.data.tokenizers import load_tokenizer
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
+from utils.planning.adapters import freeze_unused
 from utils.planning.config_files import UNUSABLE, config_from_file, read_config_file
 from utils.planning.finished_model import check_generation_settings, generation_settings
 from utils.planning.run_data import tokenizer_directory
@@ -169,6 +170,7 @@ def load_model(
         built: Any = causal_lm_class(config)(config)
         built.set_attn_implementation(attention.name)
         built.generation_config = generation_settings(settings, config)
+        freeze_unused(built)
         return built.to(dtype)
     loaded = load_strictly(
         weights,
@@ -181,6 +183,7 @@ def load_model(
     loaded.generation_config = generation_settings(settings, config)
     if settings.training.device.type == "cpu":
         align_weights(loaded)
+    freeze_unused(loaded)
     return loaded
 
 

@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
-from utils.planning.adapters import plan_adapters, with_adapters
+from utils.planning import adapters
+from utils.planning.adapters import freeze_unused, plan_adapters, with_adapters
 
 
 def asked(**given) -> SimpleNamespace:
@@ -37,11 +38,14 @@ def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
     targets = plan_adapters(settings, config)
     plain = tiny_model(config)
     head, text = plain.get_output_embeddings(), config.get_text_config()
-    inside = "model.language_model." if name in INSIDE else ""
+    inside = "model.language_model." if hasattr(plain.base_model, "language_model") else ""
     expected = {
         path
         for path, module in plain.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module is not head and path.startswith(inside)
+        if type(module) in (nn.Linear, Conv1D)
+        and module is not head
+        and path.startswith(inside)
+        and ".embed_tokens_extend." not in path  # Phi-4 has its towers in its embedding
     }
     if name in EXPERTS:
         experts = {path for path, value in plain.named_parameters() if len(value.shape) == 3}
@@ -137,3 +141,38 @@ def test_a_head_trained_whole_is_a_changed_head():
     assert (
         plan_adapters(SimpleNamespace(model=ModelArguments(model_name_or_path="m")), None) is None
     )
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_text_does_not_go_through_is_frozen(name, caplog):
+    """Gradients of the rest are what DDP waits for."""
+    caplog.set_level("INFO")
+    config = tiny_config(name)
+    without = SimpleNamespace(model=ModelArguments(model_name_or_path="m"))
+    assert plan_adapters(without, config) is None
+    model = tiny_model(config).train()
+    frozen = freeze_unused(model)
+    assert f"frozen: {len(frozen)} tensors of model." in caplog.text
+    tokens = torch.arange(2, 42).view(2, 20)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    trained = {path for path, value in model.named_parameters() if value.requires_grad}
+    assert trained == {path for path, value in model.named_parameters() if value.grad is not None}
+    assert {path for path, _ in model.named_parameters()} == trained | set(frozen)
+    assert frozen
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_nothing_of_a_text_model_is_frozen(name, caplog):
+    caplog.set_level("INFO")
+    assert freeze_unused(tiny_model(tiny_config(name))) == []
+    assert "frozen" not in caplog.text
+
+
+def test_an_architecture_that_cannot_run_without_numbers_is_frozen_by_its_modules(monkeypatch):
+    expected = freeze_unused(tiny_model(tiny_config("gemma3")))
+
+    def broken(_):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(adapters, "_leaves", broken)
+    assert freeze_unused(tiny_model(tiny_config("gemma3"))) == expected
