@@ -43,10 +43,11 @@ FUNCTION_CALL = "function_call"  # LLaMA-Factory's turn whose value is a call, o
 
 # Names met in published datasets, for the hint of what to type.
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_THOUGHT_PARTS = ("reasoning", "thinking")
 _QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input", "user")
 _ANSWERS = ("answer", "response", "output", "solution", "completion", "target", "assistant")
 _INPUTS = ("input", "context")
-_CHATS = ("conversation", "conversations", "dialogue", "dialog", "chat", "chosen")
+_CHATS = ("conversation", "dialogue", "dialog", "chat", "turns")
 _TEXTS = ("content", "body", "document", "article", "raw_content", "code")
 
 
@@ -139,19 +140,25 @@ def naming_hint(columns: Sequence[str]) -> str:
         return next((name for name in names if name in columns), None)
 
     question, answer, chat, text = map(first, (_QUESTIONS, _ANSWERS, _CHATS, _TEXTS))
+    if "chosen" in columns:
+        return (
+            "of preference data the chosen answers can be trained on: --columns chosen=messages, "
+            "or chosen=completion where they are texts"
+        )
     if question and answer:
         context = next((name for name in _INPUTS if name in columns and name != question), None)
-        alpaca = f"{question}=instruction {answer}=output"
-        alpaca += f" {context}=input" if context else ""
-        return (
-            f"for a prompt and its completion give --columns {question}=prompt "
-            f"{answer}=completion, for chats --columns {alpaca}"
-        )
+        pair = _named({question: "prompt", answer: "completion"})
+        chat = _named({question: "instruction", answer: "output", context: "input"})
+        return f"for a prompt and its completion give --columns {pair}, for chats --columns {chat}"
     if chat:
         return f"for chats give --columns {chat}=messages"
     if text:
         return f"for texts give --columns {text}=text"
     return "name yours, as in --columns question=prompt answer=completion or body=text"
+
+
+def _named(columns: Mapping[str | None, str]) -> str:
+    return " ".join(f"{name}={ours}" for name, ours in columns.items() if name and name != ours)
 
 
 def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:
@@ -246,6 +253,7 @@ def _message(name: str, turn: int, message: Any) -> Any:
             raise UnusableRowError(
                 "unknown_role", f"{where} is from {found['role']!r}; known are {known}"
             )
+    found = _without_special_parts(found)
     role = found.get("role")
     if isinstance(role, str):
         found["role"] = ROLES.get(role, role)
@@ -261,6 +269,31 @@ def _message(name: str, turn: int, message: Any) -> Any:
     if "content" in found:
         found["content"] = _content(where, found["content"], found.get("role"))
     return found
+
+
+def _without_special_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Move thoughts and calls among the parts of a content to the keys that templates read."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    parts = list(zip(kinds, content, strict=True))
+    thoughts = [_said_by(part, kind) for kind, part in parts if kind in _THOUGHT_PARTS]
+    calls = [_said_by(part, kind) for kind, part in parts if kind == "tool_call"]
+    if not thoughts and not calls:
+        return message
+    rest = [part for kind, part in parts if kind not in (*_THOUGHT_PARTS, "tool_call")]
+    found = {**message, "content": rest}
+    if thoughts:
+        found["reasoning_content"] = "".join(map(str, thoughts))
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def _said_by(part: Mapping[str, Any], kind: str) -> Any:
+    """Return what a part says: under the name of its type, as text or as value."""
+    return next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
 
 
 def _content(where: str, content: Any, role: Any) -> Any:

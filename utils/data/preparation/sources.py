@@ -273,6 +273,10 @@ def _add(path: str, given: str, document_format: str, listing: SourceListing) ->
     elif kind is not None:
         if path == given and found[0] == 0:
             listing.problems.append(f"{path}: empty source, the file has 0 bytes")
+        elif found[0] < 1024 and _head(path, None, 40).startswith("version https://git-lfs"):
+            listing.problems.append(
+                f"{path}: is a pointer of Git LFS, not the file: fetch it with git lfs pull"
+            )
         else:
             listing.files.append(SourceFile(str(Path(path).absolute()), kind, compression, *found))
     elif path == given:
@@ -299,7 +303,9 @@ def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     if suffix in JSONL_SUFFIXES:
-        return "jsonl", compression
+        # Arrays under this name are met often enough.
+        is_array = _head(path, compression, 256).lstrip().startswith("[")
+        return "json" if is_array else "jsonl", compression
     if suffix == ".json":
         return _kind_of_json(path, compression), compression
     if suffix in CSV_SUFFIXES:
@@ -311,14 +317,7 @@ def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
 
 def _kind_of_json(path: str, compression: Compression | None) -> SourceKind | None:
     """Tell an array of records from one record a line; None for any other JSON."""
-    if not Path(path).is_file():  # a pipe would block
-        return "json"
-    try:
-        with open_source(path, compression) as stream:
-            head = stream.read(SNIFFED_BYTES)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
-        return "json"  # whoever reads it says what is wrong
-    text = head.decode("utf-8-sig", errors="replace")
+    text = _head(path, compression, SNIFFED_BYTES)
     if not text.strip() or JSON_ARRAY_OPENS.match(text):
         return "json"
     line, end, _ = text.lstrip().partition("\n")
@@ -329,6 +328,17 @@ def _kind_of_json(path: str, compression: Compression | None) -> SourceKind | No
     except (ValueError, RecursionError):
         return None
     return "jsonl"
+
+
+def _head(path: str, compression: Compression | None, size: int) -> str:
+    """Return how a file begins; "" where it cannot be read, which its reader will say."""
+    if not Path(path).is_file():  # a pipe would block
+        return ""
+    try:
+        with open_source(path, compression) as stream:
+            return stream.read(size).decode("utf-8-sig", errors="replace")
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+        return ""
 
 
 def _stat(path: str, kind: SourceKind | None) -> tuple[int, int] | None:

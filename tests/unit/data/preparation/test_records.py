@@ -78,3 +78,69 @@ def test_a_very_long_text_file_is_cut_without_losing_a_character(tmp_path, monke
     assert max(len(record.fields["text"].encode()) for record in found) <= 1024
     if "\n" in text:
         assert all(record.fields["text"].endswith("\n") for record in found)
+
+
+def tokens_of(found):
+    return [record.fields.get("text") for record in found]
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"text": "ß, ] {"}, {"text": "b\\n"},\n {"text": "c", "n": [1, {}]}]',
+        '\ufeff {"version": "1.0", "data": [{"text": "ß, ] {"},{"text": "b\\n"}, {"text": "c"}]}',
+    ],
+)
+def test_a_json_array_is_read_as_a_stream(tmp_path, monkeypatch, text, block):
+    monkeypatch.setattr(records, "JSON_BLOCK_BYTES", block)
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    found = read(tmp_path / "a.json")
+    assert tokens_of(found) == ["ß, ] {", "b\n", "c"]
+    assert str(found[2].place).endswith("a.json record 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"text": "a"}, {"text": oops}, {"text": "' + "b" * 99 + '"}]', "in record 1"),
+        ('[{"text": "a"}, {"text": "b"}', "it ends before its array does|record 2"),
+        ('[{"text": "a"}, {"text": "b', "Unterminated string .* in record 1"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_broken_json_array_is_refused(tmp_path, text, message):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        read(tmp_path / "a.json")
+
+
+def test_what_is_no_object_in_an_array_is_a_bad_row(tmp_path):
+    (tmp_path / "a.json").write_text('[1, {"text": "a"}, 23]')
+    assert [getattr(found, "reason", None) for found in read(tmp_path / "a.json")] == [
+        "not_an_object",
+        None,
+        "not_an_object",
+    ]
+
+
+def test_csv_is_read_with_quotes_line_ends_and_places(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufefftext,n\r\n"a, ""b""\nc",1\r\nß,2\r\nshort\r\n'.encode())
+    first, second, bad = read(path)
+    assert first.fields == {"text": 'a, "b"\nc', "n": "1"}
+    assert second.fields == {"text": "ß", "n": "2"}
+    assert bad.reason == "malformed_csv"
+    assert str(bad).endswith("a.csv:5: 1 cells where the header names 2 columns")
+
+
+def test_tsv_is_cut_at_tabs_and_may_be_compressed(tmp_path):
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(b"text\tn\na, b\t1\n"))
+    (record,) = read(tmp_path / "a.tsv.gz")
+    assert record.fields == {"text": "a, b", "n": "1"}
+
+
+def test_csv_that_is_broken_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"a" b\n')
+    with pytest.raises(ConfigurationError, match=r"a\.csv:2: malformed CSV"):
+        read(tmp_path / "a.csv")

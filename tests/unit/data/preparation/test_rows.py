@@ -147,6 +147,20 @@ def test_text_parts_are_joined_and_other_parts_are_refused():
         message(role="user", content=picture)
 
 
+def test_thoughts_and_calls_among_the_parts_go_where_templates_read_them():
+    call = {"type": "tool_call", "value": json.dumps(CALL["function"])}
+    thought = {"type": "reasoning", "value": "t"}
+    found = message(role="assistant", content=[thought, {"type": "text", "value": "a"}, call])
+    assert found == {
+        "role": "assistant",
+        "content": "a",
+        "reasoning_content": "t",
+        "tool_calls": [CALL],
+    }
+    found = message(role="assistant", content=[{"type": "thinking", "thinking": "t"}])
+    assert found == {"role": "assistant", "content": "", "reasoning_content": "t"}
+
+
 def test_what_a_tool_returned_as_an_object_is_json():
     assert message(role="tool", content={"ü": [1]})["content"] == '{"ü": [1]}'
 
@@ -185,6 +199,8 @@ def test_a_row_that_cannot_be_used_says_why(fields, row_format, message):
         (["conversation"], "--columns conversation=messages"),
         (["content"], "--columns content=text"),
         (["input_ids"], "--train_data"),
+        (["prompt", "chosen", "rejected"], "--columns chosen=messages"),
+        (["prompt", "response"], "--columns response=completion, for chats --columns prompt="),
         (["x"], "as in --columns"),
     ],
 )

@@ -100,3 +100,28 @@ def test_a_datasets_folder_below_a_folder_is_one_source(tmp_path):
     (file,) = list_sources([str(tmp_path / "root")], "auto").files
     assert file.kind == "datasets"
     assert file.size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.json", '[\n {"text": "a"}]', "json"),
+        ("a.json", '\ufeff{"version": "1", "data": [{"text": "a"}]}', "json"),
+        ("a.json", '{"text": "a"}\n{"text": "b"}\n', "jsonl"),
+        ("a.jsonl", '[{"text": "a"}]', "json"),
+        ("a.csv", "text\na\n", "csv"),
+        ("a.tsv", "text\na\n", "csv"),
+    ],
+)
+def test_the_beginning_tells_arrays_from_lines(tmp_path, name, text, kind):
+    (tmp_path / name).write_text(text)
+    (file,) = list_sources([str(tmp_path / name)], "auto").files
+    assert file.kind == kind
+
+
+def test_other_json_and_pointers_of_git_lfs_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{\n "text": "a"\n}')
+    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
+    problems = list_sources([str(tmp_path / n) for n in ("a.json", "b.parquet")], "auto").problems
+    assert "a.json: JSON that is no array of records" in problems[0]
+    assert "b.parquet: is a pointer of Git LFS" in problems[1]
