@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     resume_collector()
     trainer = PretrainTrainer(
-        model=load_model(settings, config, plan.attention, weights_from=run.weights_from),
+        model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
         args=settings.training,
         processing_class=tokenizer,
         train_rows=data.train,

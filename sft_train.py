@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     resume_collector()
     trainer = FineTuneTrainer(
-        model=load_model(settings, config, plan.attention, weights_from=run.weights_from),
+        model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
         args=settings.training,
         processing_class=tokenizer,
         peft_config=get_peft_config(settings.model),

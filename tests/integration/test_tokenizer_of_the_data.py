@@ -5,6 +5,7 @@ The two tokenizers stand for Qwen3-0.6B-Base and Qwen3-0.6B: one vocabulary, `<|
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,67 @@ def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, c
     )  # fmt: skip
     said = refusal(argv(models, using, tmp_path / "run", model_name_or_path=small))
     assert "holds token id 300, but the vocabulary ends at 299" in said
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_path, capsys):
+    base, run = models / "base", tmp_path / "run"
+    if tied:
+        base = tmp_path / "base"
+        config = AutoModelForCausalLM.from_pretrained(models / "base").config
+        config.tie_word_embeddings = True
+        AutoModelForCausalLM.from_config(config).save_pretrained(base)
+        AutoTokenizer.from_pretrained(models / "base").save_pretrained(base)
+    rows = (models / "rows.jsonl").read_text().replace("is ", "<is>")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    words = [f"<{number}>" for number in range(9)]  # ids to 309: beyond the 304 rows
+    data = prepare(
+        models, tmp_path / "data", sources=tmp_path / "rows.jsonl", add_tokens=["<is>", *words]
+    )
+    lora = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+    settings = {"model_name_or_path": base, "save_dtype": "float32"} | (lora if adapted else {})
+    sft_train.main(argv(models, data, run, **settings))
+    said = capsys.readouterr().out
+    assert "embedding: 10 new tokens (<is>, <0>, <1>, <2>, <3>, ...), 320 rows, 304 before" in said
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    new = tokenizer.convert_tokens_to_ids("<is>")
+    assert new == 300
+    final = AutoModelForCausalLM.from_pretrained(run / "final")
+    assert final.config.vocab_size == 320
+    assert final.config.tie_word_embeddings == tied
+    before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        old, now = (getattr(model, get)().weight for model in (before, final))
+        mean = old[:300].mean(dim=0)
+        # The rows of the rest of the tokens begin as the mean; <is> was trained from there.
+        assert not torch.allclose(now[new], mean, atol=1e-4)
+        assert torch.linalg.vector_norm(now[new] - mean) < 0.5
+        if adapted:
+            assert torch.equal(now[:300], old[:300])
+            torch.testing.assert_close(now[310:], mean.expand(10, -1))
+    whole = {file.name: file.read_bytes() for file in (run / "final").iterdir()}
+    for name in ("final", "checkpoint-2", "adapter"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    sft_train.main(argv(models, data, run, **settings))
+    assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == whole
+
+
+def test_a_next_stage_keeps_what_the_new_tokens_learned(models, tmp_path, capsys):
+    data = prepare(models, tmp_path / "data", add_tokens="<is>")
+    sft_train.main(argv(models, data, tmp_path / "one"))
+    capsys.readouterr()
+    settings = {"model_name_or_path": tmp_path / "one" / "final", "learning_rate": 1e-12}
+    sft_train.main(argv(models, data, tmp_path / "two", **settings))
+    assert "new tokens" not in capsys.readouterr().out
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "final").get_input_embeddings()
+        for name in ("one", "two")
+    )
+    assert torch.equal(one.weight, two.weight)
+
+
+def test_the_fused_head_is_refused_with_new_tokens_under_lora(models, tmp_path):
+    data = prepare(models, tmp_path / "data", add_tokens="<is>")
+    settings = {"use_peft": "true", "loss_head": "fused"}
+    assert "rows of new tokens" in refusal(argv(models, data, tmp_path / "run", **settings))

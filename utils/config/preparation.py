@@ -69,6 +69,13 @@ class PreparationArguments:
         "same ids, which is checked before and meanwhile",
         choices=["auto", "tokenizers", "gigatoken"],
     )
+    add_tokens: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "tokens to add to the tokenizer: training gives the model's embedding a row "
+            "for each, which begins as the mean of the others"
+        },
+    )
     tokenizer_only: bool = _setting(False, "stop once output_dir/tokenizer is written")
     chat_template: str | None = _setting(None, "Jinja file; None: the tokenizer's own template")
     template_date: str | None = _setting(
@@ -292,6 +299,10 @@ def _tokenizer_problems(arguments: PreparationArguments) -> list[str]:
     problems = []
     if arguments.tokenizer_only and vocabulary is None:
         problems.append("tokenizer_only trains a tokenizer: give --train_tokenizer VOCAB")
+    if vocabulary is not None and arguments.add_tokens:
+        problems.append("add_tokens goes with --tokenizer_name_or_path: train the tokenizer first")
+    if any(not token or token.isspace() for token in arguments.add_tokens):
+        problems.append("add_tokens has an empty token: leave it out")
     if vocabulary is not None and arguments.merge is not None:
         problems.append(
             "merge goes with the settings of the shards: give --tokenizer_name_or_path as they had"

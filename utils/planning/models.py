@@ -1,6 +1,7 @@
 """The tokenizer and the model of a run: loaded strictly, or built from a configuration."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from utils.planning.finished_model import check_generation_settings, generation_
 from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
-from utils.planning.vocabulary import compare_with_model, fit_embedding, new_token_ids
+from utils.planning.vocabulary import add_rows, compare_with_model, fit_embedding
 
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
@@ -70,7 +71,7 @@ def load_model_config(
     if problems:
         raise ConfigurationError(problems)
     check_generation_settings(settings, config)
-    fit_embedding(config, tokenizer, new_token_ids(settings, tokenizer))
+    fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
 
@@ -150,14 +151,16 @@ def load_model(
     settings: RunSettings,
     config: PreTrainedConfig,
     attention: AttentionChoice | None,
-    *,
+    new_tokens: Sequence[int],
     weights_from: str | None,
 ) -> PreTrainedModel:
     """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
-    `weights_from` is the directory of the earlier stage that this start takes weights from. None
-    where it takes none: Trainer loads the run's own checkpoint over random weights. Collective over
-    ranks; raises ConfigurationError for weights that do not fit.
+    `new_tokens` have no row in the weights: they get one (see `add_rows`), and the model remembers
+    them as its attribute of that name, for LoRA. `weights_from` is the directory of the earlier
+    stage that this start takes weights from. None where it takes none: Trainer loads the run's own
+    checkpoint over random weights. Collective over ranks; raises ConfigurationError for weights
+    that do not fit.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
@@ -172,14 +175,22 @@ def load_model(
         built.generation_config = generation_settings(settings, config)
         freeze_unused(built)
         return built.to(dtype)
+    published = config
+    if new_tokens:
+        published = copy.deepcopy(config)
+        of_weights = AutoConfig.from_pretrained(weights, revision=model.model_revision)
+        published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
     loaded = load_strictly(
         weights,
         exact=model.init_from is not None,
         revision=model.model_revision,
-        config=config,
+        config=published,
         dtype=dtype,
         attn_implementation=attention.name,
     )
+    if new_tokens:
+        add_rows(loaded, list(new_tokens), config.get_text_config().vocab_size)
+        loaded.new_tokens = list(new_tokens)  # type: ignore[assignment] # no module's attribute
     loaded.generation_config = generation_settings(settings, config)
     if settings.training.device.type == "cpu":
         align_weights(loaded)

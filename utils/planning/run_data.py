@@ -1,7 +1,7 @@
 """The packed splits of a run: opened, checked against the tokenizer, and packed into rows."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from utils.data.tokenizers import (
     tokenizer_sha256,
 )
 from utils.planning.stages import stage_tokenizer
+from utils.planning.vocabulary import new_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class RunData:
     evaluation: dict[str, PackedDataset]
     weights: list[float] | None
     tokenizer_sha256: str
+    new_tokens: Sequence[int]  # ids that the model's weights have no row for
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of every split's datasets, for the provenance."""
@@ -121,7 +123,8 @@ def load_run_data(
     }
     weights = [source.weight for source in sources if source.weight is not None]
     train = _packed("train", made[: len(sources)], vocabulary.padding)
-    return RunData(train, packed, weights or None, vocabulary.sha256)
+    new = new_token_ids(settings, tokenizer)
+    return RunData(train, packed, weights or None, vocabulary.sha256, new)
 
 
 def _open(directory: str, split: str, run: _Vocabulary, fine_tuning: bool) -> TokenDataset:

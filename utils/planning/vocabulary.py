@@ -8,8 +8,10 @@ as its ids mean the same words. Tokens that it lacks get rows of their own in th
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -67,14 +69,22 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def fit_embedding(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new: list[int]
+    settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Give the configuration as many tokens as the new ones need; log what tokens have no row.
 
-    A tokenizer may have more tokens than its model, as published (Gemma 3 1B): the data is refused
-    if it uses them.
+    LoRA trains the new rows beside its adapters, in PEFT's own layers, so the loss takes all
+    logits then; raises ConfigurationError where the fused head was asked for. A tokenizer may have
+    more tokens than its model, as published (Gemma 3 1B): the data is refused if it uses them.
     """
-    text = config.get_text_config()
+    text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
+    if new and settings.model.use_peft:
+        if settings.model.loss_head == "fused":
+            raise ConfigurationError(
+                "--loss_head fused: with LoRA the rows of new tokens are trained in layers that it "
+                "goes past: leave it out."
+            )
+        settings.model.loss_head = "logits"
     if new:
         rows = text.vocab_size
         if new[-1] >= rows:
@@ -92,6 +102,43 @@ def fit_embedding(
             f"{vocabulary_size(tokenizer):,}",
             f"{text.vocab_size:,}",
         )
+
+
+def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
+    """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean.
+
+    Ranks that hold no weights yet (FSDP) get them from rank 0.
+    """
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    before = layers[0].weight.shape[0]
+    if rows != before:
+        with torch.random.fork_rng(devices=[]):  # new rows are drawn first, and written over
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    fresh = sorted({*new, *range(before, rows)})
+    done: set[int] = set()
+    for layer in layers:
+        for value in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+            if value is not None and id(value) not in done and not value.is_meta:
+                done.add(id(value))
+                _set_to_mean(value, fresh)
+
+
+def _set_to_mean(value: torch.Tensor, fresh: list[int]) -> None:
+    if hasattr(value, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([value], modifier_rank=0):
+            _fill(value, fresh)
+        return
+    _fill(value, fresh)
+
+
+@torch.no_grad()
+def _fill(value: torch.Tensor, fresh: list[int]) -> None:
+    known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
+    known[fresh] = False
+    value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
 
 
 def _model_directory(settings: RunSettings) -> str | None:

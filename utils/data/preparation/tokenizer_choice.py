@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ def given_tokenizer(
             raise ConfigurationError(NO_CHAT_TEMPLATE)
         return None
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
+    _add_tokens(tokenizer, arguments.add_tokens)
     _attach_template(tokenizer, arguments, plan)
     return tokenizer
 
@@ -92,6 +93,19 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         shutil.rmtree(partial)
     else:
         partial.replace(folder)
+
+
+def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
+    """Add tokens that text is cut at as they are written, with nothing stripped around them."""
+    from transformers import AddedToken
+
+    known = [word for word in words if word in tokenizer.get_vocab()]
+    if known:
+        logger.info("add_tokens: %s: a token already", ", ".join(known))
+    new = [AddedToken(word, normalized=False) for word in words if word not in known]
+    if new:
+        tokenizer.add_tokens(new)
+        logger.info("add_tokens: %d new, ids up to %d", len(new), len(tokenizer) - 1)
 
 
 def _attach_template(
