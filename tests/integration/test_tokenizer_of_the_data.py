@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from launching import run_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import prepare_data
@@ -222,3 +223,22 @@ def test_the_fused_head_is_refused_with_new_tokens_under_lora(models, tmp_path):
     data = prepare(models, tmp_path / "data", add_tokens="<is>")
     settings = {"use_peft": "true", "loss_head": "fused"}
     assert "rows of new tokens" in refusal(argv(models, data, tmp_path / "run", **settings))
+
+
+# PEFT's trainable tokens need a GPU under ZeRO-3.
+@pytest.mark.parametrize(("name", "adapted"), [("fsdp2", True), ("zero3", False)])
+def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models, tmp_path):
+    data = prepare(models, tmp_path / "data", add_tokens=["<is>", *(f"<{n}>" for n in range(9))])
+    lora = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+    settings = {"save_dtype": "float32", "per_device_train_batch_size": 1}
+    settings |= lora if adapted else {}
+    sft_train.main(argv(models, data, tmp_path / "one", **settings))
+    done = run_two_processes(name, "sft_train.py", argv(models, data, tmp_path / "two", **settings))
+    assert done.returncode == 0, done.stdout[-4000:]
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / run / "final").state_dict()
+        for run in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    for tensor, value in one.items():
+        torch.testing.assert_close(two[tensor], value, rtol=0, atol=2e-3, msg=tensor)

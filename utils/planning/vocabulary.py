@@ -110,7 +110,8 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     Ranks that hold no weights yet (FSDP) get them from rank 0.
     """
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    before = layers[0].weight.shape[0]
+    weight = layers[0].weight
+    before = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves a rank an empty one
     if rows != before:
         with torch.random.fork_rng(devices=[]):  # new rows are drawn first, and written over
             model.resize_token_embeddings(rows, mean_resizing=False)
