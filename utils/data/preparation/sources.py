@@ -143,7 +143,7 @@ def _of_split(
                 f"{given}: split {wanted} is taken ({len(by_split[wanted])} files); not used: "
                 f"{counts}; to evaluate on one: --eval_sources {others[0] or 'NAME'}={given}"
             )
-        return by_split[wanted]
+        return _in_one_format(given, by_split[wanted], listing)
     if is_named or not glob.has_magic(given):
         listing.problems.append(
             f"{given}: has no split {split!r}; its files are of {', '.join(named) or 'no split'}: "
@@ -152,6 +152,22 @@ def _of_split(
         )
         return []
     return paths
+
+
+def _in_one_format(given: str, paths: list[str], listing: SourceListing) -> list[str]:
+    """Return the files of a split in one format: some datasets are published in several."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
+    if len(by_suffix) < 2:
+        return paths
+    chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
+    others = ", ".join(f"{len(by_suffix[s])} .{s}" for s in by_suffix if s != chosen)
+    listing.notes.append(
+        f"{given}: the split is there in several formats; .{chosen} is taken, not used: {others}; "
+        "name files to choose others"
+    )
+    return by_suffix[chosen]
 
 
 def _split_of_dict(path: str, split: str, listing: SourceListing) -> str:

@@ -1,6 +1,8 @@
 """Several sources in one recipe: weights, filters, caps and splits, whatever divides the work."""
 
 import json
+import re
+from pathlib import Path
 
 import datasets
 import preparation_samples as samples
@@ -11,7 +13,7 @@ import yaml
 
 from prepare_data import main
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments
+from utils.config.preparation import PreparationArguments, sources_of
 from utils.data.preparation import work_units
 from utils.data.preparation.plan import plan_preparation
 
@@ -159,6 +161,17 @@ def test_an_entry_that_cannot_be_read_says_why(entry, message):
         plan([entry])
 
 
+def test_the_documented_recipe_is_read():
+    text = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    arguments = PreparationArguments(output_dir="out", **yaml.safe_load(block))
+    alpaca, tulu, gsm8k, test = sources_of(arguments)
+    assert (alpaca.weight, tulu.from_split, tulu.max_tokens) == (2, "train_sft", 50_000_000)
+    assert tulu.filters == (("language", ["en", "de"]), ("score", {"min": 3}))
+    assert gsm8k.columns == (("question", "instruction"), ("answer", "output"))
+    assert (test.split, test.paths) == ("gsm8k", ("data/gsm8k/test.jsonl",))
+
+
 def test_a_file_in_two_entries_needs_a_weight_instead(two):
     with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
         plan([{"path": two[0]}, {"path": two[0]}])
@@ -247,6 +260,16 @@ def test_plain_names_and_folders_tell_splits_too(tmp_path):
         "train",
         "dev",
     ]
+
+
+def test_a_split_that_is_published_in_several_formats_is_taken_once(tmp_path, caplog):
+    folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c"})
+    for name in ("train", "test"):
+        samples.text_source(tmp_path / "hub" / "data" / f"{name}.jsonl", 3)
+    with caplog.at_level("WARNING"):
+        found = plan([folder]).sources
+    assert taken(found) == ["train-00000", "train-00001"]
+    assert ".parquet is taken, not used: 1 .jsonl" in caplog.text
 
 
 def test_of_a_dataset_dict_the_train_split_is_taken(tmp_path, caplog):
