@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
@@ -66,6 +67,27 @@ def _plain_loss(model: torch.nn.Module, documents: list[list[int]]) -> float:
             total += model(input_ids=ids, labels=ids).loss.item() * (len(document) - 1)
             targets += len(document) - 1
     return total / targets
+
+
+def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
+    pretraining, workspace, tmp_path, capsys
+):
+    """Trainer would cast them in place for the evaluation after the last step."""
+    made = {}
+    for full in (False, True):
+        run = tmp_path / str(full)
+        changes = {"eval_data": f"heldout={workspace / 'heldout'}", "eval_on_start": True}
+        argv = pretraining(run, **changes, use_cpu=True, max_steps=2, bf16_full_eval=full)
+        assert pretrain.main(argv) == 0
+        made[full] = (
+            load_file(run / "final" / "model.safetensors"),
+            tiny.evaluations(run, "heldout"),
+        )
+    assert "evaluation computes as training does" in capsys.readouterr().out
+    (plain, expected), (full, evaluated) = made[False], made[True]
+    assert sorted(evaluated) == [0, 2]
+    assert evaluated == expected
+    assert all(torch.equal(value, full[key]) for key, value in plain.items())
 
 
 def test_accumulation_does_not_change_the_losses(pretraining, tmp_path):

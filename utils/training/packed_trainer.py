@@ -1,5 +1,6 @@
 """What both trainers share: packed rows, token-weighted losses, merged metrics."""
 
+import logging
 import math
 import types
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from utils.training.finite import FiniteTrainerMixin
 from utils.training.gradient_buckets import GradientBuckets, keep_gradients_in_buckets
 from utils.training.interruptible import InterruptibleTrainerMixin
 from utils.training.model_descriptions import describe_shards, set_generation_settings
+
+logger = logging.getLogger(__name__)
 
 
 class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
@@ -75,6 +78,8 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             )
         assert isinstance(self.model, nn.Module)
         keep_mode(self.model)
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self.accelerator)
@@ -230,9 +235,15 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         the means of micro-batches.
         """
         self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        # Outside of training Trainer would cast the weights in place for bf16_full_eval, and the
+        # evaluation after the last step comes before the export.
+        training, self.is_in_train = self.is_in_train, True
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self.is_in_train = training
         loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
         loss = loss_sum / tokens
         assert output.metrics is not None
