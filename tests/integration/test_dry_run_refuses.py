@@ -310,3 +310,15 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(
         place.path / "sft", use_peft="true", lora_target_modules=["q_proj", "v_proj"]
     )
     assert sft_train.main([*tuned, "--dry_run", "true"]) == 0
+
+
+def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, capsys):
+    """The start asks the device itself; of a login node's dry run the refusal is the same."""
+    place.monkeypatch.delenv("ACCELERATE_USE_CPU")
+    argv = [*pretraining(place.run, activation_checkpointing="auto"), "--dry_run", "true"]
+    place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "H100")
+    assert pretrain.main(argv) == 0
+    assert "auto: none; predicted GiB" in capsys.readouterr().out
+    place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "0.001")
+    with pytest.raises(ConfigurationError, match=r"GiB predicted for a GPU of 0\.0 GiB"):
+        pretrain.main(argv)

@@ -21,6 +21,7 @@ from utils.kernels.attention import AttentionChoice
 from utils.kernels.loss_head import LossHeadChoice
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.counted_attention import typical_lengths
+from utils.planning.device_memory import planned_device_bytes, refuse_too_large
 from utils.planning.memory_estimate import GIB, MemoryEstimate, estimate_memory
 from utils.planning.memory_trace import Workload
 from utils.planning.models import weights_dtype
@@ -80,7 +81,8 @@ def plan_memory(
     """Predict the memory of one device, choose the activation checkpointing, and say both.
 
     Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
-    the smallest room. What does not fit is warned of, not refused: a prediction can be wrong.
+    the smallest room. A dry run takes the GPU that slurm/cluster.env names. What a GPU cannot hold
+    even if the prediction is too high is refused, with what can; what is close is warned of.
     """
     requested = requested_choice(settings, launch)
     wanted = choices(requested, config, launch)
@@ -88,13 +90,21 @@ def plan_memory(
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice) for choice in wanted
     }
-    own_room = None if kernels.attention is None else device_room(launch)
-    rooms = [room for room in gathered(own_room) if room is not None]
-    room = min(rooms, default=None)
+    elsewhere = kernels.attention is None
+    own = _planned_room() if elsewhere else (device_room(launch), device_bytes(launch))
+    room, size = (
+        min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
+    )
     totals = {choice: estimate.total for choice, estimate in predicted.items()}
-    choice, reason = choose(requested, totals, room, MARGIN.get(launch.device, 1.1))
+    margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
+    choice, reason = choose(requested, totals, room, margin)
     logger.info("memory: %s", predicted[choice])
     logger.info("activation checkpointing: %s", reason)
+    if size is not None:
+        refuse_too_large(
+            predicted[choice], size, margin, (launch, work, choice),
+            lambda launch, work, choice: estimate_memory(settings, config, launch, work, choice),
+        )  # fmt: skip
     if room is not None and totals[choice] > room:
         logger.warning(
             "memory: %.2f GiB predicted for a device that has %.2f GiB of room: it will probably "
@@ -175,6 +185,17 @@ def device_room(launch: LaunchFacts) -> int | None:
         return None
     ranks = max(1, launch.hosts.count(host_name()))
     return int(memory_room_bytes() * (1 - RESERVED["cpu"])) // ranks
+
+
+def device_bytes(launch: LaunchFacts) -> int | None:
+    """Return all the memory of a GPU, whoever has it; None on a CPU, which has swap space."""
+    return int(torch.cuda.mem_get_info()[1]) if launch.device == "cuda" else None
+
+
+def _planned_room() -> tuple[int | None, int | None]:
+    """Return room and memory of the GPU that this dry run is for; None where nobody said."""
+    size = planned_device_bytes(os.environ)
+    return (None, None) if size is None else (int(size * (1 - RESERVED["cuda"])), size)
 
 
 def _workload(
