@@ -25,6 +25,7 @@ from utils.data.preparation.chat_marks import (
     unmarked_place,
 )
 
+TAKE_ANOTHER = "--chat_template takes one that prints it"
 Spans = Sequence[tuple[int, int]]  # [start, stop), in characters
 
 
@@ -91,7 +92,8 @@ def check_texts(chat: MarkedRendering, text: str) -> bool:
             what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
             reason = f"{what.replace(' ', '_')}_left_out"
             raise ChatRefused(
-                f"{named(chat, index)}: the chat template leaves out its {what}", reason
+                f"{named(chat, index)}: the chat template leaves out its {what} ({TAKE_ANOTHER})",
+                reason,
             )
         dropped = True
     for index, message in enumerate(chat.marked.messages):
@@ -100,10 +102,12 @@ def check_texts(chat: MarkedRendering, text: str) -> bool:
                 if word not in text:
                     where = named(chat, index)
                     problem = f"{where}: the chat template leaves out {word!r} of its calls"
-                    raise ChatRefused(problem, "tool_calls_left_out")
+                    raise ChatRefused(f"{problem} ({TAKE_ANOTHER})", "tool_calls_left_out")
     for name in _tool_names(chat.tools):
         if name not in text:
-            raise ChatRefused(f"the chat template leaves out the tool {name!r}", "tools_left_out")
+            raise ChatRefused(
+                f"the chat template leaves out the tool {name!r} ({TAKE_ANOTHER})", "tools_left_out"
+            )
     return dropped
 
 

@@ -19,6 +19,7 @@ KINDS = 4
 # Supplementary private use, the rarer plane first (icon fonts are in the other one).
 BLOCKS = (0x100000, 0xF0000)
 BLOCK_SIZE = 0xFFFE
+OF_BLOCK = {block: re.compile(f"[{chr(block)}-{chr(block + BLOCK_SIZE - 1)}]") for block in BLOCKS}
 MARKS = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 # Templates look for tags in a text and split it there: marks stand around the text between them.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
@@ -71,7 +72,7 @@ class MarkedChat:
         """Return every mark of a rendering of these messages, in order."""
         found = []
         names: Counter[int] = Counter()
-        for match in MARKS.finditer(rendering):
+        for match in OF_BLOCK[self.block].finditer(rendering):
             message, kind = divmod(ord(match.group()) - self.block, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:

@@ -231,7 +231,9 @@ class ChatMasks:
         asked = opening != bare
         if not asked and has_words:
             # No generation prompt: the model is given what precedes any reply.
-            opening = self._reply_opening(chat, turn) or opening
+            reply = self._reply_opening(chat, turn)
+            if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
+                opening = reply or opening  # else what it says begins with a blank, no header
         shared = _shared(gap, opening)
         if shared in (len(gap), len(opening)):
             return shared, opening
