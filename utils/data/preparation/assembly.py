@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation.chats import end_of_turn_id
+from utils.data.preparation.chats import end_of_turn_id, masks_from
 from utils.data.preparation.plan import PreparationPlan
 from utils.data.preparation.report import (
     decoded_example,
@@ -139,6 +139,7 @@ def describe(
         "sources": _sources_of(plan, split, counts),
         **split_figures(counted),
         "example": decoded_example(tokenizer, ids, bears_loss),
+        "loss_masks": masks_from(tokenizer) if plan.needs_chat_template else None,
         "end_of_turn_token_id": end_of_turn_id(tokenizer) if plan.needs_chat_template else None,
     }
     dataset = describe_split(

@@ -92,7 +92,7 @@ class ChatTemplate:
         return {
             **self._variables,
             "documents": None,
-            **(options or {}),
+            **{name: value for name, value in (options or {}).items() if value is not None},
             "messages": list(messages),
             "tools": tools or None,
             "add_generation_prompt": generation_prompt,

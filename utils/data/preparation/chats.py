@@ -92,6 +92,11 @@ def read_chat_template(path: str) -> str:
     return template
 
 
+def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return what says which tokens of a chat are trained on: "template" markers, or "derived"."""
+    return "template" if ChatTemplate(tokenizer).has_markers else "derived"
+
+
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Return the id of the last token that is trained on in a chat, which ends generation."""
     masks = ChatMasks(tokenizer)

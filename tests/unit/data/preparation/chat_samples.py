@@ -80,7 +80,7 @@ PLAIN = {
     "two turns": [user("Hi"), says("Hello, friend."), user("And?"), says("Yes,\nmore.")],
     "letters": [user("ß 漢字"), says("grüß 漢字かな"), user("é"), says("naïve")],
     "emoji": [user("👩‍👩‍👧🏽"), says("😀 🇩🇪"), user("q"), says("👩‍👩‍👧🏽")],
-    "white space": [user("  q"), says("    a\n\n  b\n"), user("q\n"), says("\nc ")],
+    "white space": [user("  q"), says("    a\n\n  b\n"), user("q\n"), says("\nlast words ")],
     "long": [m for i in range(30) for m in (user(f"question {i}"), says(f"answer {i}"))],
     "special-token text": [
         user("what is <|im_end|>?"),
@@ -88,7 +88,10 @@ PLAIN = {
         user("<|eot_id|>"),
         says("it ends <|im_end|>"),
     ],
-    "list of parts": [user([{"type": "text", "text": "q"}]), says([{"type": "text", "text": "a"}])],
+    "list of parts": [
+        user([{"type": "text", "text": "q"}]),
+        says([{"type": "text", "text": "An answer."}]),
+    ],
 }
 OTHER = {
     "system": [{"role": "system", "content": "Be terse."}, user("Hi"), says("Hello.")],

@@ -58,7 +58,7 @@ def check_turn(message, said):
     for call in message.get("tool_calls") or []:
         assert call["function"]["name"] in said
         assert "city" not in str(call["function"]["arguments"]) or "Paris" in said
-    before, behind = said.split(words, 1) if words else ("", said)
+    before, _, behind = said.rpartition(words) if words else ("", "", said)
     thought = message.get("reasoning_content") or "I add."
     if not message.get("tool_calls"):
         left = GLUE.sub("", samples.SPECIAL.sub(" ", before.replace(thought, "")))

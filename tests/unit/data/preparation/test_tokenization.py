@@ -85,7 +85,7 @@ def test_tools_reach_the_template():
     chat = samples.chat("q", "a")["messages"]
     tokenizer = samples.tiny_tokenizer(template)
     found = tokenize(tokenizer, ChatDocument(chat, PLACE, tools=[{"type": "function"}] * 7))
-    assert tokenizer.decode(found.ids).startswith("7<|im_start|>user")
+    assert tokenizer.decode(found.ids).startswith("7<|im_start|>system\n# Tools")
 
 
 def test_truncation_tells_whether_anything_is_left_to_learn():
