@@ -157,15 +157,16 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
 
 def _source(arguments: PreparationArguments, setting: str, entry: Any) -> Source:
     given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+    known = _ENTRY_KEYS if setting == "eval_sources" else _ENTRY_KEYS[1:]
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(f"{entry}: unknown key {unknown[0]!r}: known are {', '.join(known)}")
     if setting == "sources":
         given["name"] = "train"
     elif isinstance(entry, str):
         given["name"], separator, given["path"] = entry.partition("=")
         if not separator or not given["path"]:
             raise ValueError(f"{entry!r}: give NAME=PATH")
-    unknown = sorted(given.keys() - _ENTRY_KEYS)
-    if unknown:
-        raise ValueError(f"{entry}: unknown key {unknown[0]!r}: known are {', '.join(_ENTRY_KEYS)}")
     paths = given.get("path")
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not paths:
@@ -191,14 +192,7 @@ def _check_source(arguments: PreparationArguments, setting: str, source: Source)
     """Raise ValueError at the first value that cannot be."""
     where = source.paths[0]
     if setting == "eval_sources":
-        taken = {"train", "tokenizer"}
-        taken |= {"validation"} if arguments.validation_fraction > 0 else set()
-        if not SPLIT_NAME.fullmatch(source.split):
-            raise ValueError(f"{source.split!r}: use lower-case letters, digits and _ only")
-        if source.split in taken:
-            raise ValueError(f"{source.split!r} is taken: choose another name")
-        if source.weight != 1.0:
-            raise ValueError(f"{where}: a weight is for training; evaluate on every document once")
+        _check_evaluation(arguments, source)
     if source.format not in FORMATS:
         raise ValueError(f"{where}: format {source.format!r} is none of {', '.join(FORMATS)}")
     if isinstance(source.weight, bool) or not isinstance(source.weight, int | float):
@@ -208,9 +202,33 @@ def _check_source(arguments: PreparationArguments, setting: str, source: Source)
             f"{where}: weight is {source.weight}: it says how often each document is written; 0.5 "
             "takes half of them"
         )
-    cap = source.max_tokens
-    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
-        raise ValueError(f"{where}: max_tokens is {cap!r}: give a whole number above 0")
+    if source.max_tokens is not None and (
+        type(source.max_tokens) is not int or source.max_tokens < 1
+    ):
+        raise ValueError(
+            f"{where}: max_tokens is {source.max_tokens!r}: give a whole number above 0"
+        )
+    for column, kept in source.filters:
+        if isinstance(kept, Mapping) and (not kept or kept.keys() - {"min", "max"}):
+            raise ValueError(
+                f"{where}: filter {column}: {kept}: give a value, a list of values, or min and max"
+            )
+
+
+def _check_evaluation(arguments: PreparationArguments, source: Source) -> None:
+    """Raise ValueError for a name that cannot be, or a weight."""
+    taken = {"train", "tokenizer"}
+    taken |= {"validation"} if arguments.validation_fraction > 0 else set()
+    if not source.split:
+        raise ValueError(f"{source.paths[0]}: an evaluation source needs a name")
+    if not SPLIT_NAME.fullmatch(source.split):
+        raise ValueError(f"{source.split!r}: use lower-case letters, digits and _ only")
+    if source.split in taken:
+        raise ValueError(f"{source.split!r} is taken: choose another name")
+    if source.weight != 1.0:
+        raise ValueError(
+            f"{source.paths[0]}: a weight is for training; evaluate on every document once"
+        )
 
 
 def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ from utils.data.preparation import assembly
 from utils.data.preparation.encoding import choose_backend
 from utils.data.preparation.output import is_already_prepared
 from utils.data.preparation.plan import plan_preparation
-from utils.data.preparation.report import report_lines, total_counts
+from utils.data.preparation.report import report_lines, source_lines, total_counts
 from utils.data.preparation.tokenizer_choice import (
     given_tokenizer,
     save_tokenizer,
@@ -109,6 +109,8 @@ class Preparation:
         shards = self.arguments.merge or 1
         counts = assembly.finished_counts(self.plan.units, self.workspace, shards)
         self._report(total_counts(counts.values()))
+        for line in source_lines(self.plan.units, counts):
+            logger.info("%s", line)
         assembly.check_every_split_has_documents(self.plan.splits, counts)
         for split in self.plan.splits:
             files = assembly.move_files(split, self.output_dir, self.workspace, counts)

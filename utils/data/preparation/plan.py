@@ -193,6 +193,12 @@ def _decide_formats(
             row_format, source.columns, source.filters, source.weight, source.max_tokens
         )
         rows.append(read)
+        absent = [name for name, _ in read.filters if name not in record.fields]
+        if absent and arguments.on_bad_row == "error":
+            problems.append(
+                f"{record.place}: no column {absent[0]!r}, which the filter asks for (columns: "
+                f"{', '.join(sorted(record.fields))})"
+            )
         logger.info("%s", _reading_line(source, record, read))
         document_format = DOCUMENT_FORMATS.get(row_format, row_format)
         is_chat |= document_format == "messages" or isinstance(fields.get("prompt"), list)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from utils.data.preparation.unit import EXAMPLES_KEPT, SplitCounts, UnitCounts
+from utils.data.preparation.work_units import WorkUnit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,6 +100,24 @@ def report_lines(counts: UnitCounts, splits: Sequence[str]) -> list[str]:
         for row in rows
     ]
     return [*lines, "(p1 to max: tokens of a document)", *_loss_lines(counts)]
+
+
+def source_lines(units: Sequence[WorkUnit], counts: Mapping[int, UnitCounts]) -> list[str]:
+    """Return what came of each source, where there are several."""
+    by_source: dict[int, list[WorkUnit]] = {}
+    for unit in units:
+        by_source.setdefault(unit.source, []).append(unit)
+    if len(by_source) < 2:
+        return []
+    lines = []
+    for own in by_source.values():
+        splits = total_counts(counts[unit.index] for unit in own).splits
+        written = "; ".join(
+            f"{name} {split.documents:,} documents, {split.tokens:,} tokens"
+            for name, split in splits.items()
+        )
+        lines.append(f"from {own[0].pieces[0].file.path}: {written or 'nothing'}")
+    return lines
 
 
 def _loss_lines(counts: UnitCounts) -> list[str]:

@@ -102,7 +102,9 @@ def _keeps(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
         except (TypeError, ValueError):
             return False
         return wanted.get("min", -math.inf) <= number <= wanted.get("max", math.inf)
-    return value in wanted if isinstance(wanted, list) else value == wanted
+    values = wanted if isinstance(wanted, list) else [wanted]
+    # CSV holds texts alone.
+    return value in values or (isinstance(value, str) and value in map(str, values))
 
 
 def columns_to_read(row_formats: Sequence[str], columns: Sequence[tuple[str, str]]) -> list[str]:

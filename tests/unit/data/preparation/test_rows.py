@@ -214,13 +214,15 @@ def test_a_column_takes_another_name_and_the_place_of_its_owner():
 
 
 def test_filters_keep_values_lists_and_ranges():
-    row = {"language": "en", "score": "3.5"}
+    row = {"language": "en", "score": "3.5", "level": "3"}  # as CSV has it
 
     def keeps(**filters):
         return RowSettings("text", filters=tuple(filters.items())).keeps(row)
 
     assert keeps(language="en", score={"min": 3, "max": 4})
     assert keeps(language=["de", "en"])
+    assert keeps(level=3)
+    assert keeps(level=[2, 3])
     assert not keeps(language="de")
     assert not keeps(score={"min": 4})
     assert not keeps(language={"min": 4})

@@ -146,7 +146,9 @@ def test_what_comes_before_decides_where_a_row_fits_two_formats(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are name, path"),
+        ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are path"),
+        ({"path": "a", "name": "b"}, "unknown key 'name': known are path"),
+        ({"path": "a", "filter": {"score": {"least": 3}}}, "give a value, a list of values, or"),
         ({"weight": 2}, "needs a path"),
         ({"path": "a", "weight": 0}, "weight is 0: it says how often"),
         ({"path": "a", "weight": "2"}, "weight '2' must be a number"),
@@ -170,6 +172,22 @@ def test_the_documented_recipe_is_read():
     assert tulu.filters == (("language", ["en", "de"]), ("score", {"min": 3}))
     assert gsm8k.columns == (("question", "instruction"), ("answer", "output"))
     assert (test.split, test.paths) == ("gsm8k", ("data/gsm8k/test.jsonl",))
+
+
+def test_a_filter_on_a_column_that_is_not_there_is_refused_before_any_work(two):
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no column 'lang', which the filter"):
+        plan([{"path": two[0], "filter": {"lang": "en"}}])
+
+
+def test_what_came_of_each_source_is_logged(tmp_path, tokenizer, two, caplog):
+    with caplog.at_level("INFO"):
+        samples.prepare(
+            sources=[{"path": two[0]}, {"path": two[1], "filter": {"language": "en"}}],
+            output_dir=tmp_path / "out",
+            tokenizer_name_or_path=tokenizer,
+        )
+    assert f"from {two[0]}: train 200 documents, " in caplog.text
+    assert f"from {two[1]}: train 100 documents, " in caplog.text
 
 
 def test_a_file_in_two_entries_needs_a_weight_instead(two):
