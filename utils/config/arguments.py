@@ -36,7 +36,8 @@ class DataArguments:
     eval_data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "held-out token datasets, NAME=DIR; each logs eval_NAME_loss and "
+            "help": "held-out token datasets, NAME=DIR (or DIR, its last folder being the name); "
+            "each logs eval_NAME_loss and "
             "eval_NAME_perplexity"
         },
     )

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _SPLIT_NAME = re.compile(r"[a-z0-9_]+")
 
@@ -22,10 +23,15 @@ def train_sources(entries: Sequence[str]) -> tuple[TrainSource, ...]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Read `NAME=DIR` entries; raises ValueError on an entry that is none or a name given twice."""
+    """Read `NAME=DIR` entries, or `DIR` whose last folder is the name.
+
+    Raises ValueError on an entry that is neither, or a name given twice.
+    """
     splits: dict[str, str] = {}
     for entry in entries:
-        name, _, directory = entry.partition("=")
+        name, equals, directory = entry.partition("=")
+        if not equals:
+            name, directory = re.sub(r"[^a-z0-9]+", "_", Path(entry).name.lower()).strip("_"), entry
         if not directory or not _SPLIT_NAME.fullmatch(name):
             raise ValueError(
                 f"eval_data {entry!r}: expected NAME=DIR, the name of lower-case letters, digits "

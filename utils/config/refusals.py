@@ -39,7 +39,8 @@ REFUSED_TRAINING_SETTINGS = {
     "fsdp": _LAUNCH,
     "fsdp_config": _LAUNCH,
     "gradient_accumulation_steps": (
-        "it follows from global_batch_size, per_device_train_batch_size and the number of ranks"
+        "it follows from global_batch_size (sequences per optimizer step over all ranks), which is "
+        "per_device_train_batch_size x gradient accumulation x ranks: give that"
     ),
     "hub_always_push": _HUB,
     "hub_model_id": _HUB,

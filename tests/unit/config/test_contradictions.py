@@ -46,7 +46,7 @@ CONTRADICTIONS = [
     ({"train_data": ["a=x"]}, "train_data 'a=x': expected DIR or DIR=weight"),
     ({"train_data": ["a=2", "b"]}, "weights to some datasets and none to b"),
     ({"train_data": ["a", "a"]}, "train_data names a twice"),
-    ({"eval_data": ["x"]}, "eval_data 'x': expected NAME=DIR"),
+    ({"eval_data": ["a.b=x"]}, "eval_data 'a.b=x': expected NAME=DIR"),
     ({"eval_data": ["a=x", "a=y"]}, "eval_data names 'a' twice"),
     (
         {"eval_data": ["a=x"], "eval_strategy": "no"},

@@ -37,9 +37,10 @@ def test_weights_are_for_all_or_none_and_each_directory_counts_once():
 
 def test_eval_entries_keep_their_order_and_equals_signs():
     assert eval_splits(["b=data/x", "a_1=p=q"]) == {"b": "data/x", "a_1": "p=q"}
+    assert eval_splits(["data/Held-Out/"]) == {"held_out": "data/Held-Out/"}
 
 
-@pytest.mark.parametrize("entry", ["data/x", "=x", "a=", "A=x", "a-b=x", "a b=x", "a/b=x"])
+@pytest.mark.parametrize("entry", ["/", "=x", "a=", "A=x", "a-b=x", "a b=x", "a/b=x"])
 def test_bad_eval_entries_are_refused(entry):
     with pytest.raises(ValueError, match=f"eval_data '{entry}': expected NAME=DIR"):
         eval_splits([entry])

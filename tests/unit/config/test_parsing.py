@@ -128,7 +128,7 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         "--options", "[1]", "--limit", "1", "2",
     )  # fmt: skip
     assert problems == [
-        "unexpected argument 'stray': recipes are given with --config",
+        "unexpected argument 'stray': give it as --NAME VALUE",
         "--learning_rate: invalid float value: 'fast'",
         "unknown setting --sed: did you mean --seed?",
         "--limit: unexpected argument '2' after its value",

@@ -217,3 +217,26 @@ def test_null_empties_what_has_a_default_of_nothing(started, recipe, name, value
 def test_null_is_refused_where_it_would_mean_some_value(started):
     with pytest.raises(ConfigurationError, match="it cannot be null; leave it out for 2e-05"):
         started("learning_rate: null")
+
+
+def test_a_split_without_a_name_is_named_by_its_folder(started):
+    settings = started("eval_data: [data/Held-Out]\nsave_best: true")
+    assert settings.instances[1].eval_splits == {"held_out": "data/Held-Out"}
+    assert settings.values["metric_for_best_model"] == "eval_held_out_loss"
+
+
+def test_a_flag_without_a_value_is_true_or_says_what_it_takes(started):
+    assert started("", "--bf16", "--use_peft").values["bf16"] is True
+    with pytest.raises(ConfigurationError, match="--packing: expected one of best_fit, concat, n"):
+        started("", "--packing")
+    with pytest.raises(ConfigurationError, match=r"--eval_data: expected .* null empties it"):
+        started("", "--eval_data")
+
+
+def test_a_recipe_without_its_flag_is_all_that_is_wrong():
+    with pytest.raises(ConfigurationError) as caught:
+        parse_training_settings(FineTuneConfig, ["my.yaml", "--lr", "1"])
+    assert caught.value.problems == [
+        "unexpected argument 'my.yaml': give it as --config my.yaml",
+        "unknown setting --lr: here it is --learning_rate",
+    ]

@@ -40,6 +40,7 @@ class FlagReading:
     problems: list[str] = dataclasses.field(default_factory=list)
     faulty: set[str] = dataclasses.field(default_factory=set)
     meant: set[str] = dataclasses.field(default_factory=set)
+    complete: bool = True  # no word without a flag, which may be a recipe
 
 
 class SettingsParser(HfArgumentParser):
@@ -92,6 +93,7 @@ class SettingsParser(HfArgumentParser):
             except FlagError as error:
                 reading.problems.append(str(error))
                 reading.faulty.add(_setting_name(flag))
+                reading.complete &= flag.startswith("--")
                 reading.meant |= error.meant
         return reading
 
@@ -102,7 +104,8 @@ class SettingsParser(HfArgumentParser):
 
     def _read_flag(self, flag: str, words: list[str]) -> tuple[str, Any]:
         if not flag.startswith("--"):
-            raise FlagError(f"unexpected argument {flag!r}: recipes are given with --config")
+            way = f"--config {flag}" if flag.endswith((".yaml", ".yml")) else "--NAME VALUE"
+            raise FlagError(f"unexpected argument {flag!r}: give it as {way}")
         option, _, attached = flag.partition("=")
         name = _setting_name(flag)
         if name not in self.declared and name in self.refused:
@@ -110,6 +113,10 @@ class SettingsParser(HfArgumentParser):
         declaration = self.declared.get(name)
         if declaration is not None and _empties([*filter(None, [attached]), *words], declaration):
             return name, None  # checked as in a recipe
+        if declaration is not None and not attached and not words:
+            found = _without_value(option, declaration)
+            if found is not None:
+                return name, found
         namespace, rest = self.parse_known_args([flag, *words])
         if flag in rest:
             unknown = unknown_setting(option, name, self.declared)
@@ -135,6 +142,18 @@ def _empties(words: Sequence[str], declaration: Declaration) -> bool:
     if words == ["null"]:
         return True
     return words in (["none"], ["None"]) and declaration.default == []
+
+
+def _without_value(option: str, declaration: Declaration) -> bool | None:
+    """Return what a flag without a value means: true where it may be. Raises FlagError."""
+    if bool in union_members(declaration.hint):
+        return True  # argparse alone takes --bf16 so where it cannot be null
+    if declaration.choices is not None:
+        allowed = ", ".join(map(str, declaration.choices))
+        raise FlagError(f"{option}: expected one of {allowed}")
+    if declaration.default == []:
+        raise FlagError(f"{option}: expected at least one value; null empties it")
+    return None
 
 
 def _setting_name(flag: str) -> str:

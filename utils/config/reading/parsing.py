@@ -93,7 +93,7 @@ def _read(parser: SettingsParser, argv: Sequence[str]) -> tuple[SettingValues, l
         problems.append(f"{where}: {fault}")
     meant = (flags.meant | recipes.meant) - given.keys()
     unusable = frozenset(faults.keys() | flags.faulty | meant)
-    complete = not recipes.unread and CONFIG_FLAG not in flags.faulty
+    complete = flags.complete and not recipes.unread and CONFIG_FLAG not in flags.faulty
     return SettingValues(parser.declared, given, sources, unusable, ranks), problems, complete
 
 
