@@ -139,18 +139,19 @@ def _open(directory: str, split: str, run: _Vocabulary, fine_tuning: bool) -> To
 def _tokenizer_problems(dataset: TokenDataset, run: _Vocabulary) -> list[str]:
     """Say what the tokenizer or the chat template of a dataset has otherwise than the run's."""
     used = run.tokenizer.name_or_path
-    folder = dataset.tokenizer_path
-    made_by = load_tokenizer(str(folder)) if folder is not None and folder.is_dir() else None
     hint = (
         "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
         f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
     )
     if dataset.tokenizer_sha256 not in (None, run.sha256):
-        found = differences(made_by, run.tokenizer) if made_by is not None else []
-        ends = "" if made_by is None else f" Its documents end with {made_by.eos_token}."
+        found, ends, folder = "", "", dataset.tokenizer_path
+        if folder is not None and folder.is_dir():
+            made_by = load_tokenizer(str(folder))
+            found = ": it has " + "; ".join(differences(made_by, run.tokenizer))
+            ends = f" Its documents end with {made_by.eos_token}."
         return [
-            f"{dataset.path} was made with another tokenizer than the one at {used}"
-            f"{': it has ' if found else ''}{'; '.join(found)}.{ends} {hint}"
+            f"{dataset.path} was made with another tokenizer than the one at {used}{found}.{ends} "
+            f"{hint}"
         ]
     template = dataset.chat_template_sha256
     if template not in (None, chat_template_sha256(run.tokenizer)):
