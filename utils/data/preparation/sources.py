@@ -191,9 +191,11 @@ def _split_name(path: str, given: str) -> str:
         return ""
     parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
     stem = parts[-1].split(".")[0]
-    if shard := _SHARD_OF_SPLIT.fullmatch(stem):
-        return SPLIT_NAMES.get(shard[1], shard[1])
-    for words in (re.split(r"[-_\s]", stem.lower()), [part.lower() for part in parts[:-1]]):
+    words_of_name = re.split(r"[-_\s]", stem.lower())
+    shard = _SHARD_OF_SPLIT.fullmatch(stem)
+    if shard and any(word in SPLIT_NAMES for word in words_of_name):
+        return SPLIT_NAMES.get(shard[1], shard[1])  # such as train_sft, a split of its own
+    for words in (words_of_name, [part.lower() for part in parts[:-1]]):
         named = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
         if len(named) == 1:
             return named.pop()

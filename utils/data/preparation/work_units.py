@@ -17,7 +17,7 @@ SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
 # A source of which little is wanted is read in few places, so that each holds whole documents.
-LEAST_TOKENS_OF_A_UNIT = 1 << 16
+LEAST_TOKENS_OF_A_UNIT = 1 << 13
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,11 @@ def test_plain_names_and_folders_tell_splits_too(tmp_path):
     ]
 
 
+def test_shards_that_are_no_splits_are_taken_together(tmp_path):
+    folder = hub_folder(tmp_path / "hub", {"books": "ab", "wiki": "c"})
+    assert len(plan([folder]).sources["train"]) == 3
+
+
 def test_a_split_that_is_published_in_several_formats_is_taken_once(tmp_path, caplog):
     folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c"})
     for name in ("train", "test"):
