@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 MARKINGS = ((True, True), (True, False), (False, True), (False, False))
 ASSISTANT = "assistant"
 PROBE = "probe"
+LOOKED_UP = 20_000  # starts and ends of turns that are remembered; a template has a few dozen
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class ChatMasks:
         Turns before message `first_trained` and those with `weight: 0` are not trained on. Raises
         ChatRefused, with the reason, where the template does not fit the chat.
         """
+        if len(self._starts) + len(self._ends) > LOOKED_UP:
+            self._starts.clear()
+            self._ends.clear()
         adapted = self.template.adapted(messages)
         try:
             return self._masked(adapted, tools, options, first_trained)

@@ -42,9 +42,8 @@ def attach_training_template(
     """Give the tokenizer the chat template that is trained with and saved beside the data.
 
     The file's template if there is one, else the tokenizer's own. Its loss masks come from its
-    {% generation %} markers, else they are derived; where they cannot be, TRL's training version
-    of the template is taken if it has one. Logs which. Raises ConfigurationError without a
-    template, or where no chat could be trained on, with the reason.
+    {% generation %} markers, else they are derived, which is logged. Raises ConfigurationError
+    without a template, or where no chat could be trained on, with the reason.
     """
     origin = template_file or "the tokenizer's chat template"
     if template_file is not None:
@@ -68,14 +67,12 @@ def attach_training_template(
                 origin,
             )
         return
-    if not _take_training_version(tokenizer):
-        raise ConfigurationError(
-            f"{origin} cannot be trained with: {problem}. Give another template with "
-            "--chat_template (recipes/chat_templates/chatml.jinja is one), or put "
-            "{% generation %} ... {% endgeneration %} in it around the assistant's words and the "
-            "token that ends its turn"
-        )
-    logger.info("loss masks: %s is replaced by TRL's training version (%s)", origin, problem)
+    raise ConfigurationError(
+        f"{origin} cannot be trained with: {problem}. Give another template with "
+        "--chat_template (recipes/chat_templates/chatml.jinja is one), or put "
+        "{% generation %} ... {% endgeneration %} in it around the assistant's words and the "
+        "token that ends its turn"
+    )
 
 
 def read_chat_template(path: str) -> str:
@@ -189,18 +186,3 @@ def _problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     except RENDERING_ERRORS as error:
         return str(error)
     return problem
-
-
-def _take_training_version(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Give the tokenizer TRL's version with {% generation %} of its template, if one works."""
-    from trl.chat_template_utils import get_training_chat_template
-
-    original = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = get_training_chat_template(tokenizer)
-    except RENDERING_ERRORS:
-        return False
-    if tokenizer.chat_template == original or _problem(tokenizer) is not None:
-        tokenizer.chat_template = original
-        return False
-    return True

@@ -141,6 +141,20 @@ def test_a_template_that_does_not_train_the_end_of_turn_is_refused(tmp_path):
         attach_training_template(samples.tiny_tokenizer(), str(tmp_path / "a.jinja"))
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{% generation %}{{ q }}{% endgeneration %}", "words of another message"),
+        ("{{ q }}{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
+    ],
+)
+def test_markers_around_too_much_or_too_little_are_refused(text, problem):
+    said = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
+    tokenizer = samples.tiny_tokenizer(text.replace("{{ q }}", said))
+    with pytest.raises(ConfigurationError, match=problem):
+        attach_training_template(tokenizer, None)
+
+
 @pytest.mark.parametrize("markers", [True, False])
 def test_an_end_of_turn_that_is_no_token_of_the_tokenizer_is_refused(tmp_path, markers):
     text = Path(samples.CHATML).read_text() if markers else WITHOUT_MARKERS
