@@ -322,3 +322,25 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
     place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "0.001")
     with pytest.raises(ConfigurationError, match=r"GiB predicted for a GPU of 0\.0 GiB"):
         pretrain.main(argv)
+
+
+def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
+    """Bloom adds its positions to the scores by itself: packed documents see each other."""
+    place.monkeypatch.delenv("ACCELERATE_USE_CPU")
+    assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
+    assert "on a CPU this model keeps packed documents apart" in capsys.readouterr().out
+    leaky = place.path / "bloom.json"
+    leaky.write_text(
+        '{"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128}'
+    )
+    argv = pretraining(place.run, model_config=leaky)
+    with pytest.raises(ConfigurationError) as dry:
+        pretrain.main([*argv, "--dry_run", "true"])
+    with pytest.raises(ConfigurationError) as start:
+        pretrain.main(argv)
+    assert dry.value.problems == start.value.problems
+    mamba = place.path / "mamba.yaml"
+    mamba.write_text("model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n")
+    argv = [*pretraining(place.run, model_config=mamba), "--dry_run", "true"]
+    assert pretrain.main(argv) == 0
+    assert "its recurrent layers are checked there" in capsys.readouterr().out

@@ -15,9 +15,9 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.kernels.attention import AttentionChoice
+from utils.kernels.attention import AttentionChoice, is_recurrent
 from utils.kernels.cpu_products import products_name, settle_products
-from utils.kernels.isolation import choose_isolated_attention
+from utils.kernels.isolation import RUN_ON_CPU, choose_isolated_attention
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.probe_model import has_experts
 from utils.kernels.router_loss import describe_term, router_term
@@ -141,20 +141,20 @@ def _attention(
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
-    if on_a_login_node(settings, launch):
-        # Its kernels say nothing about those of the compute nodes.
-        logger.info(
-            "attention: %s, settled on the compute node (there is no accelerator here)",
-            model.attn_implementation,
-        )
-        return None
-    weights = weights_dtype(model, config)
-    compute = MIXED_PRECISIONS.get(training.mixed_precision)
     whole_rows = all(
         plan.one_document_a_row
         for rows in (data.train, *data.evaluation.values())
         for plan in rows.plans
     )
+    if on_a_login_node(settings, launch):
+        logger.info(
+            "attention: %s, settled on the compute node (there is no accelerator here); %s",
+            model.attn_implementation,
+            _proved_on_cpu(model.attn_implementation, config, whole_rows),
+        )
+        return None
+    weights = weights_dtype(model, config)
+    compute = MIXED_PRECISIONS.get(training.mixed_precision)
     choice, report = choose_isolated_attention(
         model.attn_implementation, config, training.device, weights, compute, whole_rows=whole_rows
     )
@@ -167,6 +167,30 @@ def _attention(
         report.seconds,
     )
     return choice
+
+
+def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
+    """Prove on a login node what does not depend on a GPU's kernels; return what was found.
+
+    Documents that see each other through attention do so on every device. Recurrent layers have
+    kernels of their own on GPUs, which may keep apart what the CPU's do not. Raises
+    ConfigurationError.
+    """
+    asked = requested if requested in RUN_ON_CPU else "auto"
+    cpu = torch.device("cpu")
+    try:
+        choice, report = choose_isolated_attention(
+            asked, config, cpu, torch.float32, whole_rows=whole_rows
+        )
+    except ConfigurationError as error:
+        if not is_recurrent(config):
+            raise
+        return f"its recurrent layers are checked there. Without their kernels: {error.problems[0]}"
+    except (ImportError, RuntimeError) as error:
+        return f"the model cannot be run on this CPU ({type(error).__name__}: {error!s:.100})"
+    if choice.batches == "plain":
+        return "with one document a sequence nothing can leak"
+    return f"on a CPU this model keeps packed documents apart ({report.seconds:.1f} s)"
 
 
 def _loss_head(
