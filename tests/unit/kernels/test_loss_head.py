@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from families import tiny_config, tiny_model
 
 from utils.config.errors import ConfigurationError
 from utils.kernels import fused_head
@@ -58,6 +59,17 @@ def test_the_experts_term_is_fused_too_and_its_coefficient_is_the_settings(given
     config = transformers.MixtralConfig(**ROUTED, router_aux_loss_coef=0.02)
     choice = choose_loss_head("fused", config, router=given)
     assert (choice.name, choice.router) == ("fused", given)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_llama_4_has_another_body_than_its_prefix_says(attention):
+    assert choose_loss_head("fused", tiny_config("llama4_text")).name == "fused"
+    model = tiny_model(tiny_config("llama4_text", attn_implementation=attention))
+    tokens = torch.arange(2, 26).view(2, 12)
+    expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    fuse_loss_head(model)
+    actual = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_proof_that_does_not_run_is_no_traceback(monkeypatch):
