@@ -99,7 +99,8 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> N
     """Add tokens that text is cut at as they are written, with nothing stripped around them."""
     from transformers import AddedToken
 
-    known = [word for word in words if word in tokenizer.get_vocab()]
+    vocabulary = tokenizer.get_vocab() if words else {}
+    known = [word for word in words if word in vocabulary]
     if known:
         logger.info("add_tokens: %s: a token already", ", ".join(known))
     new = [AddedToken(word, normalized=False) for word in words if word not in known]
