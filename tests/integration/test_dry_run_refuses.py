@@ -185,7 +185,7 @@ PRETRAINING = {
     "little data": ({"global_batch_size": 1000}, "fewer than global_batch_size 1,000"),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
     "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
-    "vocabulary": (lambda place: place.model(vocab_size=100), "the model's vocabulary has 100"),
+    "vocabulary": (lambda place: place.model(vocab_size=100), "the vocabulary ends at 99"),
     "unknown architecture": (lambda place: place.model(model_type="none"), "none"),
     "unknown key": (lambda place: place.model(hiden_size=64), "has no setting hiden_size"),
     "no configuration": ({"model_config": "/none.yaml"}, "cannot be read"),
