@@ -190,7 +190,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
         modules = [n for n in modules if n not in unused and not _is(built, n, head)]
         parameters = experts if parameters is None else parameters
     else:
-        former = set() if parameters or isinstance(asked, str) else _former(asked)
+        former = set() if parameters else _former([asked] if isinstance(asked, str) else asked)
         parameters = [n for n in experts if n.rpartition(".")[2] in former] or parameters
         own = everything if not parameters else [*everything, *FORMERLY]
         modules = _matched("lora_target_modules", asked, own, problems)

@@ -122,6 +122,7 @@ def test_names_and_patterns(given, modules):
     [
         ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], 2, 4),
         ("mixtral", ["w1", "w2", "w3"], 0, 4),
+        ("mixtral", ["w2"], 0, 2),
         ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"], 6, 2),
     ],
 )
