@@ -262,6 +262,7 @@ def test_an_attention_that_cannot_run_here_is_refused_before_weights_load(
     name, words, refused, pretraining, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("utils.planning.models.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("utils.config.checks.packages.KERNELS", {})  # as if installed
     argv = pretraining(tmp_path / "run", attn_implementation=name)
     assert words in refused(pretrain.main, argv)
 
