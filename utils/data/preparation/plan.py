@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever the same sources and settings would give other bytes than before.
 OUTPUT_VERSION = 2
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,13 @@ def _decide_formats(
                 f"{', '.join(sorted(record.fields))})"
             )
         logger.info("%s", _reading_line(source, record, read))
+        media = [name for name in MEDIA if name in record.fields]
+        if media and row_format != "text":
+            logger.warning(
+                "%s: column %s is not used: the texts alone are trained on, with whatever stands "
+                "in them for what is seen or heard",
+                *(record.place.path, media[0]),
+            )
         document_format = DOCUMENT_FORMATS.get(row_format, row_format)
         is_chat |= document_format == "messages" or isinstance(fields.get("prompt"), list)
         if decided is None:

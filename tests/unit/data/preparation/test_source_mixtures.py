@@ -190,6 +190,13 @@ def test_what_came_of_each_source_is_logged(tmp_path, tokenizer, two, caplog):
     assert f"from {two[1]}: train 100 documents, " in caplog.text
 
 
+def test_pictures_beside_the_texts_are_named(tmp_path, caplog):
+    rows = [{**samples.chat("q <image>", "a"), "images": ["x.png"]}]
+    with caplog.at_level("WARNING"):
+        plan([str(samples.write_jsonl(tmp_path / "a.jsonl", rows))])
+    assert "column images is not used: the texts alone" in caplog.text
+
+
 def test_a_file_in_two_entries_needs_a_weight_instead(two):
     with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
         plan([{"path": two[0]}, {"path": two[0]}])
