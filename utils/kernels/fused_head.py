@@ -76,6 +76,8 @@ def fuse_loss_head(
 
     head.forward = types.MethodType(head_forward, head)
     model.forward = types.MethodType(forward, model)
+    unlike_its_own: Any = model
+    unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class says that it takes none
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:

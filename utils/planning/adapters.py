@@ -3,6 +3,7 @@
 Both are found before any weight is loaded, on the model without any.
 """
 
+import copy
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
@@ -74,6 +76,7 @@ def _unused(config: PreTrainedConfig) -> list[str]:
     """Return the parameters without a gradient; of a model for text alone none is looked for."""
     if not set(getattr(config, "sub_configs", {})) - {"text_config"}:
         return []
+    config = copy.deepcopy(config)  # its attention is changed below, not that of the run's model
     with torch.device("meta"), experts_by_shape():
         model: Any = causal_lm_class(config)(config).train()
         text = text_model_of(model)
@@ -188,6 +191,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
     elif asked is None or asked == ALL:
         modules = [name for name in _linear(built) if name.startswith(prefix)]
         modules = [n for n in modules if n not in unused and not _is(built, n, head)]
+        modules = [n for n in modules if _adaptable(built, n)]
         parameters = experts if parameters is None else parameters
     else:
         former = set() if parameters else _former([asked] if isinstance(asked, str) else asked)
@@ -207,6 +211,18 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
     if problems:
         raise ConfigurationError(problems)
     return Targets(modules, list(parameters or []), any(_is(built, n, head) for n in saved))
+
+
+def _adaptable(built: PreTrainedModel, name: str) -> bool:
+    """Say whether PEFT adapts a layer: not what Mamba's fused kernels read as a weight."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
+    except ValueError:
+        return False
+    return True
 
 
 def _matched(
@@ -248,7 +264,7 @@ def _settle_dropout(settings: RunSettings, parameters: Sequence[str]) -> None:
 
 def _linear(built: nn.Module) -> list[str]:
     """Return the linear layers; some routers are made of one and return more than a tensor."""
-    forwards = (nn.Linear.forward, Conv1D.forward)
+    forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     return [n for n, module in built.named_modules() if type(module).forward in forwards]
 
 
