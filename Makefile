@@ -7,7 +7,7 @@
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
-# make figures    write the figures in README.md, docs/exactness.md, docs/performance.md, docs/experiments.md and docs/memory.md anew from benchmarks/results/
+# make figures    write the figures in README.md, docs/exactness.md, docs/performance.md, docs/experiments.md, docs/memory.md and docs/models.md anew from benchmarks/results/
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
@@ -43,6 +43,7 @@ figures:
 	$(BIN)/python -m benchmarks.figures.exactness
 	$(BIN)/python -m benchmarks.figures.speed
 	$(BIN)/python -m benchmarks.figures.memory
+	$(BIN)/python -m benchmarks.figures.models
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

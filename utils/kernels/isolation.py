@@ -84,6 +84,22 @@ def choose_isolated_attention(
     raise refusal
 
 
+def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
+    """Refuse packing where the place in the sequence counts, not that in the document.
+
+    Llama 4 scales the queries of its layers without rotary embeddings from position `floor_scale`
+    on, and counts from the beginning of the sequence. Raises ConfigurationError.
+    """
+    text = model_config.get_text_config(decoder=True)
+    first = getattr(text, "floor_scale", None)
+    if first and text.attn_temperature_tuning and sequence_length >= first:
+        raise ConfigurationError(
+            f"--sequence_length {sequence_length:,}: {text.model_type} scales its attention from "
+            f"token {first:,} of a sequence on (floor_scale), wherever a packed document begins. "
+            f"To train it, {ONE_A_ROW}, or shorten the sequences."
+        )
+
+
 def _check(
     config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
 ) -> IsolationReport:

@@ -292,7 +292,7 @@ def _cut_states(config: PretrainedConfig) -> None:
     """
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
-        config.hidden_size = 2 * WIDTH
+        config.hidden_size = min(config.hidden_size, 2 * WIDTH)
     for name in SAME_WIDTH:
         _at_most(config, name, config.hidden_size)
     expand = next((getattr(config, n) for n in EXPANSIONS if getattr(config, n, None)), 1)

@@ -38,6 +38,11 @@ UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # These say nothing of the model that is built.
 NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
+# These would make the model another one when it is loaded, or generation fail.
+LEFT_OUT = {
+    "quantization_config": "the model trains in the type that --dtype names",
+    "use_mtp": "transformers' model has no layers that predict several tokens",
+}
 # How near the name of a setting is to one that was meant: 1 is equal (difflib's ratio).
 A_TYPO = 0.9
 
@@ -88,8 +93,9 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
             "models are not supported: use one that it has, or a later transformers."
         )
     settings = {name: value for name, value in values.items() if name != "model_type"}
-    if settings.pop("quantization_config", None) is not None:
-        logger.info("%s: quantization_config is left out, the model trains as --dtype says", path)
+    for name, why in LEFT_OUT.items():
+        if settings.pop(name, None):
+            logger.info("%s: %s is left out: %s", path, name, why)
     if isinstance(settings.get("text_config"), Mapping):
         settings["text_config"] = {**defaults, **settings["text_config"]}
     else:

@@ -17,7 +17,11 @@ from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.attention import AttentionChoice, is_recurrent
 from utils.kernels.cpu_products import products_name, settle_products
-from utils.kernels.isolation import RUN_ON_CPU, choose_isolated_attention
+from utils.kernels.isolation import (
+    RUN_ON_CPU,
+    check_row_positions,
+    choose_isolated_attention,
+)
 from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
 from utils.kernels.probe_model import has_experts
 from utils.kernels.router_loss import describe_term, router_term
@@ -146,6 +150,8 @@ def _attention(
         for rows in (data.train, *data.evaluation.values())
         for plan in rows.plans
     )
+    if not whole_rows:
+        check_row_positions(config, settings.data.sequence_length)
     if on_a_login_node(settings, launch):
         logger.info(
             "attention: %s, settled on the compute node (there is no accelerator here); %s",

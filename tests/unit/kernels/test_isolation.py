@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
 from utils.kernels import isolation
-from utils.kernels.isolation import check_isolation, choose_isolated_attention
+from utils.kernels.isolation import check_isolation, check_row_positions, choose_isolated_attention
 from utils.kernels.packed_varlen import register_packed_varlen
 from utils.kernels.probe_model import build_probe_model, observe_attention, probe_config
 from utils.kernels.varlen import PER_DOCUMENT, AttentionNeeds
@@ -171,6 +171,14 @@ def test_what_cannot_be_packed_is_refused_with_what_to_set(name):
 def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
     choice, _ = chosen(transformers.Llama4TextConfig(), whole_rows=False)
     assert (choice.name, choice.batches) == ("sdpa", "packed")
+
+
+def test_llama_4_is_not_packed_where_its_temperature_would_count_from_another_document():
+    config = transformers.Llama4TextConfig()
+    check_row_positions(config, 8191)
+    check_row_positions(config_of("llama"), 1 << 20)
+    with pytest.raises(ConfigurationError, match=r"from token 8,192 of a sequence.*packing none"):
+        check_row_positions(config, 8192)
 
 
 def test_models_that_can_be_packed_are_though_no_sequence_holds_two_documents():

@@ -1,0 +1,7 @@
+"""All published models that are tried."""
+
+from dense import DENSE
+from experts import EXPERTS
+from hybrid import HYBRID, MULTIMODAL
+
+MODELS = [*DENSE, *EXPERTS, *HYBRID, *MULTIMODAL]

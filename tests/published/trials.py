@@ -1,0 +1,172 @@
+"""What is tried on a published model: whole runs in this process, and what comes out of them."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from facts import CHUNK, ONE_A_ROW, PACKS, REFUSED, VOCABULARY, Published
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+
+FIRST_WORD = 32  # below it are special tokens
+HELDOUT = 6
+# One document is split over two sequences in pretraining, most share one.
+RUN: dict[str, object] = {
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "bf16": False,
+    "dtype": "float32",
+    "report_to": "none",
+}
+
+
+def documents(count: int, seed: int) -> list[list[int]]:
+    """Documents of words only: whatever a special token means to a model, none has any."""
+    words = VOCABULARY - FIRST_WORD
+    return [
+        [FIRST_WORD + token % words for token in document]
+        for document in tiny.documents(count, seed, longest=60)
+    ]
+
+
+def prepare(root: Path) -> None:
+    """Make the data of all models."""
+    tiny.save(root / "documents", {"input_ids": documents(60, seed=0)})
+    tiny.save(root / "heldout", {"input_ids": documents(HELDOUT, seed=1)})
+    tiny.save(root / "chats", tiny.masked(documents(40, seed=2)))
+
+
+def try_model(model: Published, data: Path, root: Path) -> dict[str, Any]:
+    """Train a cut model in every way and return what was seen; raises what it should not meet."""
+    config = root / "config.json"
+    config.write_text(json.dumps(model.small_config()))
+    _make_tokenizer(model, root / "tokenizer")
+    settings = RUN | {
+        "tokenizer_name_or_path": root / "tokenizer",
+        "packing": "none" if model.packs == ONE_A_ROW else "best_fit",
+    }
+    scratch = settings | {"train_data": data / "documents", "model_config": config}
+    if model.packs != PACKS:
+        refusal = _refusal(scratch | {"packing": "best_fit", "output_dir": root / "refused"})
+        if model.packs == REFUSED:
+            return {"refused": refusal}
+        assert "--packing none" in refusal
+    seen: dict[str, Any] = {"packed": model.packs == PACKS}
+    seen["pretraining"] = _pretrain(scratch, data, root / "run")
+    seen["resumed"] = _resume(scratch, data, root / "run")
+    base = root / "run/final"
+    seen["plain_loss_difference"] = _plain_difference(root / "run", base)
+    seen["generated"] = _generated(base)
+    (base / "generation_config.json").write_text(json.dumps(model.small_generation()))
+    tuning = settings | {"train_data": data / "chats", "model_name_or_path": base, "max_steps": 2}
+    seen["sft"] = _fine_tune(tuning, root / "sft")
+    seen["lora"] = _fine_tune(tuning | {"use_peft": True}, root / "lora")
+    seen["lora_generated"] = _generated(root / "lora/final")
+    return seen
+
+
+def _pretrain(settings: Mapping[str, object], data: Path, run: Path) -> list[float]:
+    argv = _pretraining_argv(settings, data, run)
+    assert pretrain.main([*argv, "--dry_run"]) == 0
+    assert not run.exists()
+    assert pretrain.main(argv) == 0
+    return tiny.losses(run)
+
+
+def _pretraining_argv(settings: Mapping[str, object], data: Path, run: Path) -> list[str]:
+    return tiny.flags(
+        **settings, output_dir=run, max_steps=3, save_steps=2, eval_strategy="steps", eval_steps=3,
+        eval_data=f"heldout={data / 'heldout'}", save_total_limit=2,
+    )  # fmt: skip
+
+
+def _resume(settings: Mapping[str, object], data: Path, run: Path) -> bool:
+    """Go back to the second step and say whether the third is the same once more."""
+    before = tiny.losses(run)
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoint-3")
+    assert pretrain.main(_pretraining_argv(settings, data, run)) == 0
+    after = tiny.losses(run)
+    assert tiny.starts(run)[-1]["resumed_from"].endswith("checkpoint-2")
+    return after[-1] == before[2]
+
+
+def _fine_tune(settings: Mapping[str, object], run: Path) -> list[float]:
+    assert sft_train.main(tiny.flags(**settings, output_dir=run, save_strategy="no")) == 0
+    return tiny.losses(run)
+
+
+def _plain_difference(run: Path, final: Path) -> float:
+    """Return how far evaluation is from transformers' own loss, one document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(
+        final, attn_implementation="eager", dtype=torch.float32
+    )
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for document in documents(HELDOUT, seed=1):
+            ids = torch.tensor([document])
+            logits = model(input_ids=ids).logits[0, :-1].float()
+            total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            targets += len(document) - 1
+    return abs(total / targets - tiny.evaluations(run, "heldout")[3])
+
+
+def _generated(final: Path) -> int:
+    """Return how many tokens the exported model says after a prompt."""
+    model = AutoModelForCausalLM.from_pretrained(final)
+    prompt = torch.arange(FIRST_WORD, FIRST_WORD + CHUNK)[None]
+    said = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=4, max_new_tokens=4
+    )
+    return said.shape[1] - prompt.shape[1]
+
+
+def _refusal(settings: Mapping[str, object]) -> str:
+    try:
+        pretrain.main(tiny.flags(**settings, max_steps=3))
+    except ConfigurationError as error:
+        return str(error)
+    raise AssertionError("it should have been refused")
+
+
+def _make_tokenizer(model: Published, directory: Path) -> None:
+    names = {model.ids[old]: token for token, old in model.tokens.items()}
+    words = {names.get(number, f"t{number}"): number for number in range(VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(words, unk_token=f"t{FIRST_WORD}"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    config = model.config.get("text_config", model.config) | model.config
+    special = {}
+    for role in ("bos", "eos", "pad"):
+        found = config.get(f"{role}_token_id")
+        found = found[0] if isinstance(found, list) else found
+        if found is not None:
+            special[f"{role}_token"] = names[model.ids[found]]
+    special.setdefault("eos_token", names[0])
+    special.setdefault("pad_token", special["eos_token"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(directory)
+
+
+@contextmanager
+def quiet_process(cache: Path) -> Iterator[None]:
+    """Run as tests do: one thread, on the CPU, with a cache of its own."""
+    before = dict(os.environ)
+    os.environ |= {"XDG_CACHE_HOME": str(cache), "ACCELERATE_USE_CPU": "true"}
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
