@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain
 import sft_train
@@ -41,6 +42,8 @@ def long_model(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A model directory whose positions are enough for any recipe."""
     directory = tmp_path_factory.mktemp("long")
     tiny.make_model_config(directory / "config.json", max_position_embeddings=1 << 20)
+    config = AutoConfig.from_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 
 
@@ -71,15 +74,15 @@ def readme_recipe() -> dict:
 def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
     recipe = tmp_path / "my_run.yaml"
     recipe.write_text(yaml.safe_dump(readme_recipe()))
-    assert "pretrain.py --config my_run.yaml --dry_run" in (ROOT / "README.md").read_text()
+    assert "sft_train.py --config my_run.yaml --dry_run" in (ROOT / "README.md").read_text()
     argv = shlex.split(f"--config {recipe} --dry_run")
-    pretrain.main(
+    sft_train.main(
         [
             *argv,
-            *stand_ins("pretrain.py", readme_recipe(), workspace, long_model),
-            *tiny.flags(sequence_length=64, output_dir=tmp_path / "run"),
+            *stand_ins("sft_train.py", readme_recipe(), workspace, long_model),
+            *tiny.flags(sequence_length=64, global_batch_size=32, output_dir=tmp_path / "run"),
         ]
     )
     shown = capsys.readouterr().out
-    assert "4 sequences x 64 tokens x 1 rank x 16 accumulation" in shown
+    assert "4 sequences x 64 tokens x 1 rank x 8 accumulation" in shown
     assert "compile: settled on the compute node, on where a GPU trains" in shown
