@@ -139,6 +139,9 @@ def test_a_missing_model_is_named(refused, fine_tuning, tmp_path, workspace):
         tokenizer_name_or_path=workspace / "tokenizer",
     )
     assert "no model could be found" in refused(sft_train.main, argv)
+    (tmp_path / "none" / "final").mkdir(parents=True)
+    (tmp_path / "none" / "final" / "config.json").write_text("{}")
+    assert f"its model is in {tmp_path / 'none' / 'final'}" in refused(sft_train.main, argv)
 
 
 def test_a_model_that_lacks_a_tensor_is_refused(fine_tuning, base_model, tmp_path):

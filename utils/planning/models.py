@@ -207,6 +207,11 @@ def _config_of_model(setting: str, path: str, revision: str | None = None) -> Pr
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, *UNUSABLE) as error:
+        if (Path(path) / "final" / "config.json").is_file():
+            raise ConfigurationError(
+                f"--{setting} {path} is the directory of a run: its model is in "
+                f"{Path(path) / 'final'}."
+            ) from error
         raise ConfigurationError(
             f"no model could be found at --{setting} {path}: {_first_line(error)}"
         ) from error

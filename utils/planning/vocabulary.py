@@ -42,10 +42,16 @@ def compare_with_model(
     if own is None or model == directory:
         return
     if foreign := foreign_token(tokenizer, own):
+        given = settings.data.tokenizer_name_or_path is not None
+        whose = "given" if given else "with which the data was made"
+        advice = (
+            f"repare the data with the model's (prepare_data.py --tokenizer_name_or_path {model}), "
+            "or train a model that has this vocabulary."
+        )
+        advice = "Leave the setting out, or p" + advice if given else "P" + advice
         raise ConfigurationError(
-            f"the tokenizer in {directory}, with which the data was made, has another vocabulary "
-            f"than {model}: {foreign}. Prepare the data with that one (prepare_data.py "
-            f"--tokenizer_name_or_path {model}), or train a model that has this vocabulary."
+            f"the tokenizer in {directory}, {whose}, has another vocabulary than {model}: "
+            f"{foreign}. {advice}"
         )
     other = differences(tokenizer, own)
     if chat_template_sha256(tokenizer) != chat_template_sha256(own):

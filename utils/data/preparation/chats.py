@@ -1,6 +1,8 @@
 """Chats: the template that renders them, checked before the work, and the ids and loss masks."""
 
 import logging
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +69,12 @@ def attach_training_template(
                 origin,
             )
         return
+    if unknown := _unknown_tokens(tokenizer):
+        raise ConfigurationError(
+            f"{origin} cannot be trained with: {problem}. It prints {' '.join(unknown)}, and the "
+            "tokenizer has no such tokens: give the template that belongs to the model with "
+            f"--chat_template FILE, or add them with --add_tokens {shlex.join(unknown)}"
+        )
     raise ConfigurationError(
         f"{origin} cannot be trained with: {problem}. Give another template with "
         "--chat_template (recipes/chat_templates/chatml.jinja is one), or put "
@@ -170,6 +178,13 @@ def _tokens_of(
     if text[stop : final.end].strip():
         raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
     return first, last
+
+
+def _unknown_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Return what the template writes like special tokens, `<|word|>`, and is several tokens."""
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    known = tokenizer.get_vocab()
+    return [token for token in written if token not in known]
 
 
 def _problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:

@@ -138,8 +138,10 @@ def naming_hint(columns: Sequence[str]) -> str:
     if "input_ids" in columns:
         return "it is tokenized already: give it to training as --train_data"
 
+    spelled = {name.lower(): name for name in columns}
+
     def first(names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in columns), None)
+        return next((spelled[name] for name in names if name in spelled), None)
 
     question, answer, chat, text = map(first, (_QUESTIONS, _ANSWERS, _CHATS, _TEXTS))
     if "chosen" in columns:
@@ -148,7 +150,7 @@ def naming_hint(columns: Sequence[str]) -> str:
             "or chosen=completion where they are texts"
         )
     if question and answer:
-        context = next((name for name in _INPUTS if name in columns and name != question), None)
+        context = first([name for name in _INPUTS if spelled.get(name) != question])
         pair = _named({question: "prompt", answer: "completion"})
         chat = _named({question: "instruction", answer: "output", context: "input"})
         return f"for a prompt and its completion give --columns {pair}, for chats --columns {chat}"
@@ -214,12 +216,16 @@ def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """Put a row's own system text first, unless the messages begin with one."""
+    """Put a row's own system text first; raises UnusableRowError beside another system message."""
     if not isinstance(system, str) or not system.strip() or not isinstance(messages, list):
         return messages
     first = messages[0] if messages else None
     if isinstance(first, dict) and first.get("role") == "system":
-        return messages
+        if first.get("content") == system:
+            return messages
+        raise UnusableRowError(
+            "two_systems", "the column 'system' and the first message give different system texts"
+        )
     return [{"role": "system", "content": system}, *messages]
 
 

@@ -173,6 +173,14 @@ def test_a_broken_or_missing_template_file_is_named(tmp_path):
         read_chat_template(str(tmp_path))
 
 
+def test_a_template_of_other_tokens_than_the_tokenizers_names_them(tmp_path):
+    template = tmp_path / "other.jinja"
+    text = Path(samples.CHATML).read_text(encoding="utf-8")
+    template.write_text(text.replace("<|im_end|>", "<|eot|>"), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"no such tokens.*--add_tokens '<\|eot\|>'"):
+        attach_training_template(samples.tiny_tokenizer(), str(template))
+
+
 def test_a_token_across_the_header_and_the_words_of_a_turn_is_refused():
     from utils.data.preparation.chat_masks import MaskedChat
 

@@ -89,9 +89,11 @@ def test_history_and_system_of_alpaca_come_first():
     assert turns(row, "alpaca") == list(zip(roles, "sabio", strict=True))
 
 
-def test_a_system_column_yields_to_a_system_message():
-    row = {"conversations": said(("system", "own"), ("human", "q")), "system": "s"}
-    assert turns(row, "sharegpt")[0] == ("system", "own")
+def test_a_system_column_is_no_second_system_message():
+    row = {"conversations": said(("system", "own"), ("human", "q")), "system": "own"}
+    assert turns(row, "sharegpt") == [("system", "own"), ("user", "q")]
+    with pytest.raises(UnusableRowError, match="different system texts"):
+        turns(row | {"system": "other"}, "sharegpt")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,7 @@ def test_a_row_that_cannot_be_used_says_why(fields, row_format, message):
         (["input_ids"], "--train_data"),
         (["prompt", "chosen", "rejected"], "--columns chosen=messages"),
         (["prompt", "response"], "--columns response=completion, for chats --columns prompt="),
+        (["Question", "Answer"], "--columns Question=prompt Answer=completion"),
         (["x"], "as in --columns"),
     ],
 )
