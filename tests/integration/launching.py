@@ -84,6 +84,11 @@ def run_processes(
     )
 
 
+def before_torchruns_report(shown: str) -> str:
+    """What the ranks printed: torchrun then repeats the last words of each one that failed."""
+    return shown.partition("torch.distributed.elastic.multiprocessing.errors.")[0]
+
+
 def run_two_processes(
     config: str,
     script: Path | str,

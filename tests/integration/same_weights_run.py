@@ -12,13 +12,13 @@ from utils.runs import finish
 finish_run = finish.finish_run
 
 
-def with_digests(trainer):
+def with_digests(trainer, save_dtype):
     weights = [parameter.detach().flatten() for parameter in trainer.model.parameters()]
     content = torch.cat(weights).view(torch.uint8).numpy().tobytes()
     digests = gathered(hashlib.sha256(content).hexdigest())
     if trainer.is_world_process_zero():
         print(f"{len(set(digests))} different weights on {len(digests)} ranks")
-    return finish_run(trainer)
+    return finish_run(trainer, save_dtype)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import before_torchruns_report, run_two_processes
 from poisoned_run import POISON, compute_loss_poisoned
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -288,7 +288,7 @@ def spoil_two_ranks(config: str, kind: str, argv: list[str]) -> str:
     done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
     assert done.stdout.count("exitcode  : 78") == 2, done.stdout[-4000:]
     assert done.stdout.count("not finite (1 problem):") == 1
-    return done.stdout
+    return before_torchruns_report(done.stdout)
 
 
 def test_what_the_plain_trainer_does_with_such_a_batch(workspace, tmp_path, capsys):

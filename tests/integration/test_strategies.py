@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import ROOT, quiet_environment, run_processes, run_two_processes
+from launching import (
+    ROOT,
+    before_torchruns_report,
+    quiet_environment,
+    run_processes,
+    run_two_processes,
+)
 from transformers import AutoModelForCausalLM
 
 import pretrain
@@ -171,7 +177,8 @@ def test_a_refusal_in_two_processes_is_shown_once_and_ends_both(pretraining, tmp
     argv = pretraining(tmp_path / "run", train_data="/no/such/data")
     done = run_two_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode != 0
-    assert done.stdout.count("/no/such/data: no such directory") == 1
+    shown = before_torchruns_report(done.stdout)
+    assert shown.count("/no/such/data: no such directory") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -143,10 +143,7 @@ def test_code_beside_a_model_is_not_run(
         argv[argv.index("--model_name_or_path")] = f"--{way}"
         main = sft_train.main
     imports.clear()
-    # As --model_config its settings are held against those that the architecture knows.
     reason = "text_config" if trick == "nested" else None
-    if way == "model_config" and trick != "attention_of_the_hub":
-        reason = "llama has no setting"
     with pytest.raises(ConfigurationError, match=reason) if reason else contextlib.nullcontext():
         main(argv)
     assert not touched.exists()

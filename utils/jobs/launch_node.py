@@ -57,6 +57,7 @@ class StopSignals:
         self.directory: Path | None = None
         self.started = False
         self.asked = False
+        self.too_early: AskedToStop | None = None
         self.waiting: list[int] | None = None
         for number in STOPPING:
             signal.signal(number, self._handle)
@@ -84,7 +85,9 @@ class StopSignals:
         name = signal.Signals(number).name
         if not self.started or self.directory is None:
             self.ignore()
-            raise AskedToStop(f"{name} on {host_name()} before the processes were started")
+            asked = f"{name} on {host_name()}"
+            self.too_early = AskedToStop(f"{asked} before the processes were started")
+            raise self.too_early
         if not self.asked:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
@@ -119,6 +122,11 @@ def main(argv: list[str] | None = None) -> int:
             verdict = Verdict(f"{title}\n{error}", error.exit_code)
         except AskedToStop as asked:
             verdict = Verdict(str(asked), ExitCode.STOPPED)
+        except Exception:
+            if signals.too_early is None:
+                raise
+            # It was raised inside an import, which made another error of it.
+            verdict = Verdict(str(signals.too_early), ExitCode.STOPPED)
         except KeyboardInterrupt:
             verdict = Verdict(f"interrupted on {host_name()}", INTERRUPTED)
         finally:
@@ -187,6 +195,8 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     if allocation.node == 0:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
+    if signals.too_early is not None:  # an import let nobody see it
+        raise signals.too_early
     signals.started = True
     verdict = run_processes(arguments, signals)
     return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), several_nodes)

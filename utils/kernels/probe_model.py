@@ -79,9 +79,15 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     # The mapping has no public name; `_model_mapping` has had this one since transformers 4.
     mapping = AutoModelForCausalLM._model_mapping
     if type(model_config) not in mapping:
+        why = "code that comes with a model is not run"
+        if model_config.get_text_config() is not model_config:
+            why = (
+                "it takes images too, and its text cannot be trained alone: take a checkpoint of "
+                "its text model (Mistral Small 24B of January 2025 for 3.1, Qwen3 for Qwen3-VL)"
+            )
         raise ConfigurationError(
             f"model type {model_config.model_type!r} ({type(model_config).__name__}): transformers "
-            "has no causal language model for it; custom code models are not supported"
+            f"has no causal language model for it; {why}"
         )
     model_class: Any = mapping[type(model_config)]
     return model_class[0] if isinstance(model_class, tuple) else model_class

@@ -1,5 +1,6 @@
 """The memory of the GPUs that a run is planned for, and what to do where a model exceeds it."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -31,10 +32,10 @@ def planned_device_bytes(environment: Mapping[str, str]) -> int | None:
     given = environment.get(VARIABLE, "").strip()
     if not given:
         return None
-    name = given.lower().removeprefix("nvidia").removeprefix("amd").strip(" _-")
-    name = name.replace(" ", "").replace("gb", "").replace("_", "-")
+    name = given.lower().removeprefix("nvidia").removeprefix("amd").lstrip(" _-")
+    name = re.sub(r"(?<=\d)gb$", "", name.replace(" ", "").replace("_", "-"))
     try:
-        size = GPUS[name] if name in GPUS else float(name.removesuffix("gib").removesuffix("g"))
+        size = GPUS[name] if name in GPUS else float(given.lower().removesuffix("gib").rstrip("gb"))
     except ValueError:
         size = 0.0
     if not 0 < size < 10_000:
