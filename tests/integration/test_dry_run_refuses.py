@@ -1,5 +1,6 @@
 """What a start refuses, the dry run refuses: one table, both are asked, in one process."""
 
+import ast
 import json
 import re
 import shutil
@@ -289,6 +290,65 @@ def test_the_dry_run_refuses_what_the_start_refuses(name, place, pretraining, fi
         script.main(argv)
     assert said in str(start.value)
     assert said in str(dry.value)
+
+
+# Rooms that a start has gone through before a dry run ends: their refusals are the same code.
+SHARED = {"config", "data", "kernels", "planning"}
+# What else refuses: the cases that ask both, or why only a start (or training) can know.
+NODES = "the other ranks and nodes, devices and clocks, which a dry run does not have"
+LATER = "what happens to storage or weights while training"
+LAUNCH = "the launcher's environment, read by both before settings are"
+BEYOND = {
+    "callbacks/nonfinite.py": LATER,
+    "checkpoints/discovery.py": ("all checkpoints damaged", "checkpoint of a run"),
+    "checkpoints/layout.py": ("checkpoint of a strategy",),
+    "checkpoints/manifest.py": "the same look at checkpoints, for one of a later version",
+    "checkpoints/pickles.py": "the same look at checkpoints; what only loading reads: " + LATER,
+    "checkpoints/rotation.py": LATER,
+    "checkpoints/run_record.py": ("broken record",),
+    "checkpoints/store.py": LATER,
+    "cluster/cpu_group.py": NODES,
+    "cluster/first_contact.py": NODES,
+    "cluster/job_request.py": LAUNCH,
+    "cluster/launch.py": NODES,
+    "cluster/run_lock.py": "a living job: the dry run warns, for it may be over by then",
+    "cluster/slurm_tasks.py": LAUNCH,
+    "cluster/tokens.py": LAUNCH,
+    "cluster/wandb_setup.py": ("tracker",),
+    "runs/changes.py": ("changed length", "changed seed", "changed data", "changed model"),
+    "runs/claim.py": ("foreign directory", "finished, checkpoints gone"),
+    "runs/preflight.py": NODES,
+    "runs/preview.py": ("a file", "no weights"),
+    "runs/startup.py": NODES,
+    "runs/storage_room.py": ("no room",),
+    "training/compiled_adam.py": "compiled where the device is: " + NODES,
+    "training/inherited_optimizer.py": ("no optimizer",),
+    "training/packed_trainer.py": LATER,
+    "training/zero_resharding.py": LATER,
+}
+REFUSALS = {"ConfigurationError", "StorageError", "UnfitClusterError", "NotFiniteError"}
+
+
+def test_each_module_that_refuses_after_the_plan_is_asked_or_says_why_not():
+    """A new refusal in a module that only a start reaches needs a case, or a reason, here."""
+    rooms = Path(pretrain.__file__).parent / "utils"
+    refusing = set()
+    for path in rooms.glob("*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node.exc, "func", None) if isinstance(node, ast.Raise) else None
+            if called is not None and ast.unparse(called) in REFUSALS:
+                refusing.add(f"{path.parent.name}/{path.name}")
+    beyond = {name for name in refusing if name.split("/")[0] not in SHARED | {"jobs"}}
+    assert beyond == BEYOND.keys()
+    asked = [case for cases in BEYOND.values() if isinstance(cases, tuple) for case in cases]
+    assert not set(asked) - CASES.keys()
+
+
+def test_skipping_steps_under_deepspeed_is_refused_in_the_plan(place, pretraining):
+    place.monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    argv = pretraining(place.run, on_nonfinite="skip")
+    with pytest.raises(ConfigurationError, match="does not go with DeepSpeed"):
+        pretrain.main([*argv, "--dry_run", "true"])
 
 
 def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(

@@ -9,7 +9,7 @@ from transformers import Trainer
 from typing_extensions import override
 
 from utils.callbacks.nonfinite import guard_among
-from utils.config.errors import ConfigurationError
+from utils.config.checks.nonfinite import check_skipping
 
 # Where each rank has all gradients as plain tensors.
 WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -30,7 +30,8 @@ class FiniteTrainerMixin(Trainer):
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = mixed_precision != "fp16"
         if self.guard.skips:
-            check_skipping(self.accelerator.distributed_type, mixed_precision)
+            deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            check_skipping(deepspeed, mixed_precision)
 
     @override
     def _get_grad_norm(
@@ -78,19 +79,3 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     """
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)
-
-
-def check_skipping(distributed_type: DistributedType, mixed_precision: str) -> None:
-    """Raise ConfigurationError where the optimizer cannot be kept from a spoilt gradient."""
-    if distributed_type == DistributedType.DEEPSPEED:
-        raise ConfigurationError(
-            "on_nonfinite skip does not go with DeepSpeed, whose optimizer steps at the end of the "
-            "backward pass, before the ranks can agree: use multi_gpu.yaml or fsdp2.yaml, or leave "
-            "on_nonfinite at stop."
-        )
-    if mixed_precision == "fp16":
-        raise ConfigurationError(
-            "on_nonfinite skip does not go with mixed_precision fp16 of the accelerate config, "
-            "whose loss scaler skips steps on its own account: use bf16, or leave on_nonfinite at "
-            "stop."
-        )

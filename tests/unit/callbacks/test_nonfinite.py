@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import GradientState, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
@@ -19,7 +18,7 @@ from utils.callbacks.nonfinite_report import Finding, named_documents, write_rep
 from utils.callbacks.weights import spoilt_weights
 from utils.cluster.notes import read_notes
 from utils.cluster.script import run_script
-from utils.config.checks.nonfinite import check_nonfinite
+from utils.config.checks.nonfinite import check_nonfinite, check_skipping
 from utils.config.errors import ConfigurationError, NotFiniteError
 from utils.config.reading.declarations import declared_settings
 from utils.config.reading.settings import SettingValues
@@ -27,7 +26,6 @@ from utils.config.run_arguments import RunArguments
 from utils.config.trainer_arguments import PretrainConfig
 from utils.data.packed_rows import DocumentPart
 from utils.jobs.verdict import judge
-from utils.training.finite import check_skipping
 
 ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=60)
 
@@ -274,11 +272,11 @@ def test_a_list_that_cannot_be_written_hides_nothing(tmp_path):
 
 
 def test_skipping_is_refused_where_it_cannot_be_done():
-    check_skipping(DistributedType.MULTI_GPU, "bf16")
+    check_skipping(False, "bf16")
     with pytest.raises(ConfigurationError, match="does not go with DeepSpeed, whose optimizer"):
-        check_skipping(DistributedType.DEEPSPEED, "bf16")
+        check_skipping(True, "bf16")
     with pytest.raises(ConfigurationError, match="does not go with mixed_precision fp16"):
-        check_skipping(DistributedType.FSDP, "fp16")
+        check_skipping(False, "fp16")
 
 
 def test_the_guard_is_found_among_callbacks(tmp_path):
