@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 from utils.cluster.host_memory import keep_freed_memory
 from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.batch import accumulation_steps, batch_arithmetic
-from utils.config.checks.nonfinite import check_skipping
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
@@ -76,8 +75,6 @@ def plan_run(
     divide, the data is smaller than one global batch, or no attention keeps packed documents apart.
     """
     run, model, training = settings.run, settings.model, settings.training
-    if run.on_nonfinite == "skip":
-        check_skipping(launch.strategy.startswith("zero"), training.mixed_precision)
     micro_batch = training.per_device_train_batch_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
     rows = len(data.train)
