@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     from utils.config.run_settings import parse_pretraining
 
     settings = parse_pretraining(argv, description=__doc__)  # the rest is imported if it is sound
-    from utils.planning.models import load_model, load_model_config, load_run_tokenizer
+    from utils.planning.models import load_model, load_model_config
     from utils.planning.plan import plan_run
-    from utils.planning.run_data import load_run_data
+    from utils.planning.run_data import load_run_data, load_run_tokenizer
     from utils.runs.preview import check_start
     from utils.runs.startup import start_process
 

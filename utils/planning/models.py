@@ -1,4 +1,4 @@
-"""The tokenizer and the model of a run: loaded strictly, or built from a configuration."""
+"""The model of a run: loaded strictly, or built from a configuration."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,18 @@ from transformers import (
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
-from utils.data.tokenizers import load_tokenizer
 from utils.kernels.attention import AttentionChoice
 from utils.kernels.cpu_products import align_weights
 from utils.kernels.probe_model import causal_lm_class
 from utils.planning.adapters import freeze_unused
 from utils.planning.config_files import UNUSABLE, config_from_file, read_config_file
 from utils.planning.finished_model import check_generation_settings, generation_settings
-from utils.planning.run_data import tokenizer_directory
 from utils.planning.stages import own_checkpoint, stage_of, weights_directory
 from utils.planning.strict_loading import load_strictly
-from utils.planning.vocabulary import add_rows, compare_with_model, fit_embedding
+from utils.planning.vocabulary import add_rows, fit_embedding
 
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
-
-
-def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
-    directory = tokenizer_directory(settings)
-    tokenizer = load_tokenizer(directory)
-    compare_with_model(settings, tokenizer, directory)
-    return tokenizer
 
 
 def load_model_config(

@@ -22,7 +22,7 @@ from utils.data.tokenizers import (
     tokenizer_sha256,
 )
 from utils.planning.stages import stage_tokenizer
-from utils.planning.vocabulary import new_token_ids
+from utils.planning.vocabulary import compare_with_model, new_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,14 @@ class RunData:
         """Return the content fingerprints of every split's datasets, for the provenance."""
         splits = {"train": self.train, **self.evaluation}
         return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
+
+
+def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
+    """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
+    directory = tokenizer_directory(settings)
+    tokenizer = load_tokenizer(directory)
+    compare_with_model(settings, tokenizer, directory)
+    return tokenizer
 
 
 def tokenizer_directory(settings: RunSettings) -> str:
