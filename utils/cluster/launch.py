@@ -1,19 +1,30 @@
-"""Compares the launch that was asked for with what accelerate made of it, and refuses a difference.
+"""The checks of a launch by its ranks: they form one group, can talk, and train as was asked.
 
 A launch that went wrong seldom fails: processes that do not find each other each train alone and
-write to one output directory, and a strategy that cannot run silently becomes another one.
+write to one output directory, a strategy that cannot run silently becomes another one, and a
+network that does not carry the ranks' traffic shows as a job that waits in silence.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from utils.cluster.first_contact import meet_all_ranks
 from utils.cluster.host import host_name
+from utils.cluster.limits import call_within
 from utils.config.errors import ConfigurationError, UnfitClusterError
 
-# Set where a scheduler handed out GPUs; the value names or counts them.
-ALLOCATED_DEVICES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+if TYPE_CHECKING:
+    import torch
+
+# Ranks start apart: a node whose file cache is cold imports a minute longer.
+FIRST_COLLECTIVE_LIMIT_S = 180.0
+ADVICE = (
+    "Look at the interface that carries the traffic (NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: the "
+    "name that `ip -brief address` shows on every node), at firewalls between the nodes, and at "
+    "what STOKER_DEBUG=1 logs."
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ def check_launch() -> LaunchFacts:
     """Check that all processes found each other; every rank calls it, before the data is opened.
 
     Call it once TrainingArguments exists: parsing `use_cpu` sets accelerate's `PartialState` up.
-    Raises ConfigurationError, UnfitClusterError where it is not the command that is wrong.
+    Raises ConfigurationError, or UnfitClusterError where it is not the command that is wrong.
     """
     import torch
     from accelerate import PartialState
@@ -64,7 +75,7 @@ def launch_problem(
     """Say what is wrong with a launch of `processes` connected processes; None when nothing is."""
     asked = int(environment.get("WORLD_SIZE", "1"))
     if asked != processes:
-        return _alone(environment, asked, processes)
+        return _unconnected(environment, asked, processes)
     if "WORLD_SIZE" in environment:
         return None
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -74,12 +85,6 @@ def launch_problem(
             f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE). Start one task per node "
             "(--ntasks-per-node=1) with slurm/launch_node.sh or `accelerate launch` in it, which "
             "starts the processes."
-        )
-    if _single_cpu_process_of_several(environment):
-        return ConfigurationError(
-            "accelerate launch was asked for several processes, but starts only one with --cpu or "
-            "use_cpu (it leaves the others to mpirun). Use accelerate_configs/cpu.yaml and give "
-            "the script --use_cpu true. (One process is what you want? Then unset MASTER_ADDR.)"
         )
     if visible_gpus > 1:
         return ConfigurationError(
@@ -91,33 +96,109 @@ def launch_problem(
     return None
 
 
-def _alone(environment: Mapping[str, str], asked: int, processes: int) -> ConfigurationError:
-    """Explain processes that did not connect: no devices where there should be, or none asked."""
+def _unconnected(environment: Mapping[str, str], asked: int, processes: int) -> ConfigurationError:
     problem = (
         f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
         f"{processes}: each would train alone and write to the same output directory. "
     )
-    devices = next((name for name in ALLOCATED_DEVICES if environment.get(name)), None)
-    if devices is not None:
-        return UnfitClusterError(
-            f"{problem}Devices were allocated here ({devices}={environment[devices]}), but torch "
-            f"sees none: look at nvidia-smi on {host_name()} and whether torch is built for them."
-        )
+    # Set where a scheduler handed out GPUs; the value names or counts them.
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"):
+        if environment.get(name):
+            return UnfitClusterError(
+                f"{problem}Devices were allocated here ({name}={environment[name]}), but torch "
+                f"sees none: look at nvidia-smi on {host_name()} and whether torch is built for "
+                "them."
+            )
     return ConfigurationError(
         f"{problem}Without a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; "
         "with GPUs check that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
     )
 
 
-def _single_cpu_process_of_several(environment: Mapping[str, str]) -> bool:
-    """Whether accelerate's simple launcher dropped processes.
+def meet_all_ranks(rank: int, world_size: int, device: "torch.device") -> tuple[str, ...]:
+    """Return the host of every rank, after all have summed a number.
 
-    It sets MASTER_ADDR only for several processes and starts one all the same
-    (accelerate/utils/launch.py, `prepare_simple_launcher_cmd_env`).
+    Every rank of an initialised process group calls it. Raises UnfitClusterError, which names this
+    host and rank, and ranks that did not come. The stuck collective then stays behind in a thread:
+    end the process without its teardown, as `run_script` does.
     """
-    launched_on_cpu = asks_for_cpu(environment)
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment
-    return launched_on_cpu and by_accelerate and "MASTER_ADDR" in environment
+    name = f"{host_name()} rank {rank} of {world_size}"
+    collective = f"the first all-reduce of all ranks ({device.type})"
+    try:
+        store = _announce(rank)
+        hosts, total = call_within(
+            FIRST_COLLECTIVE_LIMIT_S, lambda: _hosts_and_sum(rank, world_size, device)
+        )
+    except TimeoutError:
+        problem = _absence(store, world_size) or (
+            f"all ranks are there, but {collective} did not end within "
+            f"{FIRST_COLLECTIVE_LIMIT_S:g} s. {ADVICE}"
+        )
+        raise UnfitClusterError(f"{name}: {problem}") from None
+    except RuntimeError as error:  # of which torch's DistError is one
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnfitClusterError(f"{name}: {collective} failed ({first_line}). {ADVICE}") from error
+    expected = world_size * (world_size + 1) // 2
+    if total != expected:
+        raise UnfitClusterError(
+            f"{name}: {collective} gave {total}, not {expected}: a device or a network adapter "
+            "computes wrongly. Leave nodes out one by one (sbatch --exclude) to find it: "
+            f"{', '.join(sorted(set(hosts)))}."
+        )
+    return tuple(hosts)
+
+
+def _announce(rank: int) -> "torch.distributed.TCPStore | None":
+    """Write this rank's host into the store at rank 0, for the others' error message."""
+    from torch.distributed import TCPStore
+
+    if "MASTER_ADDR" not in os.environ:
+        return None  # the process group met elsewhere (MPI): there is no store to ask
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+    )
+    store.set(_key(rank), host_name())
+    return store
+
+
+def _key(rank: int) -> str:
+    return f"stoker/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank-{rank}"
+
+
+def _absence(store: "torch.distributed.TCPStore | None", world_size: int) -> str | None:
+    """Name the ranks, and the nodes, that did not come; None when all did."""
+    if store is None:
+        return None
+    try:
+        missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
+        came = {store.get(_key(rank)).decode() for rank in range(world_size) if rank not in missing}
+    except RuntimeError:
+        return None  # rank 0, and the store with it, has given up already
+    if not missing:
+        return None
+    silent = [host for host in os.environ.get("STOKER_NODE_HOSTS", "").split() if host not in came]
+    hosts = f" (no rank at all of {', '.join(silent)})" if silent else ""
+    ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{'rank' if len(missing) == 1 else 'ranks'} {ranks} did not come within "
+        f"{FIRST_COLLECTIVE_LIMIT_S:g} s{hosts}. Look in the log for what happened there; a file "
+        "system that is slow to import from, or a process that never started, shows like this too."
+    )
+
+
+def _hosts_and_sum(rank: int, world_size: int, device: "torch.device") -> tuple[list[str], int]:
+    import torch
+
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)  # each thread has a current device
+    number = torch.tensor(rank + 1, device=device)
+    torch.distributed.all_reduce(number)
+    hosts = [""] * world_size
+    torch.distributed.all_gather_object(hosts, host_name())
+    return hosts, int(number.item())
 
 
 def asks_for_cpu(environment: Mapping[str, str]) -> bool:
@@ -142,35 +223,30 @@ def check_strategy(facts: LaunchFacts) -> None:
 
     Raises ConfigurationError: with a CPU, for one, FSDP and DeepSpeed become plain DDP in silence.
     """
+    requested, actual = facts.strategy, actual_strategy()
+    if requested == actual or (requested, actual[:4]) == ("zero_file", "zero"):
+        return
+    # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
+    if {requested, actual} == {"single", "ddp"}:
+        return
+    on_cpu = (
+        " FSDP and DeepSpeed need GPUs: on a CPU use accelerate_configs/cpu.yaml."
+        if facts.device == "cpu"
+        else " Check the accelerate config and the script's --fsdp and --deepspeed flags."
+    )
+    raise ConfigurationError(
+        f"The launcher asked for {requested}, but accelerate runs {actual}.{on_cpu}"
+    )
+
+
+def actual_strategy() -> str:
+    """Name the strategy that accelerate runs, in `LaunchFacts` terms."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
-    problem = strategy_problem(facts.strategy, actual_strategy(state), facts.device)
-    if problem:
-        raise ConfigurationError(problem)
-
-
-def actual_strategy(state: object) -> str:
-    """Name the strategy an initialised `AcceleratorState` runs, in `LaunchFacts` terms."""
-    # `object`, and so the ignores below: naming AcceleratorState would import accelerate here.
-    kind = getattr(state, "distributed_type").value  # noqa: B009 - unknown to `object`
+    kind = state.distributed_type.value
     if kind == "DEEPSPEED":
-        return f"zero{state.deepspeed_plugin.zero_stage}"  # type: ignore[attr-defined]
+        return f"zero{state.deepspeed_plugin.zero_stage}"
     if kind == "FSDP":
-        return f"fsdp{state.fsdp_plugin.fsdp_version}"  # type: ignore[attr-defined]
+        return f"fsdp{state.fsdp_plugin.fsdp_version}"
     return "single" if kind == "NO" else "ddp"
-
-
-def strategy_problem(requested: str, actual: str, device: str) -> str | None:
-    """Say what is wrong when `actual` is not what was `requested`; None when it is."""
-    if requested == actual or (requested, actual[:4]) == ("zero_file", "zero"):
-        return None
-    # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
-    if {requested, actual} == {"single", "ddp"}:
-        return None
-    on_cpu = (
-        " FSDP and DeepSpeed need GPUs: on a CPU use accelerate_configs/cpu.yaml."
-        if device == "cpu"
-        else " Check the accelerate config and the script's --fsdp and --deepspeed flags."
-    )
-    return f"The launcher asked for {requested}, but accelerate runs {actual}.{on_cpu}"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +24,7 @@ from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
 from utils.jobs.allocation import Allocation, read_allocation
 from utils.jobs.compile_cache import CompileCache
-from utils.jobs.meeting import Meeting, with_free_port
-from utils.jobs.node_check import check_nodes, node_facts
+from utils.jobs.node_check import check_nodes, node_facts, with_free_port
 from utils.jobs.node_environment import (
     debugging,
     make_directories,
@@ -187,11 +186,8 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if allocation.node == 0 and job_nodes > len(allocation.hosts):
         logger.warning("%d of the job's %d nodes are used", len(allocation.hosts), job_nodes)
-    several_nodes = len(allocation.hosts) > 1
-    with Meeting(allocation) if several_nodes else nullcontext() as meeting:
-        files = [*code_files(), path, Path(command[0])]
-        facts = node_facts(allocation, files, count_devices())
-        found = check_nodes(allocation, facts, meeting)
+    facts = node_facts(allocation, [*code_files(), path, Path(command[0])], count_devices())
+    found = check_nodes(allocation, facts)
     if allocation.node == 0:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
@@ -199,7 +195,7 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         raise signals.too_early
     signals.started = True
     verdict = run_processes(arguments, signals)
-    return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), several_nodes)
+    return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), len(allocation.hosts) > 1)
 
 
 def count_devices() -> int:

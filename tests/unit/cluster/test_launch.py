@@ -1,7 +1,16 @@
+"""Launches: what is wrong with one, the first collective of all ranks, the strategy that runs."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launching import free_port, quiet_environment
 
+from utils.cluster import launch
 from utils.cluster.launch import (
     LaunchFacts,
     actual_strategy,
@@ -10,38 +19,32 @@ from utils.cluster.launch import (
     check_strategy,
     launch_problem,
     requested_strategy,
-    strategy_problem,
 )
-from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.errors import ConfigurationError, ExitCode
 
+ROOT = Path(__file__).parents[3]
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
-ON_CPU = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "processes", "visible_gpus", "message"),
+    ("environment", "processes", "visible_gpus", "code", "message"),
     [
-        ({"WORLD_SIZE": "2"}, 1, 0, r"n1: .*started 2 processes, .* connected 1.*--use_cpu"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, r"srun started 4 copies.*--ntasks-per-node=1"),
-        (ON_CPU | {"MASTER_ADDR": "127.0.0.1"}, 1, 0, r"starts only one.*cpu\.yaml"),
-        ({}, 1, 4, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*--num_processes 4"),
+        ({"WORLD_SIZE": "2"}, 1, 0, 2, r"n1: .*started 2 processes, .* connected 1.*--use_cpu"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, 2, r"srun started 4 copies.*--ntasks-per-node=1"),
+        ({}, 1, 4, 2, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*--num_processes 4"),
+        (
+            {"WORLD_SIZE": "2", "SLURM_STEP_GPUS": "0,1"}, 1, 0,
+            ExitCode.UNFIT, r"SLURM_STEP_GPUS=0,1\), but torch sees none.* n1",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_launch_that_went_wrong_is_explained(
-    environment, processes, visible_gpus, message, monkeypatch
+    environment, processes, visible_gpus, code, message, monkeypatch
 ):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     problem = launch_problem(environment, processes, visible_gpus)
-    assert problem.exit_code == ExitCode.REFUSED
+    assert problem.exit_code == code
     with pytest.raises(ConfigurationError, match=message):
-        raise problem
-
-
-def test_devices_that_were_allocated_and_are_not_seen_are_the_clusters_fault(monkeypatch):
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    problem = launch_problem({"WORLD_SIZE": "2", "SLURM_STEP_GPUS": "0,1"}, 1, 0)
-    assert problem.exit_code == ExitCode.UNFIT
-    with pytest.raises(UnfitClusterError, match=r"SLURM_STEP_GPUS=0,1\), but torch sees none.* n2"):
         raise problem
 
 
@@ -49,8 +52,6 @@ def test_devices_that_were_allocated_and_are_not_seen_are_the_clusters_fault(mon
     ("environment", "processes", "visible_gpus"),
     [
         ({}, 1, 0),
-        ({}, 1, 1),
-        (ON_CPU, 1, 0),
         ({"MASTER_ADDR": "n1"}, 1, 1),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, 1, 1),
         ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8, 4),
@@ -84,25 +85,24 @@ def test_the_requested_strategy_is_read_from_what_the_launcher_sets(
     ("requested", "actual", "device", "message"),
     [
         ("fsdp2", "ddp", "cpu", "asked for fsdp2, but accelerate runs ddp.*need GPUs"),
-        ("zero3", "ddp", "cpu", "asked for zero3, but accelerate runs ddp"),
         ("fsdp2", "fsdp1", "cuda", "asked for fsdp2, but accelerate runs fsdp1.*--fsdp"),
         ("zero2", "zero3", "cuda", "asked for zero2, but accelerate runs zero3"),
-        ("ddp", "fsdp2", "cuda", "asked for ddp, but accelerate runs fsdp2"),
         ("single", "zero2", "cuda", "asked for single, but accelerate runs zero2"),
+        ("single", "ddp", "cuda", None),
+        ("fsdp2", "fsdp2", "cuda", None),
+        ("zero_file", "zero3", "cuda", None),
     ],
 )
-def test_another_strategy_than_asked_for_is_explained(requested, actual, device, message):
+def test_another_strategy_than_asked_for_is_refused(
+    monkeypatch, requested, actual, device, message
+):
+    monkeypatch.setattr(launch, "actual_strategy", lambda: actual)
+    facts = LaunchFacts(0, 1, requested, ("n1",), device)
+    if message is None:
+        check_strategy(facts)
+        return
     with pytest.raises(ConfigurationError, match=message):
-        raise ConfigurationError(strategy_problem(requested, actual, device))
-
-
-@pytest.mark.parametrize(
-    ("requested", "actual"),
-    [("single", "single"), ("ddp", "ddp"), ("single", "ddp"), ("fsdp2", "fsdp2"),
-     ("zero_file", "zero3")],
-)  # fmt: skip
-def test_the_strategy_asked_for_is_no_problem(requested, actual):
-    assert strategy_problem(requested, actual, "cuda") is None
+        check_strategy(facts)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_strategy_asked_for_is_no_problem(requested, actual):
     [("NO", "single"), ("MULTI_GPU", "ddp"), ("MULTI_CPU", "ddp"), ("FSDP", "fsdp2"),
      ("DEEPSPEED", "zero3")],
 )  # fmt: skip
-def test_the_actual_strategy_is_read_from_accelerates_state(kind, strategy):
+def test_the_actual_strategy_is_read_from_accelerates_state(monkeypatch, kind, strategy):
     from accelerate.utils import DistributedType
 
     state = SimpleNamespace(
@@ -118,10 +118,11 @@ def test_the_actual_strategy_is_read_from_accelerates_state(kind, strategy):
         fsdp_plugin=SimpleNamespace(fsdp_version=2),
         deepspeed_plugin=SimpleNamespace(zero_stage=3),
     )
-    assert actual_strategy(state) == strategy
+    monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
+    assert actual_strategy() == strategy
 
 
-def test_one_plain_process_passes_both_checks():
+def test_one_process_passes_unless_more_were_started(monkeypatch):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -131,28 +132,9 @@ def test_one_plain_process_passes_both_checks():
     assert (facts.rank, facts.world_size) == (0, 1)
     assert (facts.strategy, facts.device, len(facts.hosts)) == ("single", "cpu", 1)
     check_strategy(facts)
-
-
-def test_a_refused_launch_raises(monkeypatch):
-    from accelerate import PartialState
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="started 2 processes"):
         check_launch()
-
-
-def test_a_refused_strategy_raises():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    Accelerator(cpu=True)
-    facts = LaunchFacts(0, 1, strategy="fsdp2", hosts=("n1",), device="cpu")
-    with pytest.raises(ConfigurationError, match="asked for fsdp2"):
-        check_strategy(facts)
 
 
 @pytest.mark.parametrize("word", ["1", "True", "yes", "on", "Y", "t", "0", "false", "no", "off"])
@@ -160,7 +142,109 @@ def test_the_cpu_is_asked_for_in_accelerates_words(word):
     from accelerate.utils.environment import str_to_bool
 
     assert asks_for_cpu({"ACCELERATE_USE_CPU": word}) == bool(str_to_bool(word))
-
-
-def test_nothing_said_is_not_the_cpu():
     assert not asks_for_cpu({})
+
+
+# What each of two ranks does; {trouble} is what goes wrong in it.
+RANK = """
+    import os, sys, time
+    import torch.distributed as dist
+    from accelerate import PartialState
+    from utils.cluster import launch
+    from utils.cluster.script import run_script
+
+    rank = int(os.environ["RANK"])
+    launch.FIRST_COLLECTIVE_LIMIT_S = 3
+
+    def main():
+        PartialState(cpu=True)
+        {trouble}
+        print(launch.check_launch())
+        dist.barrier()
+
+    sys.exit(run_script(main))
+"""
+
+
+def run_ranks(trouble: str, processes: int = 2) -> list[tuple[int, str]]:
+    """The exit code and all output of each rank; they have names of hosts, n0, n1, ..."""
+    program = textwrap.dedent(RANK).replace("{trouble}", trouble)
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=quiet_environment(
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": "0",
+                    "WORLD_SIZE": str(processes),
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "SLURMD_NODENAME": f"n{rank}",
+                    "STOKER_NODE_HOSTS": "n0 n1",
+                    "PYTHONPATH": str(ROOT),
+                }
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    ended = []
+    for process in started:
+        output, _ = process.communicate(timeout=60)
+        ended.append((process.returncode, output))
+    return ended
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_know_each_others_hosts():
+    for rank, (code, output) in enumerate(run_ranks("pass")):
+        assert code == 0, output
+        assert f"rank={rank}" in output
+        assert "hosts=('n0', 'n1')" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named_with_its_node():
+    begin = time.monotonic()
+    (code, output), _ = run_ranks("if rank == 1: time.sleep(5); os._exit(9)")
+    assert code == 69, output
+    assert "n0 rank 0 of 2: rank 1 did not come within 3 s (no rank at all of n1)" in output
+    assert time.monotonic() - begin < 40
+
+
+@pytest.mark.slow
+def test_a_collective_that_never_ends_is_said_and_does_not_keep_the_process():
+    (code, output), (other, _) = run_ranks(
+        "if rank == 1: dist.all_reduce = lambda tensor: time.sleep(100)"
+    )
+    assert (code, other) == (69, 69), output
+    assert "cluster error on n0" in output
+    assert (
+        "n0 rank 0 of 2: all ranks are there, but the first all-reduce of all ranks (cpu) did not "
+        "end within 3 s"
+    ) in output
+    assert "GLOO_SOCKET_IFNAME" in output
+    assert "STOKER_DEBUG=1" in output
+
+
+@pytest.mark.slow
+def test_a_collective_that_fails_is_said():
+    (code, output), _ = run_ranks(
+        "dist.all_reduce = lambda tensor: (_ for _ in ()).throw(RuntimeError('broken'))"
+    )
+    assert code == 69, output
+    assert "first all-reduce of all ranks (cpu) failed (broken)" in output
+
+
+@pytest.mark.slow
+def test_a_wrong_sum_is_refused_naming_the_hosts():
+    wrong = "honest = dist.all_reduce; dist.all_reduce = lambda x: (honest(x), x.add_(rank == 0))"
+    (code, output), (other, _) = run_ranks(wrong)
+    assert code == 69, output
+    assert "n0 rank 0 of 2: the first all-reduce of all ranks (cpu) gave 4, not 3" in output
+    assert "(sbatch --exclude) to find it: n0, n1." in output
+    assert other in (0, 1, 69)

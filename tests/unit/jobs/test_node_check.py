@@ -1,68 +1,162 @@
+"""The nodes of a job meet, and each difference between them that matters is refused."""
+
 import copy
 import re
+import socket
+import threading
 
 import pytest
 
-from utils.config.errors import UnfitClusterError
+from utils.cluster.slurm_tasks import listen
+from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.jobs.allocation import Allocation
-from utils.jobs.node_check import check_nodes, node_facts, node_problems
+from utils.jobs.node_check import (
+    check_nodes,
+    exchange_facts,
+    node_facts,
+    node_problems,
+    with_free_port,
+)
 
 FACTS = {
     "host": "n1", "processes": 4, "gpus": 4, "devices": 4, "visible": None, "code": "abc",
-    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+    "versions": {"python": "3.11.2", "torch": "2.13.0"}, "clock_ahead_s": 0.0,
 }  # fmt: skip
+ALONE = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
+
+
+@pytest.fixture
+def port():
+    """The first of two neighbouring ports that are free."""
+    while True:
+        with listen(0) as first:
+            number = first.getsockname()[1]
+            try:
+                listen(number + 1).close()
+            except (OSError, OverflowError):
+                continue
+        return number
+
+
+def node(index: int, port: int, address: str = "127.0.0.1") -> Allocation:
+    return Allocation(("n1", "n2"), index, 2, None, address, port)
 
 
 def other(**changes):
     return copy.deepcopy(FACTS) | {"host": "n2"} | changes
 
 
-def test_nodes_that_are_alike_have_no_problem():
-    assert node_problems([FACTS, other()], [0.0, 59.0]) == []
-    cpus = {"gpus": None, "devices": 0}
-    assert node_problems([FACTS | cpus, other(**cpus)], [0.0, 0.0]) == []
+def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port):
+    heard = {}
+
+    def attend(index: int) -> None:
+        allocation = node(index, port)
+        heard[index] = exchange_facts(allocation, node_facts(allocation, [], devices=index))
+
+    threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
+    threads[0].start()
+    for words in (b"", b"GET / HTTP/1.1\n", b'[1, 2, {"host": "n7"}]\n', b"[]\n"):
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
+                    stranger.sendall(words)
+                break
+            except ConnectionRefusedError:
+                continue
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert heard[0] == heard[1]
+    assert [facts["host"] for facts in heard[0]] == ["n1", "n2"]
+    assert [facts["devices"] for facts in heard[0]] == [0, 1]
+    assert abs(heard[0][1]["clock_ahead_s"]) < 5
+    listen(port + 1).close()  # free again
+
+
+def test_a_node_that_does_not_come_is_named_on_all_that_did(port, monkeypatch):
+    monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "1")
+    missing = rf"n2 did not come to 127.0.0.1:{port + 1} within 1 s.*STOKER_MAIN_ADDRESS"
+    with pytest.raises(UnfitClusterError, match=missing):
+        exchange_facts(node(0, port), FACTS)
+    with pytest.raises(UnfitClusterError, match=r"n2: .*address of n1 .*did not answer within 1 s"):
+        exchange_facts(node(1, port), FACTS)
+    with pytest.raises(UnfitClusterError, match=r"n2: no\.such\.host:.*Name or service not known"):
+        exchange_facts(node(1, port, "no.such.host"), FACTS)
+
+    hosts = ("n1", "n2", "n3")
+    nodes = [Allocation(hosts, index, 2, None, "127.0.0.1", port) for index in (0, 1)]
+    refusals = []
+
+    def attend(allocation: Allocation) -> None:
+        with pytest.raises(UnfitClusterError) as refused:
+            exchange_facts(allocation, node_facts(allocation, [], 0))
+        refusals.extend(refused.value.problems)
+
+    threads = [threading.Thread(target=attend, args=(allocation,)) for allocation in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(refusals) == 2
+    assert refusals[0] == refusals[1]
+    assert refusals[0].startswith("n3 did not come")
+
+
+def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch):
+    alone = Allocation(("n1",), 0, 1, None, "127.0.0.1", port)
+    assert with_free_port(alone) == alone
+    with listen(port):
+        assert with_free_port(alone).port != port
+        assert with_free_port(node(1, port)).port == port  # the first node's affair
+        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: set STOKER_M"):
+            with_free_port(node(0, port))
+        monkeypatch.setenv("STOKER_MAIN_PORT", str(port))
+        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: unset STOKER"):
+            with_free_port(alone)
+    with listen(port + 1), pytest.raises(UnfitClusterError, match=f"n1: port {port + 1} is in use"):
+        exchange_facts(node(0, port), FACTS)
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "inf", "nan"])
+def test_the_limit_must_be_seconds(port, monkeypatch, value):
+    monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", value)
+    with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
+        exchange_facts(node(1, port), FACTS)
 
 
 @pytest.mark.parametrize(
-    ("changes", "clocks", "problem"),
+    ("changes", "problem"),
     [
-        ({"devices": 3, "visible": "0,1,2"}, (0, 0), r"n2: .* 4 GPUs .*sees 3 \(CUDA.*=0,1,2\)"),
-        ({"processes": 2, "gpus": 2}, (0, 0), r"n1 has 4 processes .*n2 has 2"),
-        ({"versions": {"python": "3.11.2"}}, (0, 0), r"torch is 2\.13\.0 on n1, but None on n2"),
-        ({"code": "abd"}, (0, 0), r"differs between n1 \(abc\) and n2 \(abd\)"),
-        ({}, (0, 61), r"clock of n2 is 61 s ahead of that of n1"),
-        ({}, (75, 0), r"clock of n1 is 75 s ahead of that of n2"),
+        ({"clock_ahead_s": 59.0}, None),
+        ({"devices": 3, "visible": "0,1,2"}, r"n2: .* 4 GPUs .*sees 3 \(CUDA.*=0,1,2\)"),
+        ({"processes": 2, "gpus": 2}, r"n1 has 4 processes .*n2 has 2"),
+        ({"versions": {"python": "3.11.2"}}, r"torch is 2\.13\.0 on n1, but None on n2"),
+        ({"code": "abd"}, r"differs between n1 \(abc\) and n2 \(abd\)"),
+        ({"clock_ahead_s": 61.0}, r"clock of n2 is 61 s ahead of that of n1"),
+        ({"clock_ahead_s": -75.0}, r"clock of n1 is 75 s ahead of that of n2"),
     ],
 )
-def test_each_difference_names_both_nodes(changes, clocks, problem):
-    (found,) = node_problems([FACTS, other(**changes)], clocks)
-    assert re.search(problem, found)
-
-
-def test_all_problems_of_all_nodes_are_told_at_once():
-    everyone = [FACTS | {"devices": 0}, other(devices=0, code="x")]
-    assert len(node_problems(everyone, [0, 100])) == 4
+def test_each_difference_names_both_nodes(changes, problem):
+    found = node_problems([FACTS, other(**changes)])
+    assert len(found) == (problem is not None)
+    assert not found or re.search(problem, found[0])
 
 
 def test_one_node_looks_at_its_devices_alone(caplog):
-    allocation = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
     with pytest.raises(UnfitClusterError, match=r"n1: the job has 2 GPUs .* torch sees 1"):
-        check_nodes(allocation, node_facts(allocation, [], devices=1), None)
-    assert check_nodes(allocation, node_facts(allocation, [], 2), None) == (
-        "node check: n1, 2 GPU(s) each"
-    )
+        check_nodes(ALONE, node_facts(ALONE, [], devices=1))
+    assert check_nodes(ALONE, node_facts(ALONE, [], 2)) == "node check: n1, 2 GPU(s) each"
     assert not caplog.records
-    check_nodes(allocation, node_facts(allocation, [], 8), None)
+    check_nodes(ALONE, node_facts(ALONE, [], 8))
     assert "n1: torch sees 8 GPUs, and the job uses 2" in caplog.text
 
 
 def test_the_code_is_told_apart_by_names_and_content(tmp_path):
-    allocation = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
     one, two = tmp_path / "a.py", tmp_path / "b.py"
     one.write_text("x = 1")
 
     def code(*files):
-        return node_facts(allocation, files, 0)["code"]
+        return node_facts(ALONE, files, 0)["code"]
 
     before = code(one)
     assert before == code(one)
