@@ -35,7 +35,9 @@ CALLS = (
 )
 RECORDING = ("-e", f"trace={CALLS}")
 # What differs from start to start in the names of files that are there for a moment.
-_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.)\d+(?=\.tmp)|(?<=preflight-)[\w-]+")
+_CHANGING = re.compile(
+    r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)|(?<=preflight-)[\w-]+"
+)
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
 # Starting a process, multiprocessing asks for the exit codes of all others: where two threads ask
 # for one at a time the second finds nothing, and makes it 255.

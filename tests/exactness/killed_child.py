@@ -36,7 +36,7 @@ import utils.training.pretrain_trainer
 from utils.callbacks.stop import StopWatch
 from utils.checkpoints import background, rotation, staging
 from utils.checkpoints.room import Room, taken_room
-from utils.cluster import lock_owner, run_lock
+from utils.cluster import run_lock
 from utils.cluster.script import run_script
 from utils.runs import storage_room
 
@@ -149,7 +149,7 @@ def stoker(argv: list[str], options: dict) -> int:
 def pretend_host(name: str) -> None:
     """Be on another machine, as far as locks can tell, with a heartbeat that others see."""
     os.environ["SLURMD_NODENAME"] = name
-    lock_owner._machine = lambda: f"a boot of {name}"
+    run_lock._machine = lambda: f"a boot of {name}"
     run_lock.BEAT_S, run_lock.WATCH_S = 0.1, HOST_WATCH_S
 
 

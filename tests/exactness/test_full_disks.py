@@ -181,7 +181,7 @@ KILLS = [
     Call("fsync", "checkpoint-1/model.safetensors", 1, 0),
     Call("mkdir", "checkpoint-3", 1, 0),
     Call("fsync", "checkpoint-3/model.safetensors", 1, 0),
-    Call("rename", "checkpoint-4/.manifest.json.draft", 1, 0),
+    Call("rename", "checkpoint-4/.manifest.json.*.tmp", 1, 0),
     Call("fsync", "checkpoint-5/optimizer.pt", 1, 0),
 ]
 

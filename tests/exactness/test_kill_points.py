@@ -155,7 +155,7 @@ def unordered(run: Path, trace: str) -> list[str]:
         )
 
     wrong = []
-    for name in [*files, ".manifest.json.draft"]:
+    for name in [*files, ".manifest.json.*.tmp"]:
         path = checkpoint / name
         if not flushed(path, last_change(path, before), named.began):
             wrong.append(name)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from utils.callbacks.journal import valid_json
+from utils.cluster.whole_files import replace_text
 from utils.data.loader import TrainLoader
 from utils.data.packed_rows import DocumentPart
 
@@ -104,9 +105,7 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> No
     path = run / f"nonfinite-step-{step + 1}.json"
     text = json.dumps(valid_json(facts), indent=1, allow_nan=False) + "\n"
     try:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, text)
         where = f"all of them: {path}"
     except OSError as error:  # the finding is what matters
         where = f"the list of all could not be written: {error}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from utils.checkpoints.digests import file_digests
 
 MANIFEST = "manifest.json"
-MANIFEST_DRAFT = ".manifest.json.draft"
 THREADS = 8  # of fsync: parallel file systems like several writers
 
 # Names of the files that ranks other than the first write: Trainer's random states, the shards of
@@ -46,7 +45,7 @@ def list_files(directory: Path) -> list[str]:
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         for name in [*files, *links]:
             path = (Path(folder) / name).relative_to(directory).as_posix()
-            if path not in (MANIFEST, MANIFEST_DRAFT) and not name.startswith(".nfs"):
+            if path != MANIFEST and not name.startswith(".nfs"):
                 names.append(path)
     return sorted(names)
 

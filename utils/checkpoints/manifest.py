@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.files import MANIFEST, MANIFEST_DRAFT, FileRecord, flush
+from utils.checkpoints.files import MANIFEST, FileRecord, flush
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
 
 FORMAT = 1
@@ -52,12 +52,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     Raises OSError.
     """
     flush(directory.parent)  # the entry of the directory itself
-    draft = directory / MANIFEST_DRAFT
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(_text(dataclasses.asdict(manifest)))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(directory / MANIFEST)
+    replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)))
     flush(directory)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.callbacks.journal_file import FILE_NAME, read_journal
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import ExitCode
 from utils.jobs.sweep_file import Point, Sweep, flag_text
 
@@ -212,7 +213,4 @@ def _setting(value: Any) -> str:
 def _replace(path: Path, text: str) -> None:
     """Write a file in one step: several tasks of the array may do so at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    job = os.environ.get("SLURM_JOB_ID", "0")
-    draft = path.with_name(f".{path.name}.{job}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, text)

@@ -29,6 +29,7 @@ from utils.cluster.launch import LaunchFacts
 from utils.cluster.notes import mark_run_started
 from utils.cluster.run_lock import leave_run_lock, take_run_lock
 from utils.cluster.wandb_setup import prepare_wandb
+from utils.cluster.whole_files import replace_text
 from utils.config.reading.strict_yaml import dump_yaml
 from utils.config.run_settings import RunSettings
 from utils.planning.finished_model import name_of
@@ -206,6 +207,4 @@ def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
     """Write the resolved settings, atomically; the file is a recipe for the same run."""
     text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
     text += dump_yaml(dict(resolved))
-    partial = output_dir / f".{CONFIG}.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output_dir / CONFIG)
+    replace_text(output_dir / CONFIG, text)

@@ -36,7 +36,7 @@ def test_the_owner_of_a_file_is_the_rank_that_writes_it(name, rank):
 
 def test_files_are_listed_at_any_depth_without_the_manifest(tmp_path):
     directory = write_files(tmp_path, 1)
-    for name in ("manifest.json", ".manifest.json.draft", ".nfs000001"):
+    for name in ("manifest.json", ".nfs000001"):
         (directory / name).touch()
     assert list_files(directory) == sorted(FILES)
 

@@ -15,23 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.cluster import lock_owner, run_lock
-from utils.cluster.lock_owner import Owner
-from utils.cluster.run_lock import known_loss, leave_run_lock, take_run_lock, taken_over
+from utils.cluster import run_lock
+from utils.cluster.run_lock import Owner, known_loss, leave_run_lock, take_run_lock, taken_over
 from utils.config.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[3]
-HERE = Owner.this_process("earlier", {})
+HERE = Owner.this_process()
 ELSEWHERE = dataclasses.replace(HERE, host="n9", machine="another boot", pid=4711)
 
 # Takes the lock and does as told; its machine is another one where argv names it.
 HOLD = """
 import os, sys, time
-from utils.cluster import lock_owner, run_lock
+from utils.cluster import run_lock
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.1, 0.8, 0.02
 output_dir, machine, end = sys.argv[1:]
 if machine:
-    lock_owner._machine = lambda: machine
+    run_lock._machine = lambda: machine
 run_lock.take_run_lock(output_dir)
 print("taken", flush=True)
 exec(end)
@@ -74,7 +73,7 @@ def owned_by(output_dir: Path, owner: Owner, number: int = 1, beat: int = 0) -> 
     folder = output_dir / run_lock.FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"owner-{number}"
-    path.write_text(json.dumps({"owner": owner.as_dict(), "beat": beat, "left": False}))
+    path.write_text(json.dumps({"owner": dataclasses.asdict(owner), "beat": beat, "left": False}))
     return path
 
 
@@ -178,7 +177,7 @@ def slurm(monkeypatch, job: str, restart_count: int, cluster: str = "alpha") -> 
     monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
-    owner = Owner.this_process("earlier", os.environ)
+    owner = Owner.this_process()
     return dataclasses.replace(owner, machine="another boot", host="n9")
 
 
@@ -253,7 +252,7 @@ def test_the_queue_of_another_cluster_says_nothing(here, tmp_path, monkeypatch):
 def test_a_process_whose_start_time_is_hidden_is_watched(tmp_path, monkeypatch):
     """/proc mounted with hidepid, and the process is another user's."""
     owned_by(tmp_path, HERE)
-    monkeypatch.setattr(lock_owner, "_process_start", lambda _pid: None)
+    monkeypatch.setattr(run_lock, "_process_start", lambda _pid: None)
     assert seconds_to_take(tmp_path) >= run_lock.WATCH_S
 
 
@@ -329,17 +328,17 @@ def test_a_fork_does_not_leave_its_parents_lock(tmp_path):
 # unless its maker was killed. Looks long before it acts, now and then.
 RACER = """
 import os, pathlib, random, sys, time
-from utils.cluster import lock_owner, run_lock
+from utils.cluster import run_lock
 from utils.config.errors import ConfigurationError
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.05, 2.0, 0.001
 output_dir = pathlib.Path(sys.argv[1])
 inside, pid = output_dir / "inside", str(os.getpid())
-judge = run_lock.RunLock._fate
-def judge_slowly(*args):
-    fate = judge(*args)
+wait = run_lock.RunLock._wait_for_the_last_owner
+def act_late(lock):
+    number = wait(lock)
     time.sleep(random.choice([0, 0, 0.01, 0.1]) * random.random())
-    return fate
-run_lock.RunLock._fate = judge_slowly
+    return number
+run_lock.RunLock._wait_for_the_last_owner = act_late
 print("ready", flush=True)
 while True:
     try:
@@ -351,7 +350,7 @@ while True:
         os.symlink(pid, inside)
     except FileExistsError:
         other = os.readlink(inside)
-        if lock_owner._process_start(int(other)) not in (None, -1):
+        if run_lock._process_start(int(other)) not in (None, -1):
             print("TWO INSIDE:", pid, other, sorted(os.listdir(output_dir / ".lock")), flush=True)
             time.sleep(60)
         inside.unlink()

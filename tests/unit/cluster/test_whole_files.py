@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         replace_text(path, "new")
-    assert sorted(seen) == [f".file.{os.getpid()}.tmp", "file"]
+    assert sorted(seen) == [f".file.{socket.gethostname()}.{os.getpid()}.tmp", "file"]
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
     monkeypatch.undo()
     replace_text(path, "new")

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
 from utils.data.preparation.unit import SplitCounts, UnitCounts
 from utils.data.preparation.work_units import WorkUnit
@@ -101,12 +102,7 @@ def partial_name(path: Path) -> Path:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file that is either complete or not there."""
-    partial = partial_name(path)
-    with partial.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    replace_text(path, json.dumps(content, indent=1))
 
 
 def _read(path: Path) -> dict[str, Any]:
