@@ -3,28 +3,29 @@
 import errno
 import shutil
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from utils.cluster.host import host_name
 from utils.cluster.traces import place
 from utils.config.errors import StorageError
 
+_NO_SPACE = "no space (or no inode) is left on the device"
+_QUOTA = "the disk quota is used up"
+_READ_ONLY = "the file system is read-only"
+_BROKEN = "the storage failed (input/output error)"
+_CUT_OFF = "a file could not be written to its end"
 _ERRNOS = {
-    errno.ENOSPC: "no space (or no inode) is left on the device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the storage failed (input/output error)",
-}
+    errno.ENOSPC: _NO_SPACE, errno.EDQUOT: _QUOTA, errno.EROFS: _READ_ONLY, errno.EIO: _BROKEN,
+}  # fmt: skip
 # safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
 # says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
 _TEXTS = {
-    "No space left on device": _ERRNOS[errno.ENOSPC],
-    "Disk quota exceeded": _ERRNOS[errno.EDQUOT],
-    "Read-only file system": _ERRNOS[errno.EROFS],
-    "Input/output error": _ERRNOS[errno.EIO],
-    "PytorchStreamWriter failed writing": "a file could not be written to its end",
-    "iostream error": "a file could not be written to its end",
+    "No space left on device": _NO_SPACE,
+    "Disk quota exceeded": _QUOTA,
+    "Read-only file system": _READ_ONLY,
+    "Input/output error": _BROKEN,
+    "PytorchStreamWriter failed writing": _CUT_OFF,
+    "iostream error": _CUT_OFF,
 }
 
 
@@ -33,31 +34,19 @@ def storage_error(error: BaseException) -> StorageError | None:
 
     Looks through what it was raised from: torch closes a half-written archive with another error.
     """
-    for link in _chain(error):
-        fault = _fault(link)
-        if fault is None:
-            continue
-        target = _target(link, error)
-        where = place(traceback.extract_tb(error.__traceback__))
-        return StorageError(
-            f"{host_name()}: {fault}{_described(target)} (at {where}). {_remedy(fault)} and start "
-            "the same command again: it goes on from the newest checkpoint."
-        )
-    return None
-
-
-def _remedy(fault: str) -> str:
-    if fault == _ERRNOS[errno.EIO]:
-        return "See whether the storage is sound (the administrators' logs know),"
-    return "Make room (df -h, df -i, your site's quota command), or lower save_total_limit,"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    link: BaseException | None = error
+    while link is not None and (fault := _fault(link)) is None:
+        link = link.__cause__ or link.__context__
+    if link is None or fault is None:
+        return None
+    where = place(traceback.extract_tb(error.__traceback__))
+    remedy = "Make room (df -h, df -i, your site's quota command), or lower save_total_limit,"
+    if fault == _BROKEN:
+        remedy = "See whether the storage is sound (the administrators' logs know),"
+    return StorageError(
+        f"{host_name()}: {fault}{_target(link, error)} (at {where}). {remedy} and start the same "
+        "command again: it resumes from the newest checkpoint."
+    )
 
 
 def _fault(error: BaseException) -> str | None:
@@ -69,29 +58,22 @@ def _fault(error: BaseException) -> str | None:
     return None
 
 
-def _target(fault: BaseException, error: BaseException) -> Path | None:
-    """Return what was written: the fault's file, else the directory a frame was writing into."""
-    filename = getattr(fault, "filename", None)
-    if isinstance(filename, str):
-        return Path(filename)
-    found = None
-    # From the outermost frame of all on: the trace of a fault begins where it was caught.
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for name in ("output_dir", "save_directory"):
-            value = frame.f_locals.get(name)
-            if isinstance(value, str | Path):
-                found = Path(value)
-    return found
-
-
-def _described(target: Path | None) -> str:
-    if target is None:
-        return ""
-    folder = next((path for path in (target, *target.absolute().parents) if path.is_dir()), None)
-    if folder is None:
-        return f", writing {target}"
+def _target(fault: BaseException, error: BaseException) -> str:
+    """Name what was written, with its free space: a file, or the directory a frame wrote into."""
+    target = getattr(fault, "filename", None)
+    if not isinstance(target, str):
+        # From the outermost frame of all on: the trace of a fault begins where it was caught.
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        folders = [
+            names[name] for names in frames for name in ("output_dir", "save_directory")
+            if isinstance(names.get(name), str | Path)
+        ]  # fmt: skip
+        if not folders:
+            return ""
+        target = folders[-1]
+    path = Path(target).absolute()
+    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
     try:
-        free = shutil.disk_usage(folder).free / 2**30
+        return f", writing {target} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free)"
     except OSError:
         return f", writing {target}"
-    return f", writing {target} ({free:.2f} GiB free)"

@@ -10,15 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from utils.cluster.environment import configure_logging
 from utils.cluster.host import host_name
 from utils.cluster.notes import NOTES_DIR, leave_verdict, read_notes
-from utils.cluster.packages import is_installed, missing_required, without_packages
+from utils.cluster.script import missing_package
 from utils.cluster.signals import STOP
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
@@ -41,53 +39,31 @@ INTERRUPTED = 128 + signal.SIGINT
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 
 
-class AskedToStop(Exception):
-    """A stop was asked for before the processes were started."""
-
-
 class StopSignals:
     """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
 
-    TERM ends the launcher at once when a verdict says that the job is over (srun sends it then),
-    and either does before the workers are `started`.
+    Either ends the launcher at once before the workers are `started`, and TERM does when a verdict
+    says that the job is over (srun sends it then). `alone`: no job script reads the verdict.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
         self.directory: Path | None = None
-        self.started = False
-        self.asked = False
-        self.too_early: AskedToStop | None = None
-        self.waiting: list[int] | None = None
+        self.started = self.asked = False
         for number in STOPPING:
             signal.signal(number, self._handle)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let signals wait for what none may cut in two; a mask would bind one thread alone."""
-        self.waiting = []
-        try:
-            yield
-        finally:
-            waiting, self.waiting = self.waiting, None
-            for number in waiting:
-                self._handle(number, None)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.waiting is not None:
-            self.waiting.append(number)
-            return
-        if number == signal.SIGTERM and (verdict := read_verdict()) is not None:
-            self.ignore()
-            kill_workers()
-            raise SystemExit(verdict.exit_code)
         name = signal.Signals(number).name
-        if not self.started or self.directory is None:
-            self.ignore()
-            asked = f"{name} on {host_name()}"
-            self.too_early = AskedToStop(f"{asked} before the processes were started")
-            raise self.too_early
-        if not self.asked:
+        verdict = read_verdict() if number == signal.SIGTERM else None
+        if verdict is None and not self.started:
+            text = f"{name} on {host_name()} before the processes were started"
+            verdict = leave_or_print(Verdict(text, ExitCode.STOPPED), self.alone)
+        if verdict is not None:
+            self.clean_up()
+            os._exit(verdict.exit_code)
+        if self.directory is not None and not self.asked:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Not logging: it may be in the middle of a line, holding its lock.
@@ -95,63 +71,60 @@ class StopSignals:
             line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
             os.write(sys.stdout.fileno(), line.encode())
 
-    def ignore(self) -> None:
-        """Let nothing change the exit code any more: Python unsets its own handlers as it ends."""
+    def clean_up(self) -> None:
+        """Leave no process and no file of this node behind; no signal changes the exit code now."""
         for number in STOPPING:
+            # Python unsets its own handlers as it ends.
             signal.signal(number, signal.SIG_IGN)
+        kill_workers()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Launch and return the exit code of the job as far as this node knows it."""
-    signals = StopSignals()
-    command = sys.argv[1:] if argv is None else argv
     alone = NOTES_DIR not in os.environ
-    compiled: CompileCache | None = None
+    signals = StopSignals(alone)
     try:
-        try:
-            if missing := missing_required():
-                raise UnfitClusterError(without_packages(missing))
-            with signals.held():  # a directory that is made is known, and so removed
-                signals.directory = make_node_directory(os.environ)
-            prepare_node(signals.directory)
-            compiled = CompileCache(signals.directory, os.environ)
-            verdict = launch(command, signals)
-        except ConfigurationError as error:
-            title = f"{error.kind} on {host_name()}:"
-            verdict = Verdict(f"{title}\n{error}", error.exit_code)
-        except AskedToStop as asked:
-            verdict = Verdict(str(asked), ExitCode.STOPPED)
-        except Exception:
-            if signals.too_early is None:
-                raise
-            # It was raised inside an import, which made another error of it.
-            verdict = Verdict(str(signals.too_early), ExitCode.STOPPED)
-        except KeyboardInterrupt:
-            verdict = Verdict(f"interrupted on {host_name()}", INTERRUPTED)
-        finally:
-            signals.ignore()
-            kill_workers()
-        if compiled and os.environ.get("SLURM_NODEID", "0") == "0":
-            compiled.keep()
-        return say(verdict, alone)
+        verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
+        return leave_or_print(verdict, alone).exit_code
     finally:
-        if signals.directory is not None:
-            shutil.rmtree(signals.directory, ignore_errors=True)
+        signals.clean_up()
 
 
-def say(verdict: Verdict, alone: bool) -> int:
-    """Leave the verdict for the job script, or print it where there is none; return its code.
+def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
+    """Launch in a private directory, and return how the processes ended or what was refused."""
+    try:
+        signals.directory = make_node_directory(os.environ)
+        prepare_node(signals.directory)
+        compiled = CompileCache(signals.directory, os.environ)
+        verdict = launch(command, signals)
+        kill_workers()
+        if os.environ.get("SLURM_NODEID", "0") == "0":
+            compiled.keep()
+        return verdict
+    except (ConfigurationError, ModuleNotFoundError) as error:
+        refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
+        if refusal is None:
+            raise
+        return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
+    except KeyboardInterrupt:
+        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+
+
+def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
+    """Leave the verdict for the job script, or print it where there is none; return the job's.
 
     An earlier verdict of the job wins: its cause is the job's.
     """
     if verdict.exit_code == ExitCode.DONE:
-        return verdict.exit_code
+        return verdict
     left = leave_verdict(verdict.text, verdict.exit_code)
     earlier = None if left else read_verdict()
     if alone or (not left and earlier is None):
         sys.stderr.write(f"{(earlier or verdict).text}\n")
         sys.stderr.flush()
-    return (earlier or verdict).exit_code
+    return earlier or verdict
 
 
 def prepare_node(directory: Path) -> None:
@@ -191,8 +164,6 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     if allocation.node == 0:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
-    if signals.too_early is not None:  # an import let nobody see it
-        raise signals.too_early
     signals.started = True
     verdict = run_processes(arguments, signals)
     return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), len(allocation.hosts) > 1)
@@ -268,10 +239,11 @@ def quieten_torchrun() -> None:
 
 
 def kill_workers() -> None:
-    """Leave no process of ours behind; without packages none was started."""
-    if not is_installed("psutil"):
-        return
-    import psutil
+    """Leave no process of ours behind."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return  # no packages at all: nothing was started
 
     for child in psutil.Process().children(recursive=True):
         try:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils.cluster.job_request import REQUEST, JobRequest
-from utils.cluster.packages import missing_required, without_packages
 from utils.cluster.script import run_script
-from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.planned_launch import LAUNCHER_VARIABLES
 from utils.jobs.sbatch_options import Submission, read_submission
 from utils.jobs.sbatch_request import read_request
@@ -36,8 +35,6 @@ STDERR = 2  # stdout is sbatch's alone
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the submission that the words make; returns the exit code of the dry run."""
-    if missing := missing_required():
-        raise UnfitClusterError(without_packages(missing))
     directory, facts, *words = sys.argv[1:] if argv is None else argv
     submission = read_submission(words, os.environ, directory)
     _check_root(submission, Path(directory))

@@ -41,12 +41,3 @@ def test_the_first_verdict_of_a_job_stays(tmp_path, monkeypatch):
     assert (tmp_path / "verdict.txt").read_text() == "rank 1 on n2 hung\n"
     assert (tmp_path / "exit_code").read_text() == "76\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exit_code", "verdict.txt"]
-
-
-def test_a_note_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path / "none"))
-    leave_note("failed", 1, "RuntimeError: boom")
-    assert not leave_verdict("over", 1)
-    shown = capsys.readouterr().err
-    assert "rank-0.json cannot be written (No such file or directory)" in shown
-    assert "it would say: over" in shown

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from launching import ROOT, quiet_environment
 
-from utils.jobs import launch_node
-
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
 import os, signal, sys, time
@@ -137,24 +135,6 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
         time.sleep(0.1)
     assert not remains.exists()
     assert not list(tmp_path.glob("stoker-*"))
-
-
-def test_a_stop_while_the_directory_is_made_waits_for_it(monkeypatch, tmp_path):
-    made = []
-
-    def stopped_in_the_middle(environment):
-        made.append(tmp_path / "stoker-local")
-        made[0].mkdir()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.05)  # whichever thread of the process it goes to
-        return made[0]
-
-    monkeypatch.setattr(launch_node, "make_node_directory", stopped_in_the_middle)
-    monkeypatch.setattr(launch_node, "kill_workers", lambda: None)
-    monkeypatch.delenv("STOKER_NOTES_DIR", raising=False)
-    assert launch_node.main(["script"]) == 75
-    assert made
-    assert not made[0].exists()
 
 
 @pytest.mark.slow
