@@ -4,9 +4,8 @@
 #   slurm/submit.sh slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml            the unfinished points
 #   sbatch --array=0-7%2 slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml       two at a time
 #
-# Handed in again, finished points end at once and the others go on. The table of results in the
-# sweep's output_dir is renewed whenever a point ends. Every option below can be given on the
-# command line instead, which wins.
+# Submitted again, finished points end at once and the others resume. Options on the command line
+# win over those below.
 
 #SBATCH --job-name=sweep
 ##SBATCH --partition=gpu            # sinfo lists them; commented out: the cluster's default
@@ -55,14 +54,6 @@ rm -f -- "$words"
 if ((code != 0)); then
   exit "$code"
 fi
-
-# shellcheck disable=SC2329 # the trap calls it
-renew_table() {
-  local code=$?
-  slurm/run_python.sh -m utils.jobs.sweep ended "$sweep" "$point" "$code" ||
-    printf 'the table of %q could not be renewed, see above\n' "$sweep" >&2
-}
-trap renew_table EXIT
 
 # For messages: a point's arguments are not what sbatch takes.
 # shellcheck disable=SC2034

@@ -225,7 +225,7 @@ def test_arguments_of_a_sweep_arrive(stand_ins):
         assert done.returncode == 0, done.stdout
         given = stand_ins.arguments("srun")
         assert given[given.index("train.py") + 1 :] == VALUES
-        assert value in stand_ins.arguments("python")  # the table's
+        assert value in stand_ins.arguments("python")
 
 
 def test_arguments_and_variables_of_the_launcher_arrive(stand_ins):

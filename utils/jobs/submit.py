@@ -26,7 +26,7 @@ from utils.jobs.sbatch_request import read_request
 from utils.jobs.strategy import Strategy
 
 if TYPE_CHECKING:
-    from utils.jobs.sweep_file import Sweep
+    from utils.jobs.sweep import Sweep
 
 ROOT_VARIABLE = "STOKER_ROOT"
 LAUNCHER = "slurm/launch_node.sh"
@@ -171,7 +171,7 @@ def _check_sweep(
             f"{submission.job_script} takes one sweep file, as recipes/sweep/demo_cpu.yaml: what "
             "differs from the recipes stands there"
         )
-    from utils.jobs.sweep_file import read_sweep
+    from utils.jobs.sweep import read_sweep
 
     sweep = read_sweep(submission.arguments[0])
     _check_script(sweep.script, [])
@@ -182,21 +182,19 @@ def _check_sweep(
         return ExitCode.DONE
     environment = dry_run_environment(request, strategy)
     done = subprocess.run(
-        [sys.executable, "-m", "utils.jobs.sweep_check", sweep.file],
+        [sys.executable, "-m", "utils.jobs.sweep", "check", sweep.file],
         env=environment,
         stdout=STDERR,
         check=False,
     )
     if done.returncode == ExitCode.DONE:
         stop = shlex.quote(f"{sweep.output_dir}/NAME/STOP")
-        table = shlex.join(["python", "-m", "utils.jobs.sweep", "table", sweep.file])
         _leave(
             facts,
             options,
             [
                 *_watching(request.job_name, request.log, True),
                 f"stop:    touch {stop}",
-                f"table:   {table}",
             ],
         )
     return done.returncode
@@ -209,11 +207,9 @@ def _array_option(sweep: "Sweep", request: JobRequest) -> list[str] | None:
     """
     if request.array is not None:
         for index in request.array:
-            sweep.point(index)
+            sweep.point(str(index))
         return []
-    from utils.jobs.sweep import unfinished
-
-    left = unfinished(sweep)
+    left = [point.index for point in sweep.points if sweep.state(point) != "finished"]
     if not left:
         return None
     say(f"{sweep.file}: {len(left)} of {len(sweep.points)} points are left to run")

@@ -222,7 +222,6 @@ def test_a_sweeps_unfinished_points_are_handed_in(job_script, tmp_path, monkeypa
     assert "2 of 3 points are left to run" in capsys.readouterr().err
     shown = (tmp_path / "help").read_text()
     assert "log:     sweep_job.sh-%JOB%_INDEX.log" in shown
-    assert "utils.jobs.sweep table" in shown
     assert check(tmp_path, "--array=1", script, file) == 0  # the user's choice counts
     assert (tmp_path / "options").read_text() == ""
     with pytest.raises(ConfigurationError, match="there is no point 3"):
@@ -264,8 +263,7 @@ def checked_sweep(job_script, tmp_path):
     job_script()
 
     def run(grave: str) -> tuple[list[str], list[str]]:
-        from utils.jobs.sweep_check import check_points
-        from utils.jobs.sweep_file import read_sweep
+        from utils.jobs.sweep import check_points, read_sweep
 
         (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
         (tmp_path / "s.yaml").write_text(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import parse_pretraining
 from utils.jobs import sweep as command
-from utils.jobs.sweep_file import flag_words, point_name, read_sweep
+from utils.jobs.sweep import flag_words, point_name, read_sweep
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,7 +48,7 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
         "learning_rate=7,warmup_steps=3",
     ]
     assert [point.index for point in sweep.points] == [0, 1, 2, 3, 4]
-    assert sweep.arguments(sweep.point(3)) == [
+    assert sweep.arguments(sweep.points[3]) == [
         "pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", "--max_steps=5",
         "--bf16=true", "--learning_rate=2e-05", "--seed=2",
         "--output_dir=runs/s/learning_rate=2e-05,seed=2",
@@ -59,7 +59,7 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
     ("text", "message"),
     [
         ("grid: {seed: [1]}\ngrids: {a: [1]}\n", r"yaml:4: grids: unknown key: a sweep has script"),
-        ("grid: {}\n", r"yaml:3: grid: expected `setting: \[values\]`; it is empty"),
+        ("grid: {}\n", r"yaml:3: grid: expected `setting: \[values\]`"),
         ("grid:\n", r"yaml:3: grid: expected `setting"),
         ("grid: {seed: []}\n", "seed: expected a list of values, at least one"),
         ("grid: {seed: 3}\n", "seed: expected a list of values"),
@@ -69,15 +69,14 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
         ("settings: {seed: 1}\n", "grid: a sweep needs a grid, a list of points, or both"),
         ("grid: {seed: [1, 2, 1]}\n", "point 2 is point 0 again: seed=1"),
         ("grid: {seed: [1]}\nlist: [{seed: '1'}]\n", "yaml:4: list: point 1 is point 0 again"),
-        ("grid: {output_dir: [a]}\n", "output_dir: each point has a directory of its own"),
-        ("list: [{output_dir: a}]\n", "entry 0: output_dir: each point has a directory"),
+        ("grid: {output_dir: [a]}\n", "output_dir: the sweep's output_dir holds a directory per"),
+        ("list: [{output_dir: a}]\n", "entry 0: output_dir: the sweep's output_dir"),
         ("settings: {dry_run: true}\ngrid: {seed: [1]}\n", "dry_run: slurm/submit.sh dry-runs"),
         ("settings: {seed: 1}\ngrid: {seed: [1]}\n", "seed: is among `settings` too"),
         ("grid: {eval_data: [[]]}\n", "an empty list cannot be given as a flag"),
         ("grid: {eval_data: [[a, -b]]}\n", "that begin with - cannot be given as flags"),
-        ("grid: {'a b': [1]}\n", "a b: is no name of a setting"),
-        ("grid: {'--seed': [1]}\n", "--seed: is no name of a setting"),
-        ("grid: {seed: [1]}\nmetric: [a]\n", "yaml:4: metric: expected the name of a figure"),
+        ("grid: {'a b': [1]}\n", "a b: is not the name of a setting"),
+        ("grid: {'--seed': [1]}\n", "--seed: is not the name of a setting"),
         ("grid: {seed: [1]}\nconfig: 3\n", "yaml:4: config: expected recipe files"),
         ("grid: {seed: [1], seed: [2]}\n", "yaml:3: seed is given twice"),
         ("grid: {seed: [1]}\nscript: x.py\n", "yaml:4: script is given twice"),
@@ -89,11 +88,11 @@ def test_faults_are_named_with_their_line(sweep_file, text, message):
 
 
 def test_all_faults_are_named_at_once(sweep_file):
-    text = "scripts: a\ngrid: {output_dir: [a], seed: []}\nlist: [{}]\nmetric: 3\n"
+    text = "scripts: a\ngrid: {output_dir: [a], seed: []}\nlist: [{}]\n"
     with pytest.raises(ConfigurationError) as caught:
         read_sweep(sweep_file(text, rest=""))
-    # scripts; script and output_dir missing; the grid's two; the list's one; metric
-    assert len(caught.value.problems) == 7
+    # scripts; script and output_dir missing; the grid's two; the list's one
+    assert len(caught.value.problems) == 6
 
 
 def test_a_script_that_is_not_there_and_no_file_at_all(sweep_file):
@@ -158,17 +157,15 @@ def test_arguments_for_bash_end_with_nul_and_hold_anything(sweep_file, capsys):
 def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
     with pytest.raises(ConfigurationError, match=r"has 2 points.*no point 2. Give --array=0-1"):
         command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "2"])
-    with pytest.raises(ConfigurationError, match="'-1' is no number"):
+    with pytest.raises(ConfigurationError, match="no point -1"):
         command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "-1"])
     with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.jobs\.sweep"):
-        command.main(["point", "a.yaml"])
+        command.main(["table", "a.yaml"])
 
 
-def test_points_and_table_import_no_library_that_takes_seconds(sweep_file, tmp_path):
-    """A job that Slurm is ending has little time for its table."""
+def test_points_import_no_library_that_takes_seconds(sweep_file, tmp_path):
     program = (
-        "import sys; from utils.jobs.sweep import main; main(['point', sys.argv[1], '0']); "
-        "main(['ended', sys.argv[1], '0', '75']); "
+        "import sys; from utils.jobs.sweep import main; main(['points', sys.argv[1]]); "
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     rest = f"script: pretrain.py\noutput_dir: {tmp_path}/s\n"
