@@ -25,32 +25,28 @@ _PORT_PAIRS = 6133
 def expand_hosts(node_list: str) -> tuple[str, ...]:
     """Return the names in a node list of Slurm's, in its order: `n[01-03,7],x1` has five.
 
-    Raises ConfigurationError for what is none.
+    Raises ConfigurationError for anything else.
     """
-    hosts: list[str] = []
-    words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
+    words = re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list)
     if not words or ",".join(words) != node_list:
         raise ConfigurationError(f"'{node_list}' is no list of nodes: write it as n[1-4] or n1,n2.")
+    hosts: list[str] = []
     for word in words:
         names = [""]
-        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
-            endings = [text] if text else _numbers(numbers, node_list)
+        for text, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
+            endings = [text] if text else _numbers(ranges)
             names = [name + ending for name in names for ending in endings]
         hosts += names
     return tuple(hosts)
 
 
-def _numbers(ranges: str, node_list: str) -> list[str]:
+def _numbers(ranges: str) -> list[str]:
     """`01-03,7` is 01, 02, 03 and 7."""
     numbers = []
     for part in ranges.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if found is None:
-            raise ConfigurationError(
-                f"'{node_list}' is no list of nodes ('{part}' is no range): write it as n[1-4]."
-            )
-        first, last = found[1], found[2] or found[1]
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        first, _, last = part.partition("-")
+        width = len(first)
+        numbers += [f"{number:0{width}d}" for number in range(int(first), int(last or first) + 1)]
     return numbers
 
 
@@ -104,52 +100,36 @@ def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> str | None:
     if tasks < 2 or launched or "SLURM_PROCID" not in environment:
         return None
     _refuse_unused_config(environment)
-    rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-    counts = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
-    local_tasks = counts[int(environment["SLURM_NODEID"])]
-    local_rank, local_tasks = _bound_to_devices(environment, local_rank, local_tasks)
-    port = main_port(environment)
-    if rank == 0 and not can_listen(port):
+    # Slurm writes "2(x3),1" for nodes of 2, 2, 2 and 1 tasks.
+    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
+    local_rank, local_tasks = _bound_to_devices(
+        environment, int(environment["SLURM_LOCALID"]), counts[int(environment["SLURM_NODEID"])]
+    )
+    rank, port = environment["SLURM_PROCID"], main_port(environment)
+    if rank == "0" and not can_listen(port):
         raise UnfitClusterError(taken_port_message(host_name(), port, environment))
     address = environment.get(MAIN_ADDRESS) or expand_hosts(environment["SLURM_STEP_NODELIST"])[0]
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_tasks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-    environment.update(variables)
+    environment.update(
+        RANK=rank,
+        WORLD_SIZE=str(tasks),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_tasks),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
     return f"launch: srun's {tasks} tasks are the ranks, rank 0 is at {address}:{port}"
 
 
 def _refuse_unused_config(environment: Mapping[str, str]) -> None:
     """Without accelerate's launcher nothing reads the strategy, and the run would be plain DDP."""
     config = environment.get("ACCELERATE_CONFIG")
-    if not config:
-        return
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"ACCELERATE_CONFIG={config} cannot be read: {error}") from None
-    strategy = content.get("distributed_type") if isinstance(content, dict) else None
-    if strategy != "MULTI_GPU":
+    if config and Path(config).name not in ("multi_gpu.yaml", "cpu.yaml"):
         raise ConfigurationError(
-            f"ACCELERATE_CONFIG={config} (distributed_type {strategy}) would be ignored: srun "
-            "started this script itself, one task a rank, which is plain DDP. Start one task a "
-            "node with slurm/launch_node.sh in front of the script, or unset ACCELERATE_CONFIG."
+            f"ACCELERATE_CONFIG={config} would be ignored: srun started this script itself, one "
+            "task a rank, which is plain DDP. Start one task a node with slurm/launch_node.sh in "
+            "front of the script, or unset ACCELERATE_CONFIG."
         )
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
 
 
 def _bound_to_devices(

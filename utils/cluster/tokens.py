@@ -22,7 +22,6 @@ _SECRET_NAME = re.compile(r"(_TOKEN|_API_KEY|_SECRET|_PASSWORD)$")
 # Below this length a value is more likely a word of ordinary text ("true") than a secret.
 _SHORTEST_SECRET = 8
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-_PRINTABLE_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 # Not every `--*_token` is a secret: --eos_token and --pad_token are vocabulary entries.
 _SECRET_FLAG = re.compile(
     r"token|(\w*_)?((hub|hf|access|auth|write|bearer)_token|api_key|secret|password)"
@@ -32,85 +31,60 @@ _SECRET_FLAG = re.compile(
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
     """Take the tokens in TOKEN_NAMES from a `.env` file into the environment; name those taken.
 
-    What the environment has already wins. A missing file is fine; other names in it are not used
-    and said so. Raises ConfigurationError for a file that is not private: a symlink, another
-    user's, or one that group or others can read. No value ever enters a message.
+    What the environment has already wins. A missing file is fine; other lines are not used, with a
+    warning that shows none of them. Raises ConfigurationError for a file that is not private: a
+    symlink, another user's, or one that group or others can read. No value ever enters a message.
     """
-    path = Path(path)
-    text = _read_private(path)
+    from io import StringIO
+
+    from dotenv import dotenv_values
+
+    text = _read_private(Path(path))
     if text is None:
         return []
-    values = _parse(text)
+    # Without interpolation: a `$` in a token is a `$`.
+    values = dotenv_values(stream=StringIO(text.removeprefix("\ufeff")), interpolate=False)
     taken = [name for name in TOKEN_NAMES if values.get(name) and not os.environ.get(name)]
-    for name in taken:
-        os.environ[name] = str(values[name])
-    unused = [name for name in values if name not in TOKEN_NAMES]
+    os.environ.update({name: str(values[name]) for name in taken})
+    unused = len(values.keys() - set(TOKEN_NAMES))
     if unused:
-        # A line without "=" may be a pasted token that the parser takes for a name.
-        named = [name for name in unused if values[name] is not None]
-        named = [name for name in named if _PRINTABLE_NAME.fullmatch(name)]
-        others = len(unused) - len(named)
-        listed = ", ".join(
-            named + ([f"{others} line(s) that are not NAME=value"] if others else [])
-        )
+        # Counted, not named: a line without "=" may be a pasted token.
         logger.warning(
-            "%s: not used: %s (only %s are taken from it)", path, listed, ", ".join(TOKEN_NAMES)
-        )
+            "%s: %d line(s) not used: only %s are taken from it",
+            path, unused, ", ".join(TOKEN_NAMES),
+        )  # fmt: skip
     return taken
 
 
 def _read_private(path: Path) -> str | None:
     """Read a file that only its owner, this user, can read; None where there is no file."""
     try:
-        if path.is_symlink():
-            raise ConfigurationError(
-                f"{path} is a symlink, so its permissions say nothing about who can change where "
-                f"it points: put the file itself there (cp --remove-destination, then "
-                f"chmod 600 {path})."
-            )
-        # Checked again on the open file: nobody can swap it in between.
+        # Not through a symlink, whose target others may change; a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    except PermissionError as error:
+    except OSError as error:
         raise ConfigurationError(
-            f"{path} cannot be read by this user: make it yours with chown and chmod 600 {path}, "
-            "or remove it and set the tokens in the environment."
+            f"{path} cannot be read ({error.strerror}): it must be a file of your own, no symlink. "
+            f"Put it there with cp, then chmod 600 {path}; or set the tokens in the environment."
         ) from error
-    problem = _privacy_problem(path, os.fstat(descriptor))
-    if problem:
-        os.close(descriptor)
-        raise ConfigurationError(problem)
     with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != os.getuid():
+            raise ConfigurationError(
+                f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()}), who "
+                f"chooses your tokens: make your own copy, then chmod 600 {path}"
+            )
+        if mode & 0o077:
+            raise ConfigurationError(
+                f"{path} can be read or changed by others (mode {mode:03o}). Run: chmod 600 {path}"
+            )
         try:
             return file.read().decode("utf-8")
         except UnicodeDecodeError:
             # `from None`: the error's text holds the file's bytes.
             raise ConfigurationError(f"{path} is not UTF-8 text: write it again.") from None
-
-
-def _privacy_problem(path: Path, status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return f"{path} is not a regular file: remove it, or write NAME=value lines into a file."
-    if status.st_uid != os.getuid():
-        return (
-            f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()}): whoever "
-            f"owns it chooses your tokens. Make your own copy: cp {path} {path}.mine && "
-            f"mv {path}.mine {path} && chmod 600 {path}"
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        return f"{path} can be read or changed by others (mode {mode:03o}). Run: chmod 600 {path}"
-    return None
-
-
-def _parse(text: str) -> dict[str, str | None]:
-    """Parse NAME=value lines without interpolation: a `$` in a token is a `$`."""
-    from io import StringIO
-
-    from dotenv import dotenv_values
-
-    return dotenv_values(stream=StringIO(text.removeprefix("\ufeff")), interpolate=False)
 
 
 def redact(text: str) -> str:
@@ -144,33 +118,21 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     return redacted
 
 
-class RedactingFilter(logging.Filter):
-    """Redacts a log record in place: message, arguments and traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Redact and keep the record."""
-        record.msg, record.args = redact(record.getMessage()), None
-        if record.exc_info and not record.exc_text:
-            record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        if record.exc_text:
-            record.exc_text = redact(record.exc_text)
-        return True
-
-
 def install_redaction() -> None:
     """Redact every log record, whatever logger and handler it takes, and every uncaught error.
 
     A filter on our own handler would miss libraries that bring their own (transformers does), so
-    the filter runs where records are made. Installing twice changes nothing.
+    records are redacted where they are made. Installing twice changes nothing.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):
         return
-    redacting = RedactingFilter()
 
     def make_redacted_record(*args: object, **kwargs: object) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
-        redacting.filter(record)
+        record.msg, record.args = redact(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text = redact("".join(traceback.format_exception(*record.exc_info)).rstrip())
         return record
 
     make_redacted_record.redacts = True  # type: ignore[attr-defined] # marks it as installed

@@ -1,4 +1,3 @@
-import logging
 import os
 import subprocess
 import sys
@@ -7,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from utils.cluster.tokens import (
-    RedactingFilter,
-    _privacy_problem,
-    install_redaction,
     load_env_file,
     redact,
     redact_argv,
@@ -33,30 +29,24 @@ def env_file(folder, text, mode=0o600):
     return path
 
 
-def test_the_three_tokens_are_taken(tmp_path):
-    path = env_file(tmp_path, f"WANDB_API_KEY={CANARY}\nHF_TOKEN='h'\nexport HF_WRITE_TOKEN=w\n")
+def test_the_three_tokens_are_taken_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/elsewhere")
+    path = env_file(
+        tmp_path, f"WANDB_API_KEY={CANARY}\nHF_TOKEN='h'\nexport HF_WRITE_TOKEN=a${{HOME}}b\n"
+    )
     assert load_env_file(path) == ["WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN"]
     assert [os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN")] == [
-        CANARY, "h", "w",
+        CANARY, "h", "a${HOME}b",
     ]  # fmt: skip
 
 
-def test_what_the_environment_has_wins(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "from-the-environment")
-    assert load_env_file(env_file(tmp_path, "HF_TOKEN=from-the-file")) == []
-    assert os.environ["HF_TOKEN"] == "from-the-environment"
-
-
-def test_a_dollar_in_a_token_stays_a_dollar(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/elsewhere")
-    load_env_file(env_file(tmp_path, "HF_TOKEN=a${HOME}b"))
-    assert os.environ["HF_TOKEN"] == "a${HOME}b"
-
-
-def test_a_missing_file_and_empty_values_are_fine(tmp_path):
+def test_what_the_environment_has_wins_and_a_missing_file_or_value_is_fine(tmp_path, monkeypatch):
     assert load_env_file(tmp_path / ".env") == []
     assert load_env_file(env_file(tmp_path, "# nothing\nHF_TOKEN=\n")) == []
     assert "HF_TOKEN" not in os.environ
+    monkeypatch.setenv("HF_TOKEN", "from-the-environment")
+    assert load_env_file(env_file(tmp_path, "HF_TOKEN=from-the-file")) == []
+    assert os.environ["HF_TOKEN"] == "from-the-environment"
 
 
 def test_the_shipped_example_sets_nothing_and_warns_of_nothing(tmp_path, caplog):
@@ -65,14 +55,14 @@ def test_the_shipped_example_sets_nothing_and_warns_of_nothing(tmp_path, caplog)
     assert not caplog.records
 
 
-def test_other_names_are_named_once_and_not_used(tmp_path, caplog):
-    # The last three lines are tokens pasted without a name, one of them in capitals.
-    text = f"OTHER={CANARY}\nPATH=/nowhere\n{CANARY}\nhf_canary1234\nCANARY1234\n"
+def test_other_lines_are_counted_and_not_used(tmp_path, caplog):
+    # The last two lines are tokens pasted without a name.
+    text = f"OTHER={CANARY}\nPATH=/nowhere\n{CANARY}\nhf_canary1234\n"
     load_env_file(env_file(tmp_path, text))
     assert "OTHER" not in os.environ
     assert os.environ["PATH"] != "/nowhere"
     (record,) = caplog.records
-    assert "not used: OTHER, PATH, 3 line(s) that are not NAME=value" in record.message
+    assert ".env: 4 line(s) not used: only WANDB_API_KEY, HF_TOKEN" in record.message
     assert "canary" not in caplog.text.lower()
 
 
@@ -81,9 +71,7 @@ def test_a_private_file_is_taken(tmp_path, mode):
     assert load_env_file(env_file(tmp_path, "HF_TOKEN=x", mode)) == ["HF_TOKEN"]
 
 
-@pytest.mark.parametrize(
-    "mode", [0o640, 0o604, 0o644, 0o660, 0o666, 0o620, 0o602, 0o610, 0o601, 0o755, 0o777, 0o444]
-)
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o777, 0o444])
 def test_a_file_that_others_can_touch_is_refused(tmp_path, mode):
     path = env_file(tmp_path, f"HF_TOKEN={CANARY}", mode)
     with pytest.raises(ConfigurationError, match=rf"mode {mode:03o}.*chmod 600 .*\.env") as refusal:
@@ -92,48 +80,14 @@ def test_a_file_that_others_can_touch_is_refused(tmp_path, mode):
     assert "HF_TOKEN" not in os.environ
 
 
-def test_a_symlink_is_refused(tmp_path):
-    real = tmp_path / "real"
-    real.write_text(f"HF_TOKEN={CANARY}")
-    real.chmod(0o600)
-    (tmp_path / ".env").symlink_to(real)
-    with pytest.raises(ConfigurationError, match="symlink"):
-        load_env_file(tmp_path / ".env")
-
-
-def test_another_users_file_is_refused(tmp_path):
+def test_symlinks_and_other_users_files_are_refused(tmp_path, monkeypatch):
     path = env_file(tmp_path, "HF_TOKEN=x")
-    status = list(path.stat())
-    status[4] = os.getuid() + 1
-    problem = _privacy_problem(path, os.stat_result(status))
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigurationError, match="no symlink"):
+        load_env_file(tmp_path / "link")
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(ConfigurationError, match=r"belongs to another user.*chmod 600"):
-        raise ConfigurationError(problem)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_another_users_file_is_refused_for_real(tmp_path):
-    path = env_file(tmp_path, "HF_TOKEN=x")
-    os.chown(path, 12345, -1)
-    with pytest.raises(ConfigurationError, match="belongs to another user"):
         load_env_file(path)
-
-
-def test_a_file_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
-    def deny(*_args):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "open", deny)
-    with pytest.raises(ConfigurationError, match="cannot be read by this user"):
-        load_env_file(env_file(tmp_path, "HF_TOKEN=x"))
-
-
-def test_a_folder_or_a_pipe_is_refused(tmp_path):
-    (tmp_path / ".env").mkdir(mode=0o700)
-    with pytest.raises(ConfigurationError, match="not a regular file"):
-        load_env_file(tmp_path / ".env")
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ConfigurationError, match="not a regular file"):
-        load_env_file(tmp_path / "pipe")
 
 
 def test_bytes_that_are_no_text_are_refused_without_showing_them(tmp_path):
@@ -181,32 +135,6 @@ def test_hub_tokens_are_known_by_their_form():
 )
 def test_a_command_line_loses_its_secrets(argv, redacted):
     assert redact_argv(argv) == redacted
-
-
-def test_a_log_record_loses_secrets_in_message_arguments_and_traceback(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", CANARY)
-    try:
-        raise ValueError(f"rejected {CANARY}")
-    except ValueError:
-        failure = sys.exc_info()
-    record = logging.LogRecord("x", logging.ERROR, "f", 1, "got %s", (CANARY,), failure)
-    RedactingFilter().filter(record)
-    shown = logging.Formatter().format(record)
-    assert CANARY not in shown
-    assert "got ***" in shown
-    assert "ValueError: rejected ***" in shown
-
-
-def test_installing_twice_changes_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    before = logging.getLogRecordFactory()
-    try:
-        install_redaction()
-        once = logging.getLogRecordFactory()
-        install_redaction()
-        assert logging.getLogRecordFactory() is once
-    finally:
-        logging.setLogRecordFactory(before)
 
 
 LEAKY = """
