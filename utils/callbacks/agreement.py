@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from utils.cluster.cpu_group import cpu_group
+from utils.cluster.decisions import cpu_group
 
 
 class Agreement:

@@ -10,8 +10,7 @@ import torch
 from utils.checkpoints.files import list_files, owner
 from utils.checkpoints.sizes import MARGIN, readable
 from utils.checkpoints.staging import MEMORY, Staging, free_bytes
-from utils.cluster.cpu_group import cpu_group
-from utils.cluster.decisions import on_every_rank
+from utils.cluster.decisions import cpu_group, on_every_rank
 from utils.cluster.host import host_name
 
 logger = logging.getLogger(__name__)

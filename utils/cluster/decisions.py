@@ -1,5 +1,10 @@
-"""Lets ranks act for each other: all get the answer, or all raise the refusal, at one place."""
+"""Collectives: ranks that act for each other, and the gloo group they talk over.
 
+What one rank finds or refuses, all ranks return or raise, at one place.
+"""
+
+import datetime
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -7,7 +12,7 @@ import torch
 
 from utils.cluster.host import host_name
 from utils.cluster.storage_faults import storage_error
-from utils.config.errors import ConfigurationError, StorageError
+from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
 
 Answer = TypeVar("Answer")
 Refusal = tuple[type[ConfigurationError], list[str]]
@@ -19,7 +24,8 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
     Collective over the ranks of `group` (None: all). Errors that are the user's or the storage's
     are refusals: an OSError becomes a StorageError. The answer is pickled between our own ranks.
     """
-    outcome = _attempt(action) if _rank() == 0 else None
+    leads = not _connected() or torch.distributed.get_rank() == 0
+    outcome = _attempt(action) if leads else None
     answer, refusal = gathered(outcome, group)[0]
     if refusal is not None:
         _raise([refusal])
@@ -64,5 +70,20 @@ def _connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if _connected() else 0
+def cpu_group(timeout_s: float) -> Any:
+    """Make a gloo group of all ranks, whatever the devices talk over; None for one process alone.
+
+    Collective over ranks. Raises UnfitClusterError.
+    """
+    if not _connected() or torch.distributed.get_world_size() == 1:
+        return None
+    try:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return torch.distributed.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+        raise UnfitClusterError(
+            f"{host_name()}: the ranks cannot reach each other over gloo (GLOO_SOCKET_IFNAME "
+            f"is {interface}): {error}. Set it to the interface that the nodes share, in "
+            "slurm/cluster.env."
+        ) from error

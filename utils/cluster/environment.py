@@ -72,31 +72,22 @@ def configure_logging(level: int = logging.INFO) -> None:
     # transformers brings its own handler and reads its level here when it is first imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
-    warnings.formatwarning = _one_line_warning
+    # Without the source line, which says little and makes two lines of one event.
+    warnings.formatwarning = lambda message, category, filename, lineno, *_: (
+        f"{category.__name__}: {message} ({filename}:{lineno})"
+    )
 
 
-def _one_line_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
-    del line  # the source line says little and makes two lines of one event
-    return f"{category.__name__}: {message} ({filename}:{lineno})"
-
-
-def configure_environment(offline: bool | None = None) -> None:
+def configure_environment() -> None:
     """Set the switches that libraries read once, when they are imported.
 
-    Call it before huggingface_hub, transformers or datasets is imported; later it has no effect on
-    them. Telemetry is off (TRL reports each trainer to the Hub otherwise), and so are progress bars
-    where stderr is no terminal. `offline=None` means offline inside a Slurm job, whose nodes seldom
-    have internet and would wait for time-outs. What the user set stays: HF_HUB_OFFLINE=0 keeps a
-    job online.
+    Call it before huggingface_hub, transformers or datasets is imported. Telemetry is off (TRL
+    reports each trainer to the Hub otherwise), and so are progress bars where stderr is no terminal.
+    A Slurm job is offline: its nodes seldom have internet and would wait for time-outs. What the
+    user set stays: HF_HUB_OFFLINE=0 keeps a job online.
 
-    Where srun started each rank as a task of its own, their places are set first (see
-    `slurm_tasks`). Raises ConfigurationError where that cannot work.
+    Ranks that srun started as tasks of its own get their variables first (see `slurm_tasks`).
+    Raises ConfigurationError where that cannot work.
     """
     launch = adopt_slurm_tasks(os.environ)
     if launch:
@@ -111,12 +102,6 @@ def configure_environment(offline: bool | None = None) -> None:
         # Bars redraw one line with carriage returns, which a log file keeps, all of them.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    in_slurm_job = "SLURM_JOB_ID" in os.environ
-    if offline is None:
-        offline = in_slurm_job
-    if offline and "HF_HUB_OFFLINE" not in os.environ:
+    if "SLURM_JOB_ID" in os.environ and "HF_HUB_OFFLINE" not in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        logger.info(
-            "Hugging Face Hub: offline%s; HF_HUB_OFFLINE=0 allows downloads",
-            " (Slurm job)" if in_slurm_job else "",
-        )
+        logger.info("Hugging Face Hub: offline (Slurm job); HF_HUB_OFFLINE=0 allows downloads")

@@ -1,7 +1,7 @@
-"""What a process leaves behind when it ends early, for the launcher to read: one file a rank.
+"""What each rank leaves behind when it ends early, for the launcher to read: one file a rank.
 
-The directory is named by STOKER_NOTES_DIR; slurm/launch_node.sh sets it, shared by all nodes of a
-job where slurm/training_job.sh starts it. Without it there is nobody to read a note.
+STOKER_NOTES_DIR names the directory: of one node under slurm/launch_node.sh, of all nodes of a job
+under slurm/training_job.sh. Without it there is nobody to read a note.
 """
 
 import dataclasses
@@ -50,10 +50,10 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> None:
-    """Write this rank's note; the first one of a rank stays. Does nothing without a directory.
+    """Write this rank's note, with further fields of a Note; the first one of a rank stays.
 
-    `details` are the further fields of a Note.
-    Never raises for storage that takes no note: what made the process end matters more.
+    Does nothing without a directory, and never raises for storage that takes no note: what made
+    the process end matters more.
     """
     directory = notes_directory()
     if directory is None:
