@@ -344,13 +344,6 @@ def test_each_module_that_refuses_after_the_plan_is_asked_or_says_why_not():
     assert not set(asked) - CASES.keys()
 
 
-def test_skipping_steps_under_deepspeed_is_refused_in_the_plan(place, pretraining):
-    place.monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    argv = pretraining(place.run, on_nonfinite="skip")
-    with pytest.raises(ConfigurationError, match="does not go with DeepSpeed"):
-        pretrain.main([*argv, "--dry_run", "true"])
-
-
 def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(
     place, pretraining, fine_tuning, capsys
 ):

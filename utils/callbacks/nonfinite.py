@@ -1,36 +1,48 @@
-"""Finds steps whose loss, gradient or weights are not finite before anything of them is kept."""
+"""Ends a run whose loss, gradient or weights are not finite, and names the step's documents."""
 
-import logging
+import json
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate.state import GradientState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from utils.callbacks.agreement import Agreement
-from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.nonfinite_report import Finding, NonFiniteReport, write_report
-from utils.callbacks.weights import spoilt_weights
+from utils.callbacks.journal import valid_json
 from utils.cluster.decisions import gathered, on_rank_0
+from utils.cluster.whole_files import replace_text
 from utils.config.errors import NotFiniteError
+from utils.data.loader import TrainLoader
+from utils.data.packed_rows import DocumentPart
 
-logger = logging.getLogger(__name__)
+SHOWN_DOCUMENTS = 8
+SHOWN_LOSSES = 4
+SHOWN_WEIGHTS = 3
 
-# Under this name trainer_state.json carries how many steps of the run were skipped.
-CARRIED = "nonfinite_steps"
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found in a step (counted from 0): figures and weights that are not finite."""
+
+    rank: int
+    step: int
+    losses: dict[int, float] = field(default_factory=dict)  # by micro-batch of the step, from 0
+    gradient_norm: float | None = None
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _StepFigures:
-    """Figures of a step of this rank on their way from the device; `step` counts from 0.
+    """A step's losses, and last its gradient norm: float32 on their way from the device.
 
-    values: float32 on the CPU, the losses of the micro-batches and then the gradient norm and the
-    loss-bearing tokens of the global batch. Complete when `ready` has passed (None: already).
+    Complete when `ready` has passed (None: already).
     """
 
     step: int
@@ -42,66 +54,56 @@ class _StepFigures:
             self.ready.synchronize()
         return self.ready is None or self.ready.query()
 
+    def finding(self, rank: int) -> Finding | None:
+        """Return what is not finite; None when all is. DeepSpeed's norm of NaN is below 0."""
+        *losses, norm = self.values.tolist()
+        spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
+        good_norm = math.isfinite(norm) and norm >= 0
+        if not spoilt and good_norm:
+            return None
+        return Finding(rank, self.step, spoilt, None if good_norm else norm)
 
-class NonFiniteGuard(MetricCallback):
-    """Ends the run, or skips the step, when a loss or gradient of any rank is not finite.
 
-    The trainer hands over each loss and gradient norm as it has them (`take_loss`, `take_step`),
-    and asks before it evaluates, saves or ends whether all was finite so far (`settle`). With
-    `on_nonfinite` stop the figures come from the device when they are ready, and the ranks agree a
-    step later, so that no step waits; with skip every step waits before its optimizer step.
+class NonFiniteGuard(TrainerCallback):
+    """Ends the run when a loss or gradient of any rank is not finite.
 
-    nonfinite_steps          steps skipped so far, over all starts of the run (with skip)
-    judges_gradients         False where a loss scaler (fp16) deals with gradients that overflow
+    The trainer passes on each loss and gradient norm (`take_loss`, `take_step`) and calls `settle`
+    before it evaluates, saves or ends. The figures come from the device when they are ready, and
+    the ranks agree a step later, so no step waits.
+
+    judges_gradients: False where a loss scaler (fp16) handles gradients that overflow.
     """
 
-    def __init__(
-        self, output_dir: str | os.PathLike[str], on_nonfinite: str = "stop", limit: int = 3
-    ):
+    def __init__(self, output_dir: str | os.PathLike[str]):
         self.output_dir = Path(output_dir)
-        self.skips, self.limit = on_nonfinite == "skip", limit
         self.judges_gradients = True
-        self.skipped_steps = 0
-        self.skipping = False
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the step under way
-        self.targets: torch.Tensor | None = None
         self.on_their_way: list[_StepFigures] = []
-        self.findings: list[Finding] = []  # of this rank, not dealt with yet
+        self.findings: list[Finding] = []  # of this rank
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take over how many steps were skipped; collective over ranks."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self.rank, self.loader = args.process_index, kwargs["train_dataloader"]
-        kept: Any = state.stateful_callbacks  # a dict, whatever its annotation says
-        self.skipped_steps = kept.get(CARRIED, 0)
+        """Connect to the other ranks."""
+        self.rank, self.device = args.process_index, args.device
+        self.loader: TrainLoader = kwargs["train_dataloader"]
         self.last_step = state.global_step - 1
         self.agreement = Agreement(args.ddp_timeout)
-        if self.skips:
-            logger.info(
-                "on_nonfinite skip: every step waits for the device before its optimizer step; "
-                "%d of at most %d steps skipped so far",
-                self.skipped_steps,
-                self.limit,
-            )
 
-    def take_loss(self, loss: torch.Tensor, targets: torch.Tensor | None) -> None:
-        """Note a micro-batch's loss, and how many loss-bearing tokens the global batch has."""
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's loss."""
         # A copy: a compiled model may use the memory of its output again.
         self.losses.append(loss.detach().float().clone())
-        self.targets = targets
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
         """Note the gradient norm of a step (counted from 0), and send its figures on their way."""
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
         if hasattr(norm, "full_tensor"):  # FSDP2's, summed up over ranks here, on the device
             norm = norm.full_tensor()
-        targets = 1.0 if self.targets is None else self.targets
-        others = [torch.as_tensor(value, device=self.device).float() for value in (norm, targets)]
-        values = torch.stack([loss.reshape(()) for loss in (*self.losses, *others)])
+        norm = torch.as_tensor(norm, device=self.device).float()
+        values = torch.stack([figure.reshape(()) for figure in (*self.losses, norm)])
         self.losses = []
         values = values.to("cpu", non_blocking=True)  # into pinned memory, where there is a GPU
         ready = None
@@ -114,53 +116,15 @@ class NonFiniteGuard(MetricCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Act on what the ranks agreed on about earlier steps; it waits for no device."""
-        if self.skips:
-            return
+        """Act on what the ranks agreed on about earlier steps, without waiting for the device."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
-        alone = self.agreement.group is None
-        agreed = bool(self.findings) if alone else self.agreement.result()
-        if agreed:
-            self._stop()
-        if not alone:
-            self.agreement.put_forward(int(bool(self.findings)))
-
-    @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """With skip: wait for the step's figures, and keep the optimizer from a spoilt gradient."""
-        if not self.skips:
-            return
-        self._read(wait=True)
-        if not self._agree_at_once():
-            return
-        report = self._report()
-        if self.skipped_steps >= self.limit:
-            raise NotFiniteError(report.limit_reached(self.limit))
-        self.skipped_steps += 1
-        kept: Any = state.stateful_callbacks
-        kept[CARRIED] = self.skipped_steps
-        self.findings = []
-        if self.rank == 0:
-            logger.warning("%s", report.skipped(self.skipped_steps, self.limit))
-        # Accelerate's optimizer does nothing where gradients are not to be synchronised; to take
-        # them away would not do: optimizers count steps and parameters without gradients too.
-        self.skipping = True
-        GradientState()._set_sync_gradients(False)
-
-    @override
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Let the optimizer step again."""
-        if self.skipping:
-            self.skipping = False
-            GradientState()._set_sync_gradients(True)
+        if self.agreement.result():
+            self.settle()
+        self.agreement.put_forward(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Know of every step so far, and of the model's weights, whether all was finite.
+        """Check every step so far, and the model's weights.
 
         Collective over ranks; waits for the device. Raises NotFiniteError on all ranks.
         """
@@ -170,57 +134,143 @@ class NonFiniteGuard(MetricCallback):
         weights = [] if model is None else spoilt_weights(model)
         if weights and not self.findings:
             self.findings.append(Finding(self.rank, self.last_step, weights=tuple(weights)))
-        if self._agree_at_once():
-            self._stop()
+        group = self.agreement.group
+        found = [finding for findings in gathered(self.findings, group) for finding in findings]
+        if found:
+            message = on_rank_0(lambda: write_report(found, self.loader, self.output_dir), group)
+            raise NotFiniteError(message)
 
     def _read(self, wait: bool) -> None:
         """Judge the figures that have arrived, in the order of the steps."""
         while self.on_their_way and self.on_their_way[0].arrived(wait):
             figures = self.on_their_way.pop(0)
             self.last_step = figures.step
-            *losses, norm, targets = figures.values.tolist()
-            finding = Finding.of_step(self.rank, figures.step, losses, norm)
+            finding = figures.finding(self.rank)
             if finding is not None:
                 self.findings.append(finding)
-            if targets == 0 and self.rank == 0:
-                logger.warning(
-                    "step %d: the global batch has no loss-bearing token, so its loss and gradient "
-                    "are 0; a larger global_batch_size makes that rarer",
-                    figures.step + 1,
-                )
-
-    def _agree_at_once(self) -> bool:
-        assert self.agreement is not None, "on_train_begin comes first"
-        # The turn that a step began is read first; without one `result` says what this rank said.
-        agreed = self.agreement.result() if self.agreement.pending is not None else 0
-        self.agreement.put_forward(int(bool(self.findings)))
-        return bool(max(agreed, self.agreement.result()))
-
-    def _stop(self) -> None:
-        self._read(wait=True)
-        raise NotFiniteError(self._report().stopped())
-
-    def _report(self) -> NonFiniteReport:
-        """Bring the ranks' findings together, and let rank 0 write what is to be known of them."""
-        assert self.agreement is not None, "on_train_begin comes first"
-        group = self.agreement.group
-        found = [one for own in gathered(self.findings, group) for one in own]
-        return on_rank_0(lambda: write_report(found, self.loader, self.output_dir), group)
-
-    def metrics(self) -> dict[str, float]:
-        """Return how many steps of the run were skipped."""
-        return {"nonfinite_steps": self.skipped_steps} if self.skips or self.skipped_steps else {}
 
     @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the group up; collective over ranks."""
+        """Close the group; collective over ranks."""
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None
 
 
-def guard_among(callbacks: list[TrainerCallback]) -> NonFiniteGuard:
-    """Return the guard among a trainer's callbacks."""
-    return next(callback for callback in callbacks if isinstance(callback, NonFiniteGuard))
+def spoilt_weights(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters with a NaN or infinity in this rank's part.
+
+    Reads each weight once and waits for the device once.
+    """
+    names, largest = [], []
+    for name, parameter in model.named_parameters():
+        part = _own_part(parameter)
+        if parameter.requires_grad and part.numel():
+            names.append(name.removeprefix("module."))
+            # The largest absolute value: without a temporary of the weight's size, NaN if one is.
+            largest.append(torch.linalg.vector_norm(part.detach(), math.inf).float())
+    if not largest:
+        return []
+    finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()
+    return [name for name, good in zip(names, finite, strict=True) if not good]
+
+
+def _own_part(parameter: nn.Parameter) -> torch.Tensor:
+    any_kind: Any = parameter
+    if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3's shard; the parameter itself is empty
+        return any_kind.ds_tensor
+    return any_kind.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
+    """Write nonfinite-step-N.json of the first step found into the run directory; say what it is.
+
+    It lists the documents of the micro-batches whose loss is not finite; when only the gradient or
+    a weight is not, those of the global batch.
+    """
+    step = min(finding.step for finding in found)
+    found = [finding for finding in found if finding.step == step]
+    losses = [
+        {"rank": finding.rank, "micro_batch": micro_batch, "loss": loss}
+        for finding in found
+        for micro_batch, loss in finding.losses.items()
+    ]
+    norms = [finding.gradient_norm for finding in found if finding.gradient_norm is not None]
+    weights = sorted({name for finding in found for name in finding.weights})
+    parts = _documents_of(loader, step, losses)
+    of_what = "the micro-batches" if losses else "the global batch"
+    facts = {
+        "step": step + 1,
+        "losses": losses,
+        "gradient_norm": norms[0] if norms else None,
+        "weights": weights,
+        "documents_of": of_what,
+        "documents": [
+            {"dataset": str(part.dataset), "document": part.document}
+            | {"start": part.start, "stop": part.stop}
+            for part in parts
+        ],
+    }
+    path = run / f"nonfinite-step-{step + 1}.json"
+    try:
+        replace_text(path, json.dumps(valid_json(facts), indent=1, allow_nan=False) + "\n")
+        where = f"all of them: {path}"
+    except OSError as error:  # the finding is what matters
+        where = f"the list of all could not be written: {error}"
+    return (
+        f"step {step + 1}: {_cause(losses, norms, weights)}.\n"
+        f"documents of {of_what}: {named_documents(parts)} ({where})\n"
+        "Nothing of this step was saved or exported. The same command resumes from the newest "
+        "checkpoint and meets the same batch again. Look at these documents and remove what is "
+        "wrong with them (then add --accept_changes train_data), or lower --learning_rate or "
+        "--max_grad_norm if the losses rose before."
+    )
+
+
+def _documents_of(
+    loader: TrainLoader, step: int, losses: Sequence[dict[str, Any]]
+) -> list[DocumentPart]:
+    sampler = loader.batch_sampler
+    rows = sampler.rows_of_step(step)
+    if losses:
+        by_rank = rows.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
+        rows = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
+    return loader.dataset.documents_in_rows(rows)
+
+
+def named_documents(parts: Sequence[DocumentPart]) -> str:
+    """Name the first few documents, by dataset."""
+    by_dataset: dict[Path, list[str]] = {}
+    documents = sorted({(part.dataset, part.document) for part in parts})
+    for dataset, document in documents[:SHOWN_DOCUMENTS]:
+        by_dataset.setdefault(dataset, []).append(str(document))
+    named = "; ".join(
+        f"{', '.join(numbers)} of {dataset}" for dataset, numbers in by_dataset.items()
+    )
+    more = len(documents) - SHOWN_DOCUMENTS
+    return named + (f"; and {more} more" if more > 0 else "")
+
+
+def _cause(losses: Sequence[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
+    if losses:
+        shown = ", ".join(
+            f"the loss of rank {loss['rank']} in micro-batch {loss['micro_batch'] + 1} is "
+            f"{_named(loss['loss'])}"
+            for loss in losses[:SHOWN_LOSSES]
+        )
+        more = len(losses) - SHOWN_LOSSES
+        return shown + (f" (and those of {more} more micro-batches)" if more > 0 else "")
+    if norms:
+        return f"the gradient norm is {_named(norms[0])}, though the losses are finite"
+    shown = ", ".join(weights[:SHOWN_WEIGHTS]) + (", ..." if len(weights) > SHOWN_WEIGHTS else "")
+    return (
+        f"{len(weights)} of the weights are not finite after it ({shown}), though its loss and "
+        "gradient are: the optimizer's update overflowed"
+    )
+
+
+def _named(value: float) -> str:
+    """Name a number that is not finite; DeepSpeed says -1 for either kind."""
+    return {"nan": "NaN", "inf": "infinite", "-inf": "infinite"}.get(str(value), "not finite")

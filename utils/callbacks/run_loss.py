@@ -1,6 +1,5 @@
 """The mean loss of a run's steps, over all of its starts."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +7,11 @@ from typing import Any
 
 @dataclass
 class RunLoss:
-    """Adds up what training logs say; Trainer's own sum begins anew with every start.
-
-    A log line whose loss is not finite, as after a skipped step, is left out with its steps.
-    """
+    """Adds up what training logs say; Trainer's own sum begins anew with every start."""
 
     total: float = 0.0
     steps: int = 0
-    through: int = 0  # the last step that is counted or left out
+    through: int = 0  # the last step that is counted
 
     @classmethod
     def carried(cls, values: Mapping[str, Any], logged: int) -> "RunLoss":
@@ -28,9 +24,8 @@ class RunLoss:
     def count(self, step: int, mean: float) -> None:
         """Count the steps since the last call up to `step`, with their mean loss."""
         steps = step - self.through
-        if math.isfinite(mean):
-            self.total += mean * steps
-            self.steps += steps
+        self.total += mean * steps
+        self.steps += steps
         self.through = step
 
     def mean(self) -> float | None:

@@ -77,7 +77,6 @@ RULES = (
     Rule(
         "lr_scheduler_type", lambda values: bool(unknown_keywords(values)), ("lr_scheduler_kwargs",)
     ),
-    Rule("on_nonfinite", _is("on_nonfinite", "stop"), ("nonfinite_limit",)),
     # What is computed again.
     Rule(
         "activation_checkpointing",

@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from utils.cluster.launch import LaunchFacts
-from utils.config.checks.nonfinite import check_skipping
 from utils.config.cpu_precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
 from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
@@ -36,8 +35,6 @@ def choose_optimizer_states(
 
     Raises ConfigurationError where it does not go with the strategy or the weights.
     """
-    if settings.run.on_nonfinite == "skip":
-        check_skipping(launch.strategy.startswith("zero"), settings.training.mixed_precision)
     run = settings.run
     weights = weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters

@@ -13,7 +13,6 @@ from utils.config.errors import ConfigurationError
 from utils.config.run_settings import RunSettings
 from utils.data.packed_rows import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
-from utils.data.plan_cache import kept_plan
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import (
     chat_template_sha256,
@@ -187,25 +186,13 @@ def _pack(
     dataset: TokenDataset, data: DataArguments, fine_tuning: bool
 ) -> tuple[TokenDataset, PackPlan]:
     on_overlong = data.on_overlong if fine_tuning else "split"
-    facts = {
-        "fingerprint": dataset.fingerprint,
-        "sequence_length": data.sequence_length,
-        "packing": data.packing,
-        "on_overlong": on_overlong,
-        "loss_mask": dataset.loss_mask,
-        "fine_tuning": fine_tuning,
-    }
-    plan = kept_plan(
-        facts,
-        len(dataset),
-        lambda: plan_packing(
-            dataset.lengths,
-            data.sequence_length,
-            data.packing,
-            on_overlong,
-            has_targets=dataset.has_targets if fine_tuning else None,
-            where=str(dataset.path),
-        ),
+    plan = plan_packing(
+        dataset.lengths,
+        data.sequence_length,
+        data.packing,
+        on_overlong,
+        has_targets=dataset.has_targets if fine_tuning else None,
+        where=str(dataset.path),
     )
     return dataset, plan
 

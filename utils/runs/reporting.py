@@ -23,8 +23,7 @@ from utils.training.inherited_optimizer import InheritedOptimizer
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts; progress bars only where a person looks on."""
-    guard = NonFiniteGuard(run.output_dir, settings.run.on_nonfinite, settings.run.nonfinite_limit)
-    measured = [Throughput(), MixtureShares(), MemoryMonitor(), guard]
+    measured = [Throughput(), MixtureShares(), MemoryMonitor()]
     # After what asks for evaluations and saves, before what measures them.
     stop = StopWatch(
         run.output_dir, run.checkpoint_bytes, save_minutes=settings.run.save_minutes or 0
@@ -36,6 +35,7 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         *([CompilationWatch()] if run.compiled else []),
         stop,
         *measured,
+        NonFiniteGuard(run.output_dir),
         Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),
         *reporting_callbacks(is_terminal=_somebody_looks_on()),
     ]

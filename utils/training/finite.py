@@ -8,8 +8,7 @@ from torch import nn
 from transformers import Trainer
 from typing_extensions import override
 
-from utils.callbacks.nonfinite import guard_among
-from utils.config.checks.nonfinite import check_skipping
+from utils.callbacks.nonfinite import NonFiniteGuard
 
 # Where each rank has all gradients as plain tensors.
 WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -18,20 +17,19 @@ WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedTyp
 class FiniteTrainerMixin(Trainer):
     """Keeps, evaluates and exports no weights of a step that was not finite.
 
-    Put before what writes checkpoints; `NonFiniteGuard` is among the callbacks. Raises
-    ConfigurationError where a step cannot be skipped. tests/integration/test_hooks.py holds the
-    contract of the hooks.
+    Put before what writes checkpoints; `NonFiniteGuard` is among the callbacks.
+    tests/integration/test_hooks.py holds the contract of the hooks.
     """
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.guard = guard_among(self.callback_handler.callbacks)
-        mixed_precision = self.accelerator.mixed_precision
+        self.guard = next(
+            callback
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, NonFiniteGuard)
+        )
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
-        self.guard.judges_gradients = mixed_precision != "fp16"
-        if self.guard.skips:
-            deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            check_skipping(deepspeed, mixed_precision)
+        self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
 
     @override
     def _get_grad_norm(
@@ -62,14 +60,6 @@ class FiniteTrainerMixin(Trainer):
         """Save weights that are finite after finite steps alone; collective over ranks."""
         self.guard.settle(model)
         super()._save_checkpoint(model, trial)
-
-    @override
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; a mean loss that is not finite stays with its own log line."""
-        if "loss" in logs:
-            # Trainer takes the sum of losses off itself: of NaN and infinities NaN would stay.
-            self._tr_loss.zero_()
-        super().log(logs, start_time)
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

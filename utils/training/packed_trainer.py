@@ -199,7 +199,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         )
         if self.balance is not None:
             loss = loss + self.balance.weighted(outputs)
-        self.guard.take_loss(loss, num_items_in_batch)
+        self.guard.take_loss(loss)
         return (loss, outputs) if return_outputs else loss
 
     @override

@@ -95,7 +95,6 @@ MOOT_OF_ITS_CAUSE = {  # setting of a recipe -> flag that makes it moot, beside 
     "dtype: bfloat16\nstochastic_rounding: true": "--dtype float32",
     "optim_states: int8": "--optim adafactor",
     "optim_args: a=1": "--optim_states int8",
-    "on_nonfinite: skip\nnonfinite_limit: 2": "--on_nonfinite stop",
     "gradient_checkpointing: true": "--activation_checkpointing none",
     "activation_checkpointing: full": "--gradient_checkpointing false",
     "dataloader_num_workers: 2\ndataloader_prefetch_factor: 4": "--dataloader_num_workers 0",

@@ -20,7 +20,6 @@ from utils.config.checks.evaluation import (
     check_rhythms,
     check_saves,
 )
-from utils.config.checks.nonfinite import check_nonfinite
 from utils.config.checks.origin import check_lora, check_model_origin
 from utils.config.checks.packages import check_packages
 from utils.config.checks.precision import check_optimizer_states, check_precision
@@ -145,7 +144,6 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     check_activation_checkpointing,
     check_loader,
     check_global_batch,
-    check_nonfinite,
     check_accepted_changes,
     check_packages,
 )

@@ -50,7 +50,6 @@ RANGES = {
     "lora_dropout": _SHARE,
     "lora_r": _COUNT,
     "max_grad_norm": _ZERO_OR_MORE,
-    "nonfinite_limit": _COUNT,
     "num_train_epochs": _ABOVE_ZERO,
     "per_device_eval_batch_size": _COUNT,
     "per_device_train_batch_size": _COUNT,

@@ -14,6 +14,7 @@ _TEMPLATE = "prepare_data.py applies it: prepare_data.py --chat_template FILE"
 _STRATEGY = "the strategy belongs to accelerate launch --config_file accelerate_configs/FILE"
 _DATA = "prepare_data.py --sources tokenizes it once, then train_data names its folder"
 _ACCUMULATION = "gradient accumulation follows from global_batch_size"
+_NONFINITE = "gone: a step that is not finite ends the run and names its documents; leave it out"
 _PRECISION = "--bf16 true is mixed precision, --dtype bfloat16 keeps the weights in 2 bytes"
 _REPORTS = "--report_to wandb; the project is WANDB_PROJECT in the environment"
 
@@ -190,6 +191,9 @@ OTHER_NAMES = {
     "wandb": _REPORTS,
     "wandb_project": _REPORTS,
     "plot_loss": "metrics.jsonl in output_dir has every logged loss",
+    # settings of earlier versions
+    "on_nonfinite": _NONFINITE,
+    "nonfinite_limit": _NONFINITE,
     # start and launch
     "load_from": "init_from",
     "overwrite_output_dir": "name another output_dir: nothing is written over",
