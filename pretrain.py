@@ -11,11 +11,9 @@ what will happen and stops before weights are loaded. The same command goes on w
 import sys
 
 from utils.cluster.environment import configure_environment
-from utils.cluster.garbage import collector_paused, resume_collector
 from utils.cluster.script import run_script
 
 
-@collector_paused()
 def main(argv: list[str] | None = None) -> int:
     """Run one pretraining job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
@@ -35,9 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch, script="pretrain.py")
-    from utils.training.trainer_import import import_trainer
-
-    import_trainer()
     from utils.cluster.launch import check_strategy
     from utils.runs.finish import finish_run
     from utils.runs.reporting import run_callbacks
@@ -48,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
     run = start_run(settings, plan, data, launch, script="pretrain.py")
     if run.finished:
         return 0
-    resume_collector()
     trainer = PretrainTrainer(
         model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
         args=settings.training,

@@ -11,11 +11,9 @@ what will happen and stops before weights are loaded. The same command goes on w
 import sys
 
 from utils.cluster.environment import configure_environment
-from utils.cluster.garbage import collector_paused, resume_collector
 from utils.cluster.script import run_script
 
 
-@collector_paused()
 def main(argv: list[str] | None = None) -> int:
     """Run one fine-tuning job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
@@ -47,7 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     run = start_run(settings, plan, data, launch, script="sft_train.py")
     if run.finished:
         return 0
-    resume_collector()
     trainer = FineTuneTrainer(
         model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
         args=settings.training,

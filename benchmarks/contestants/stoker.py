@@ -8,20 +8,14 @@ from unittest import mock
 from benchmarks.recording.job import Job, Outcome, run_contestant
 from benchmarks.workloads.workload import SEED
 from utils.cluster.environment import configure_environment
-from utils.cluster.garbage import collector_paused
 
 
-@collector_paused()  # as the scripts do before anything is imported
 def train(job: Job) -> Outcome:
     """Run pretrain.py or sft_train.py, without writing the final model: nobody else does."""
     configure_environment()  # as the scripts do before anything allocates memory
     import pretrain
     import sft_train
 
-    if job.kind == "pretrain":  # as it does, and before it is watched
-        from utils.training.trainer_import import import_trainer
-
-        import_trainer()
     from benchmarks.recording.steps import StepRecorder, watch_trainer
 
     run = Path(job.scratch) / "run"

@@ -1,4 +1,4 @@
-"""A command imports what it needs, and collects no garbage over it: seconds of every start."""
+"""A command imports what it needs: seconds of every start."""
 
 import json
 import subprocess
@@ -15,33 +15,28 @@ TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.traini
 FORBIDDEN = {
     "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.planning"},
     "dry run": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pandas", "utils.runs.start"},
-    "start": NEVER | FINE_TUNING_ALONE | {"datasets", "pandas"},
+    "start": NEVER | FINE_TUNING_ALONE,
 }
 # One process for all: each command imports what the one before did, and more.
 COMMANDS = """
-import contextlib, gc, json, sys
+import contextlib, json, sys
 import pretrain
 
 argv = sys.argv[1:]
 imported = {}
-collections = []
-gc.collect()
-gc.callbacks.append(lambda phase, info: collections.append(phase))
 with contextlib.redirect_stdout(sys.stderr):
     with contextlib.suppress(SystemExit):
         pretrain.main(["--help"])
     imported["help"] = list(sys.modules)
     assert pretrain.main([*argv, "--dry_run", "true"]) == 0
     imported["dry run"] = list(sys.modules)
-    imported["collections until there"] = len(collections)
     assert pretrain.main(argv) == 0
     imported["start"] = list(sys.modules)
-    imported["collector at the end"] = [gc.isenabled(), gc.get_freeze_count() > 100_000]
 print(json.dumps(imported))
 """
 
 
-def test_a_command_imports_what_it_needs_and_collects_no_garbage(pretraining, tmp_path):
+def test_a_command_imports_what_it_needs(pretraining, tmp_path):
     argv = pretraining(tmp_path / "run", max_steps=1)
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, *argv],
@@ -56,5 +51,3 @@ def test_a_command_imports_what_it_needs_and_collects_no_garbage(pretraining, tm
     assert found == {name: [] for name in FORBIDDEN}
     assert "torch" in imported["help"]  # the test does look
     assert {"transformers.trainer", "utils.runs.start"} <= set(imported["start"])
-    assert imported["collections until there"] < 10  # where main returns; else a thousand
-    assert imported["collector at the end"] == [True, True]
