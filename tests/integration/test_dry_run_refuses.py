@@ -321,7 +321,7 @@ BEYOND = {
     "runs/preview.py": ("a file", "no weights"),
     "runs/startup.py": NODES,
     "runs/storage_room.py": ("no room",),
-    "training/compiled_adam.py": "compiled where the device is: " + NODES,
+    "training/low_precision_adam.py": "compiled where the device is: " + NODES,
     "training/inherited_optimizer.py": ("no optimizer",),
     "training/packed_trainer.py": LATER,
     "training/zero_resharding.py": LATER,

@@ -6,12 +6,12 @@ and 3 of mantissa, a second moment 5 and 3; it is never rounded to 0, which Adam
 et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-LARGEST_BLOCK = 256
-SMALLEST_BLOCK = 64  # below it the scales would take more than 6 % on top
+BLOCKS = range(256, 63, -1)  # elements; in smaller ones the scales would take more than 6 % on top
 FEWEST_ELEMENTS = 4096  # norms and biases are not worth it, as in bitsandbytes
 BITS_LOST = 20  # of float32: 3 bits of mantissa are left
 _ONE = 0x3F800000 >> BITS_LOST  # the code of 1.0 with all its bits of exponent
@@ -24,29 +24,22 @@ def block_size(shape: Sequence[int]) -> int | None:
 
     None for a tensor that is not kept in 8 bits: it is small, or its rows do not divide well.
     """
-    elements = 1
-    for length in shape:
-        elements *= length
-    if len(shape) < 2 or elements < FEWEST_ELEMENTS:
+    if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
-    return next(
-        (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if shape[-1] % size == 0),
-        None,
-    )
+    return next((size for size in BLOCKS if shape[-1] % size == 0), None)
 
 
 def encode(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int
 ) -> None:
-    """Write (n,) float32 values into (n,) codes and (n / block,) scales.
+    """Write (blocks, block) float32 values into as many codes and (blocks,) scales.
 
     int8 codes have a sign; those of uint8 are for values that are not negative. `noise` is int32
-    (n,) below 2**20. Overwrites `values`.
+    below 2**20, half of which rounds to the nearest. Overwrites `values`.
     """
-    blocks = values.view(len(scales), -1)
-    torch.amax(blocks.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
+    torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
-    blocks.div_(scales.unsqueeze(-1))
+    values.div_(scales.unsqueeze(-1))
     largest = _LARGEST[codes.dtype]
     signed = codes.dtype == torch.int8
     signs = values.sign() if signed else None
@@ -56,10 +49,8 @@ def encode(
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the (n,) float32 values of codes and scales."""
+    """Return the (blocks, block) float32 values of codes and (blocks,) scales."""
     short = codes.int()
     signs = short.sign()
     short = short.abs_().add_(_ONE - _LARGEST[codes.dtype]).bitwise_left_shift_(BITS_LOST)
-    values = short.view(torch.float32).mul_(signs)
-    values.view(len(scales), -1).mul_(scales.unsqueeze(-1))
-    return values
+    return short.view(torch.float32).mul_(signs).mul_(scales.unsqueeze(-1))

@@ -1,8 +1,16 @@
-"""AdamW that computes in float32 and keeps its states, and the weights, in fewer bits."""
+"""AdamW that computes in float32 and keeps its states, and the weights, in fewer bits.
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+A weight is looked at as (rows, unit): a unit is a block of 8-bit codes, or one element. `update`
+takes AdamW's step on some of its rows, with torch's fused kernel or compiled with its own formula.
+"""
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -11,16 +19,32 @@ from torch.optim.adamw import adamw
 from transformers import TrainingArguments
 from typing_extensions import override
 
+from utils.config.errors import ConfigurationError
 from utils.kernels import eight_bit
-from utils.kernels.stochastic_rounding import multiplier, noise, places
+from utils.kernels.stochastic_rounding import (
+    MANTISSA_BITS_LOST,
+    multipliers,
+    noise,
+    period,
+    random_words,
+    round_to_bfloat16_,
+)
 from utils.planning.plan import RunPlan
-from utils.training.adam_parts import MOMENTS, SCALE, keep_moment, keep_weight, moment
-from utils.training.compiled_adam import NoiseTable, compiled_update, step_numbers, words
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+SCALE = "_scale"  # ends the name of a moment's scales, one for each block of 8-bit codes
 FIRST_SCALES = MOMENTS[0] + SCALE  # in no state of torch's AdamW
+# Of a compiled call: it takes the host some 0.1 ms, and these 2**25 elements the device as long.
+COMPILED_PERIODS = 8
+KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
+# Of compiled and plain code, relative: products are contracted, and a few elements round otherwise.
+TOLERANCE = 1e-3
+# Tensors by name: weight, gradient, the moments and, of 8-bit codes, their scales.
 State = dict[str, torch.Tensor]
 Group = dict[str, Any]
+Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # both moments and the weight, float32
+Formula = Callable[..., Values]  # of weight, gradient and both moments
 
 
 def optimizer_of(
@@ -45,14 +69,13 @@ def optimizer_of(
 
 
 class LowPrecisionAdamW(AdamW):
-    """torch's fused AdamW on float32 copies, some ten thousand elements at a time.
+    """AdamW on float32 copies, some ten thousand elements at a time, compiled some million.
 
     `kept_as` is what the moments are kept as: float32, bfloat16 or int8. They are rounded up or
     down at random: a second moment decays by a thousandth a step, which bfloat16 and 8 bits would
     round away. bfloat16 weights are rounded so if `stochastic_rounding` says so, else to the
-    nearest. Rounding follows from `seed`, step and place alone, on any number of ranks.
-    `compiled` makes one call of millions of elements: the same noise, but sums and products
-    round as the compiler orders them.
+    nearest. Rounding follows from `seed`, step and index alone, on any number of ranks. `compiled`
+    has the same noise, but sums and products round as the compiler orders them.
 
     Loads the state of any AdamW, torch's too. Weights may be shards of rows (FSDP2).
     """
@@ -79,21 +102,23 @@ class LowPrecisionAdamW(AdamW):
         """Take a step."""
         assert closure is None
         self.steps += 1
-        trained = [
-            (index, group, weight)
-            for index, (group, weight) in enumerate(self._weights())
-            if weight.grad is not None
-        ]
-        for *_, weight in trained:
+        weights = [weight for _, weight in self._weights()]
+        trained = [weight for weight in weights if weight.grad is not None]
+        if self.noise_table is None:
+            periods = COMPILED_PERIODS if self.compiled else 1
+            self.noise_table = NoiseTable(self.seed, weights, periods)
+        for weight in trained:
             if not self.state[weight]:
                 self.state[weight].update(self._new_state(weight))
         if trained:
-            torch._foreach_add_([self.state[weight]["step"] for *_, weight in trained], 1)
-        if self.compiled:
-            self._compiled_updates(trained)
-            return
-        for index, group, weight in trained:
-            self._update(index, group, weight, self.state[weight])
+            torch._foreach_add_([self.state[weight]["step"] for weight in trained], 1)
+        table = self.noise_table.multipliers(self.steps)
+        for group in self.param_groups:
+            own = [weight for weight in group["params"] if weight.grad is not None]
+            steps = [self.state[weight]["step"] for weight in own]
+            numbers = step_numbers(group, steps) if self.compiled else steps
+            for weight, its_numbers in zip(own, numbers, strict=True):
+                self._update(weight, group, its_numbers, table)
 
     def _weights(self) -> Iterator[tuple[Group, torch.Tensor]]:
         return ((group, weight) for group in self.param_groups for weight in group["params"])
@@ -112,60 +137,25 @@ class LowPrecisionAdamW(AdamW):
                 state[name] = torch.zeros_like(weight, dtype=kept)
         return state
 
-    def _update(self, index: int, group: Group, weight: torch.Tensor, state: State) -> None:
-        flat = _flat(weight, state)
-        device = flat["weight"].device
-        block = _unit(weight)
-        size = places(device) // block * block
-        start = _first_element(weight)
-        end = start + flat["weight"].numel()
-        # Chunks begin where they would in the whole tensor, whichever rows are here.
-        for begin in range(start - start % size, end, size):
-            first, last = max(begin, start), min(begin + size, end)
-            if first == last:
-                continue  # this rank has no rows of it
-            part = slice(first - start, last - start)
-            keys = (self.seed, self.steps, index, begin)
-            place = _Place(device, first - begin, last - first, keys)
-            cut = {name: _part(value, name, part, block) for name, value in flat.items()}
-            self._update_part(group, cut, state["step"], place)
-
-    def _update_part(self, group: Group, part: State, step: torch.Tensor, place: "_Place") -> None:
-        weight, gradient = part["weight"].float(), part["gradient"].float()
-        moments = {name: moment(part, name) for name in MOMENTS}
-        beta1, beta2 = group["betas"]
-        adamw(
-            [weight], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
-            [step - 1],
-            fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
-        for name in MOMENTS:
-            keep_moment(moments[name], part, name, place)
-        keep_weight(weight, part, place if self.stochastic_rounding else None)
-
-    def _compiled_updates(self, trained: Sequence[tuple[int, Group, torch.Tensor]]) -> None:
-        if self.noise_table is None:
-            weights = [weight for _, weight in self._weights()]
-            spans = [(_unit(one), _first_element(one), _local(one).numel()) for one in weights]
-            self.noise_table = NoiseTable(self.seed, spans, weights[0].device)
-        table = self.noise_table.multipliers(self.steps)
-        numbers = [
-            row
-            for group in self.param_groups
-            for row in step_numbers(
-                group, [self.state[w]["step"] for w in group["params"] if w.grad is not None]
-            )
-        ]
-        for (index, _, weight), its_numbers in zip(trained, numbers, strict=True):
-            unit, parts = self.noise_table.units[index], self.noise_table.parts[index]
-            rows = _flat(weight, self.state[weight], unit)
-            dtypes = tuple((name, value.dtype) for name, value in rows.items())
-            rounding, device = self.stochastic_rounding, weight.device
-            update = compiled_update(device, unit, dtypes, rounding)
-            for part, where in parts:
-                cut = rows if len(parts) == 1 else {k: v[part] for k, v in rows.items()}
-                update(cut, its_numbers, where, table, words(device, unit), rounding)
+    def _update(
+        self, weight: torch.Tensor, group: Group, numbers: torch.Tensor, table: torch.Tensor
+    ) -> None:
+        assert weight.grad is not None
+        assert self.noise_table is not None
+        state = {name: value for name, value in self.state[weight].items() if name != "step"}
+        unit, rounding = _unit(weight), self.stochastic_rounding
+        rows = _in_rows({"weight": weight, "gradient": weight.grad, **state}, unit)
+        words = random_words(weight.device, unit)
+        for span in self.noise_table.spans[weight]:
+            part = {name: value[span.rows] for name, value in rows.items()}
+            if self.compiled:
+                types = tuple((name, value.dtype) for name, value in part.items())
+                compiled = compiled_update(words, types, rounding)
+                compiled(part, numbers, span.start, table, words, rounding)
+            else:
+                its_words = words[span.offset : span.offset + len(part["weight"])]
+                formula = partial(_fused_formula, group, numbers)
+                update(part, formula, its_words, table[:, span.period], rounding)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,11 +164,11 @@ class LowPrecisionAdamW(AdamW):
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for (_, weight), name in zip(self._weights(), names, strict=True):
             if name in state_dict["state"]:
-                self.state[weight] = self._taken_over(weight, state_dict["state"][name])
-        counts = {int(state["step"]) for state in self.state.values()}
-        self.steps = max(counts, default=0)
+                self.state[weight] = self._converted(weight, state_dict["state"][name])
+        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
-    def _taken_over(self, weight: torch.Tensor, saved: State) -> State:
+    def _converted(self, weight: torch.Tensor, saved: State) -> State:
+        """Return a saved state as this optimizer keeps it, rounded to the nearest."""
         state = self._new_state(weight)
         same = state.keys() == saved.keys() and all(
             state[name].dtype == saved[name].dtype for name in state
@@ -187,50 +177,222 @@ class LowPrecisionAdamW(AdamW):
             return {name: value.to(weight.device) for name, value in saved.items()}
         assert not isinstance(weight, DTensor), "sharded states are loaded as they were saved"
         state["step"].copy_(saved["step"])
+        unit = _unit(weight)
+        new, old = (
+            _in_rows({k: v.to(weight.device) for k, v in each.items() if k != "step"}, unit)
+            for each in (state, saved)
+        )
         for name in MOMENTS:
-            value = saved[name].to(weight.device).view(-1)
-            if name + SCALE in saved:
-                value = eight_bit.decode(value, saved[name + SCALE].to(weight.device).view(-1))
-            flat = {key: tensor.view(-1) for key, tensor in state.items()}
-            keep_moment(value.float().clone(), flat, name, None)
+            keep(moment(old, name).clone(), new, name, None)
         return state
 
 
-class _Place:
-    """Where a part lies, which is what its noise follows from."""
+def update(
+    part: State,
+    formula: Formula,
+    words: torch.Tensor,
+    factors: torch.Tensor,
+    stochastic_rounding: bool,
+) -> None:
+    """Take AdamW's step on (rows, unit) elements; scales are (rows,).
 
-    def __init__(self, device: torch.device, first: int, count: int, keys: tuple[int, ...]):
-        self.device, self.first, self.count, self.keys = device, first, count, keys
-
-    def noise(self, number: int, bits: int) -> torch.Tensor:
-        """Return (elements,) int32 below 2**bits, other noise for each number."""
-        factor = multiplier(*self.keys, number)
-        return noise(self.device, self.first, self.count, factor, bits)
-
-
-def _flat(weight: torch.Tensor, state: State, *unit: int) -> State:
-    """Return what this rank has of a weight, its gradient and its state, but for the step count.
-
-    They are (elements,), with a unit (rows, unit); scales are always of one dimension.
+    `words` are (rows, unit), `factors` are for both moments and for the weight.
     """
-    assert weight.grad is not None
-    tensors = {"weight": weight, "gradient": weight.grad, **state}
+    moments = (moment(part, name) for name in MOMENTS)
+    values = formula(part["weight"].float(), part["gradient"].float(), *moments)
+    for name, value, factor in zip((*MOMENTS, "weight"), values, factors.unbind(), strict=True):
+        at_random = name in MOMENTS or stochastic_rounding
+        keep(value, part, name, partial(noise, words, factor) if at_random else None)
+
+
+def _update_periods(
+    part: State,
+    numbers: torch.Tensor,
+    start: torch.Tensor,
+    table: torch.Tensor,
+    words: torch.Tensor,
+    stochastic_rounding: bool,
+) -> None:
+    """Take the step on rows that may span several periods; this is what is compiled.
+
+    `numbers` as of `step_numbers`; `start` and `table` as of NoiseTable.
+    """
+    at = start[1] + torch.arange(len(part["weight"]), device=start.device)
+    factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
+    formula = partial(_plain_formula, numbers)
+    update(part, formula, words[at % len(words)], factors, stochastic_rounding)
+
+
+def moment(part: State, name: str) -> torch.Tensor:
+    """Return a moment, or the weight, in float32: the kept tensor itself if it is so."""
+    if name + SCALE in part:
+        return eight_bit.decode(part[name], part[name + SCALE])
+    return part[name].float()
+
+
+def keep(
+    values: torch.Tensor, part: State, name: str, random: Callable[[int], torch.Tensor] | None
+) -> None:
+    """Round float32 values to how they are kept, without noise to the nearest; overwrites them."""
+    kept = part[name]
+    if name + SCALE in part:
+        bits = eight_bit.BITS_LOST
+        added = 2 ** (bits - 1) if random is None else random(bits)
+        eight_bit.encode(values, kept, part[name + SCALE], added)
+        return
+    if kept.dtype != torch.float32 and random is not None:
+        round_to_bfloat16_(values, random(MANTISSA_BITS_LOST))
+    if kept is not values:
+        kept.copy_(values)
+
+
+def _fused_formula(group: Group, taken: torch.Tensor, *values: torch.Tensor) -> Values:
+    """Take torch's step in place; it is the `taken`-th."""
+    weight, gradient, first, second = values
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight], [gradient], [first], [second], [], [taken - 1],
+        fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+        weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip
+    return first, second, weight
+
+
+def _plain_formula(numbers: torch.Tensor, *values: torch.Tensor) -> Values:
+    """Return what the step makes; `numbers` as of `step_numbers`.
+
+    In the order of Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm
+    2, and of torch's documentation.
+    """
+    weight, gradient, first, second = values
+    decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
+    weight = weight * decay
+    first = first * beta1 + gradient * new1
+    second = second * beta2 + gradient * gradient * new2
+    weight = weight - step_size * (first / (second.sqrt() / correction + eps))
+    return first, second, weight
+
+
+def step_numbers(group: Group, steps: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return (8,) float32 for each weight of a group, which takes so many steps with this one.
+
+    Nothing is read from the device: the corrections are computed there, in float64 as by torch.
+    Eight, for views must begin at multiples of 16 bytes: torch would copy others at each call.
+    """
+    if not steps:
+        return ()
+    taken = torch.stack(list(steps)).double()
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    same = (1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"])
+    numbers = [torch.ones_like(taken) * number for number in same]
+    numbers += [lr / (1 - beta1**taken), (1 - beta2**taken).sqrt()]
+    return torch.stack(numbers, dim=1).float().unbind()
+
+
+class Span(NamedTuple):
+    """Some rows of a weight, in which period of all weights' they begin, and how far into it."""
+
+    rows: slice
+    period: int
+    offset: int
+    start: torch.Tensor  # period and offset, on the device
+
+
+class NoiseTable:
+    """Cuts weights into spans of some periods, and finds each period's multipliers.
+
+    A span begins where it would in the whole tensor, whichever rows are here. An element's noise
+    is its word, by its place in a period, times the multiplier of that period.
+    """
+
+    def __init__(self, seed: int, weights: Sequence[torch.Tensor], periods: int):
+        self.seed, self.device = seed, weights[0].device
+        self.spans: dict[torch.Tensor, list[Span]] = {}
+        keys: list[tuple[int, int]] = []  # of each period: index of the weight, first element
+        for index, weight in enumerate(weights):
+            unit = _unit(weight)
+            rows = period(self.device, unit)
+            first = _first_element(weight) // unit
+            end = first + _local(weight).numel() // unit
+            before = len(keys) - first // rows  # periods of other weights, less those not here
+            spans = self.spans[weight] = []
+            for start, stop in pairwise([*_multiples(first, end, periods * rows), end]):
+                place = before + start // rows, start % rows
+                on_device = torch.tensor(place).to(self.device)
+                spans.append(Span(slice(start - first, stop - first), *place, on_device))
+            keys += [(index, start // rows * rows * unit) for start in _multiples(first, end, rows)]
+        self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
+
+    def multipliers(self, step: int) -> torch.Tensor:
+        """Return (3, periods of all weights) int32; the device is not waited for."""
+        numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
+        table = torch.from_numpy(multipliers(self.seed, step, *self.keys, numbers))
+        if self.device.type == "cuda":
+            table = table.pin_memory()
+        return table.to(self.device, non_blocking=True)
+
+
+def _multiples(first: int, end: int, stride: int) -> list[int]:
+    """Return the start of a range and the multiples of `stride` in it; nothing of an empty one."""
+    return sorted({first, *range(-(-first // stride) * stride, end, stride)}) if first < end else []
+
+
+@functools.cache
+def compiled_update(
+    words: torch.Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
+) -> Callable[..., None]:
+    """Return the step compiled for a kind of weight: parts of these types, by name.
+
+    It is compiled on a part made up. From the first weight torch would take over what is chance:
+    sizes that are equal, and whether a gradient begins a bucket; another graph would follow for
+    each. Raises ConfigurationError where compiled code does not compute what the same code computes
+    as it is.
+    """
+    # In one graph, unless compilation is turned off for the whole process (TORCHDYNAMO_DISABLE).
+    whole = not torch._dynamo.config.disable
+    compiled = torch.compile(_update_periods, dynamic=True, fullgraph=whole)
+    part = _made_up_part(words, types)
+    expected = {name: tensor.clone() for name, tensor in part.items()}
+    numbers = torch.tensor((0.999, 0.9, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5), device=words.device)
+    start = torch.tensor([1, 3], device=words.device)
+    table = torch.arange(1, 31, 2, dtype=torch.int32, device=words.device).view(3, 5) * 0x10001001
+    others = (numbers, start, table, words, rounding)
+    _update_periods(expected, *others)
+    with torch._dynamo.config.patch(recompile_limit=KINDS_COMPILED):
+        compiled(part, *others)
+    for name in ("weight", *MOMENTS):
+        wanted = moment(expected, name)
+        if (moment(part, name) - wanted).norm() > TOLERANCE * wanted.norm():
+            raise ConfigurationError(
+                f"--compile true: torch {torch.__version__} compiles AdamW's step wrongly for "
+                f"{words.device.type} ({name} differs from the step not compiled): set --compile "
+                "false"
+            )
+    return compiled
+
+
+def _made_up_part(words: torch.Tensor, types: tuple[tuple[str, torch.dtype], ...]) -> State:
+    random = torch.Generator(words.device).manual_seed(0)
+    part: State = {}
+    for name, dtype in types:
+        shape = (len(words) + 7, words.shape[1])[: 1 if name.endswith(SCALE) else 2]
+        values = torch.rand(shape, generator=random, device=words.device)
+        # Codes of 30 to 127, for the smallest are rounded up or down by half.
+        part[name] = (values + 1e-3 if dtype.is_floating_point else values * 97 + 30).to(dtype)
+    return part
+
+
+def _in_rows(tensors: State, unit: int) -> State:
+    """Return this rank's part of tensors as (rows, unit); scales are (rows,)."""
     return {
-        name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else unit))
+        name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
-        if name != "step"
     }
 
 
 def _unit(weight: torch.Tensor) -> int:
     """Return how many elements stay together, whichever type the moments have."""
     return eight_bit.block_size(weight.shape) or 1
-
-
-def _part(tensor: torch.Tensor, name: str, part: slice, block: int) -> torch.Tensor:
-    if name.endswith(SCALE):
-        return tensor[part.start // block : part.stop // block]
-    return tensor[part]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
