@@ -11,13 +11,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the datasets; returns the exit code."""
+    from utils.config.command_line import parse_arguments
     from utils.config.preparation import PreparationArguments
-    from utils.config.reading.parsing import parse_arguments
 
     (arguments,) = parse_arguments(
         (PreparationArguments,), argv, description=__doc__.splitlines()[0]
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
     # Imported here so that --help answers at once.
-    from utils.data.preparation.pipeline import Preparation
+    from utils.data.prepare.pipeline import Preparation
 
     preparation = Preparation(arguments)
     if preparation.is_finished:

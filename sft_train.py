@@ -10,21 +10,21 @@ what will happen and stops before weights are loaded. The same command goes on w
 
 import sys
 
-from utils.cluster.environment import configure_environment
-from utils.cluster.script import run_script
+from utils.launch.environment import configure_environment
+from utils.launch.script import run_script
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one fine-tuning job, from its recipe to a saved model."""
     configure_environment()  # before the libraries below read it
-    from utils.config.run_settings import parse_fine_tuning
+    from utils.config.settings import parse_fine_tuning
 
     settings = parse_fine_tuning(argv, description=__doc__)  # the rest is imported if it is sound
-    from utils.planning.models import load_model, load_model_config
+    from utils.model.weights import load_model, load_model_config
     from utils.planning.plan import plan_run
     from utils.planning.run_data import load_run_data, load_run_tokenizer
     from utils.runs.preview import check_start
-    from utils.runs.startup import start_process
+    from utils.runs.start import start_process
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
@@ -35,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         return check_start(settings, plan, data, config, launch, script="sft_train.py")
     from trl import get_peft_config
 
-    from utils.cluster.launch import check_strategy
-    from utils.runs.finish import finish_run
-    from utils.runs.reporting import run_callbacks
+    from utils.launch.processes import check_strategy
+    from utils.runs.finish import finish_run, run_callbacks
     from utils.runs.start import start_run
     from utils.training.fine_tune_trainer import FineTuneTrainer
     from utils.training.low_precision_adam import optimizer_of

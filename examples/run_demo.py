@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.callbacks.journal_file import read_journal  # noqa: E402 - the scripts' folder is not ROOT
-from utils.cluster import processor  # noqa: E402
+from utils.callbacks.journal_lines import read_journal  # noqa: E402 - the scripts' folder is not ROOT
+from utils.support import host as processor  # noqa: E402
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],

@@ -44,4 +44,4 @@ elif ! ((${#STOKER_CONTAINER[@]})) && ! command -v -- python >/dev/null; then
 fi
 
 # exec: the Python process is the task, so Slurm's signals reach it and its exit code is srun's.
-exec "${STOKER_CONTAINER[@]}" python -m utils.jobs.launch_node "$@"
+exec "${STOKER_CONTAINER[@]}" python -m utils.launch.node "$@"

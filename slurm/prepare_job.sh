@@ -78,7 +78,7 @@ say "in $root: prepare_data.py ${shards:+--shard $shard/$shards }$(quoted "${arg
 
 run_step slurm/run_python.sh prepare_data.py "${arguments[@]}" ${shards:+--shard "$shard/$shards"}
 if ((code == 0)) && [[ -n $shards ]]; then
-  STOKER_SHARD=$shard run_step slurm/run_python.sh -m utils.jobs.merge_shards "${arguments[@]}" --merge "$shards"
+  STOKER_SHARD=$shard run_step slurm/run_python.sh -m utils.data.prepare.merge_shards "${arguments[@]}" --merge "$shards"
 fi
 trap '' USR1 TERM
 

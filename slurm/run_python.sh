@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs one of the repository's commands on this machine, in the environment of slurm/cluster.env:
 #
-#   slurm/run_python.sh -m utils.jobs.sweep points recipes/sweep/demo_cpu.yaml
+#   slurm/run_python.sh -m utils.submit.sweep points recipes/sweep/demo_cpu.yaml
 #
 # For what no GPU is needed: checks before the queue, the points of a sweep. Training processes are
 # slurm/launch_node.sh's. In a job whose Python only exists in a Pyxis container it is a step of

@@ -33,7 +33,7 @@ facts="$(mktemp -d)"
 trap 'rm -rf -- "$facts"' EXIT
 
 # A script of its own: sbatch passes this environment on, and the job reads cluster.env itself.
-"$root/slurm/run_python.sh" -m utils.jobs.submit "$directory" "$facts" "$@"
+"$root/slurm/run_python.sh" -m utils.submit.submit "$directory" "$facts" "$@"
 if [[ ! -f "$facts/options" ]]; then
   exit 0 # nothing is left to run
 fi

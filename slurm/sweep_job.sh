@@ -46,7 +46,7 @@ fi
 # Into a file first: mapfile would not see the command fail.
 words="$(mktemp)"
 code=0
-slurm/run_python.sh -m utils.jobs.sweep point "$sweep" "$point" >"$words" || code=$?
+slurm/run_python.sh -m utils.submit.sweep point "$sweep" "$point" >"$words" || code=$?
 if ((code == 0)); then
   mapfile -d '' -t arguments <"$words"
 fi

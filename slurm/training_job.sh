@@ -86,7 +86,7 @@ elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
 fi
 
-# A run counts its restarts without progress itself (utils/runs/restarts.py), once it started.
+# A run counts its restarts without progress itself (utils/runs/start.py), once it started.
 fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
   rm -f -- "$fruitless"

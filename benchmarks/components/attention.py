@@ -44,7 +44,7 @@ def _timed(length: int, attend: Callable[..., torch.Tensor]) -> tuple[Callable[[
 def stoker(length: int) -> tuple[Callable[[], object], int]:
     """Attend as our models do."""
     from utils.kernels.cpu_products import settle_products
-    from utils.kernels.packed_varlen import packed_varlen
+    from utils.kernels.varlen import packed_varlen
 
     settle_products("cpu")
     module, ends = torch.nn.Module(), boundaries(length)

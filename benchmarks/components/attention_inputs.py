@@ -8,9 +8,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.recording.job import CannotRunError
-from utils.data.batches import longest_segment
-from utils.kernels.packed_varlen import packed_varlen
-from utils.kernels.varlen import AttentionNeeds, VarlenKernel, find_kernels
+from utils.data.sequences import longest_segment
+from utils.kernels.varlen import AttentionNeeds, VarlenKernel, find_kernels, packed_varlen
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 from benchmarks.recording.job import Job, Outcome, run_contestant
 from benchmarks.workloads.workload import SEED
-from utils.cluster.environment import configure_environment
+from utils.launch.environment import configure_environment
 
 
 def train(job: Job) -> Outcome:
@@ -15,7 +15,6 @@ def train(job: Job) -> Outcome:
     configure_environment()  # as the scripts do before anything allocates memory
     import pretrain
     import sft_train
-
     from benchmarks.recording.steps import StepRecorder, watch_trainer
 
     run = Path(job.scratch) / "run"

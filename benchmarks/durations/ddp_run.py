@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 STEPS, WARM_UP = 14, 4
 
 
 def main() -> None:
     """Run pretrain.py; the first rank writes the outcome."""
-    from utils.callbacks.journal_file import read_journal
-    from utils.cluster.environment import configure_environment
+    from utils.callbacks.journal_lines import read_journal
+    from utils.launch.environment import configure_environment
 
     variant, prepared, scratch, outcome, size = sys.argv[1:]
     configure_environment()
@@ -46,7 +46,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("utils.runs.finish.export_final", return_value=run))
         if variant == "copies":
-            name = "utils.training.packed_trainer.keep_gradients_in_buckets"
+            name = "utils.training.trainer.keep_gradients_in_buckets"
             stack.enter_context(mock.patch(name))
         assert pretrain.main(argv) == 0
     if os.environ["RANK"] == "0":

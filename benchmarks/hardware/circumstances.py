@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.device import gpu_facts
-from utils.cluster import processor
+from utils.support import host as processor
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",

@@ -19,7 +19,7 @@ import torch
 from benchmarks.contests.turns import run_process, say
 from benchmarks.hardware.circumstances import ROOT, circumstances
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
-from utils.kernels.activation_checkpointing import CHOICES
+from utils.model.compilation import CHOICES
 
 BOUND = {"cpu": 0.15, "cuda": 0.10}
 STEPS = 3

@@ -17,12 +17,13 @@ from typing import Any
 def main() -> int:
     """Run the script and write the outcome."""
     script, outcome, *argv = sys.argv[1:]
-    from utils.cluster.environment import configure_environment
+    from utils.launch.environment import configure_environment
 
     configure_environment()
     import torch
 
-    from utils.planning import models, plan
+    from utils.model import weights as models
+    from utils.planning import plan
 
     found: dict[str, Any] = {}
     plan_memory, load_model = plan.plan_memory, models.load_model

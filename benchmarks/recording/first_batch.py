@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads.workload import PAD_TOKEN_ID
-from utils.data.columns import open_columns
-from utils.data.list_columns import ListColumn
+from utils.data.columns import ListColumn, open_columns
 
 
 def pieces(inputs: Mapping[str, Any]) -> list[np.ndarray]:

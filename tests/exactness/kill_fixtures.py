@@ -12,7 +12,7 @@ from kernel_calls import Starts, fsdp2_environment
 from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
 
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.room import RESERVE
+from utils.checkpoints.space import RESERVE
 from utils.config.errors import ExitCode
 
 AT_ONCE = 2  # starts

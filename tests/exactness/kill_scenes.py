@@ -12,10 +12,9 @@ from typing import Any
 import tiny
 from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing, hit, killing
 
-from utils.checkpoints.directory import numbered_checkpoints
-from utils.checkpoints.discovery import checkpoint_problems
+from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoints
 from utils.checkpoints.files import list_files
-from utils.checkpoints.rotation import LEAST_KEPT
+from utils.checkpoints.space import LEAST_KEPT
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 # Of a checkpoint: they hold times, random names and the path of the run.

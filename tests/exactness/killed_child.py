@@ -26,19 +26,21 @@ from troubled_copies import trouble_copies
 
 import pretrain
 import utils.checkpoints.files
-import utils.planning.models
+import utils.model.weights
 import utils.planning.plan
 import utils.planning.run_data
+import utils.runs.finish
 import utils.runs.preflight
-import utils.runs.reporting
-import utils.runs.startup
-import utils.training.pretrain_trainer
+import utils.runs.start
+import utils.training.trainer
 from utils.callbacks.stop import StopWatch
-from utils.checkpoints import background, rotation, staging
-from utils.checkpoints.room import Room, taken_room
-from utils.cluster import run_lock
-from utils.cluster.script import run_script
-from utils.runs import storage_room
+from utils.checkpoints import space as rotation
+from utils.checkpoints import staging
+from utils.checkpoints import staging as background
+from utils.checkpoints.space import Room, taken_room
+from utils.launch.script import run_script
+from utils.runs import preflight as storage_room
+from utils.support import run_lock
 
 HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
 

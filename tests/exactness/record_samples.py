@@ -28,8 +28,8 @@ class Recorder:
     """Knows rows by their tokens: which number the loader gave them, and which were trained on."""
 
     def __init__(self):
-        from utils.data.packed_rows import PackedDataset
-        from utils.training.packed_trainer import PackedTrainerMixin
+        from utils.data.sequences import PackedDataset
+        from utils.training.trainer import PackedTrainerMixin
 
         self.numbers: dict[str, int] = {}
         self.seen: dict[int, list[list[int]]] = defaultdict(list)

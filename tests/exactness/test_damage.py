@@ -15,7 +15,7 @@ import pretrain
 import sft_train
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.run_record import known_run_id
+from utils.checkpoints.manifest import known_run_id
 
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive

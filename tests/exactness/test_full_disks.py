@@ -15,9 +15,9 @@ import tiny
 from kernel_calls import Call, Ending, Starts, killing
 from kill_scenes import STEPS, Scene, committed
 
-from utils.checkpoints.directory import numbered_checkpoints
+from utils.checkpoints.discovery import numbered_checkpoints
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.room import RESERVE, taken_room
+from utils.checkpoints.space import RESERVE, taken_room
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from kernel_calls import Child, Starts
 from kill_scenes import committed, digest
 from launching import CONFIGS, CPU_ENVIRONMENT, ROOT, free_port, quiet_environment
 
-from utils.checkpoints.directory import numbered_checkpoints
+from utils.checkpoints.discovery import numbered_checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -18,11 +18,11 @@ import torch
 import transformers
 
 import pretrain
-from utils.callbacks.journal_file import read_journal
-from utils.checkpoints import digests, files
-from utils.checkpoints.digests import in_place_of_crc32
+from utils.callbacks.journal_lines import read_journal
+from utils.checkpoints import files
+from utils.checkpoints import files as digests
 from utils.checkpoints.discovery import checkpoint_problems
-from utils.checkpoints.files import list_files
+from utils.checkpoints.files import in_place_of_crc32, list_files
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ExitCode
 from utils.training import interruptible

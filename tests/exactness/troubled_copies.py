@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pretrain
 from utils.checkpoints import staging
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 
 def trouble_copies() -> None:
     """Do to this process what its environment says."""
-    from utils.checkpoints import copying
+    from utils.checkpoints import files as copying
 
     staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
     kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from utils.kernels.probe_model import causal_lm_class
+from utils.model.architecture import causal_lm_class
 
 VOCABULARY = 128
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ import sys
 import torch
 
 import pretrain
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 POISON = 0
 

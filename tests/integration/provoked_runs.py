@@ -11,7 +11,7 @@ import tiny
 from transformers import TrainerCallback
 
 import pretrain
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode
 
@@ -70,11 +70,11 @@ def let_the_time_run_out(provoke: Provoke) -> None:
 @pytest.fixture
 def start(pretraining, workspace, monkeypatch):
     """Start a run in this process, with or without a provocation; returns the exit code."""
-    import utils.runs.reporting as reporting
+    import utils.runs.finish as reporting
 
     real = reporting.run_callbacks
 
-    monkeypatch.setattr("utils.callbacks.requests.LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr("utils.callbacks.stop_requests.LOOK_INTERVAL_S", 0)
 
     def start(run: Path, provoke: Provoke | None = None, **changes: object) -> int:
         def run_callbacks(*args):

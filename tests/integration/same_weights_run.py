@@ -6,8 +6,8 @@ import sys
 import torch
 
 import pretrain
-from utils.cluster.decisions import gathered
 from utils.runs import finish
+from utils.support.collectives import gathered
 
 finish_run = finish.finish_run
 

@@ -10,8 +10,8 @@ import yaml
 
 import pretrain
 import sft_train
-from utils.cluster.script import run_script
 from utils.config.errors import ConfigurationError
+from utils.launch.script import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -264,8 +264,8 @@ def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, tmp_path
 def test_an_attention_that_cannot_run_here_is_refused_before_weights_load(
     name, words, refused, pretraining, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("utils.planning.models.load_model", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr("utils.config.checks.packages.KERNELS", {})  # as if installed
+    monkeypatch.setattr("utils.model.weights.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("utils.config.checks.KERNELS", {})  # as if installed
     argv = pretraining(tmp_path / "run", attn_implementation=name)
     assert words in refused(pretrain.main, argv)
 

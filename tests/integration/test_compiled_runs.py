@@ -9,9 +9,9 @@ import torch
 
 import pretrain
 import sft_train
-from utils.callbacks.compilation import CompilationWatch
-from utils.callbacks.journal_file import read_journal
-from utils.kernels import compilation
+from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.metrics import CompilationWatch
+from utils.model import compilation
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
-from utils.checkpoints import layout
+from utils.checkpoints import manifest as layout
 from utils.config.errors import ConfigurationError
-from utils.runs import storage_room
+from utils.runs import preflight as storage_room
 
 pytestmark = pytest.mark.slow
 

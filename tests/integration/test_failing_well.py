@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import CPU_ENVIRONMENT, ROOT, free_port, quiet_environment, run_two_processes
 
-from utils.cluster.notes import Note, read_notes
+from utils.support.notes import Note, read_notes
 
 pytestmark = pytest.mark.slow
 

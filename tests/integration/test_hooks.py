@@ -13,10 +13,9 @@ from trl import SFTTrainer
 import pretrain
 import sft_train
 from utils.training.fine_tune_trainer import FineTuneTrainer
-from utils.training.finite import FiniteTrainerMixin
+from utils.training.gradients import FiniteTrainerMixin
 from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.packed_trainer import PackedTrainerMixin
-from utils.training.pretrain_trainer import PretrainTrainer
+from utils.training.trainer import PackedTrainerMixin, PretrainTrainer
 
 SIGNATURES = {
     "get_train_dataloader": ["self"],
@@ -136,7 +135,7 @@ def test_a_run_goes_through_every_hook(
 @pytest.mark.slow
 def test_trl_adds_no_metric_and_no_file_of_its_own(fine_tuning, tmp_path):
     """SFTTrainer would log the tokens of one row as all, and write a model card at every save."""
-    from utils.callbacks.journal_file import read_journal
+    from utils.callbacks.journal_lines import read_journal
 
     run = tmp_path / "run"
     sft_train.main(fine_tuning(run, max_steps=2, save_steps=1))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 NEVER = {"matplotlib", "scipy", "sklearn", "tensorboard", "torch.utils.tensorboard", "wandb"}
 FINE_TUNING_ALONE = {"trl.trainer.sft_trainer", "trl.trainer.utils"}
-TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.training.packed_trainer"}
+TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.training.trainer"}
 FORBIDDEN = {
     "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.planning"},
     "dry run": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pandas", "utils.runs.start"},

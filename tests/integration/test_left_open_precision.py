@@ -3,9 +3,9 @@
 import pytest
 
 import pretrain
-from utils.config import cpu_precision
+from utils.config import precision as cpu_precision
 from utils.config.errors import ConfigurationError
-from utils.config.reading.strict_yaml import load_mapping
+from utils.config.recipes import load_mapping
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_file import read_journal
-from utils.kernels import head_sizes
+from utils.callbacks.journal_lines import read_journal
+from utils.kernels import linear_cross_entropy as head_sizes
 
 pytestmark = pytest.mark.slow
 

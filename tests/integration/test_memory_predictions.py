@@ -7,7 +7,7 @@ import torch
 import pretrain
 import sft_train
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
-from utils.kernels.activation_checkpointing import CHOICES
+from utils.model.compilation import CHOICES
 from utils.planning import memory_plan
 
 pytestmark = pytest.mark.slow

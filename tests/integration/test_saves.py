@@ -16,7 +16,7 @@ from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, 
 from transformers import TrainerCallback
 
 import sft_train
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.checkpoints.files import MANIFEST
 from utils.checkpoints.manifest import read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
@@ -151,7 +151,7 @@ class Slow:
     """Copies in the background that begin when told to, or after a while."""
 
     def __init__(self, monkeypatch, seconds: float | None = None):
-        from utils.checkpoints import copying
+        from utils.checkpoints import files as copying
 
         self.go_on, self.seconds = threading.Event(), seconds
         self.running, self.most = 0, 0
@@ -293,7 +293,7 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     start, uninterrupted, tmp_path, monkeypatch, capsys
 ):
     run, whole = tmp_path / "run", uninterrupted()
-    monkeypatch.setattr("utils.checkpoints.background.free_bytes", lambda: 2**17)
+    monkeypatch.setattr("utils.checkpoints.staging.free_bytes", lambda: 2**17)
     capsys.readouterr()
     assert start(run, **BACKGROUND) == ExitCode.DONE
     shown = capsys.readouterr().out

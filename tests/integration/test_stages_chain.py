@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import parse_fine_tuning, parse_pretraining
-from utils.data.batches import model_inputs
+from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.data.order import SampleOrder
+from utils.data.sequences import model_inputs
 from utils.data.tokenizers import load_tokenizer
 from utils.planning.run_data import load_run_data
 

@@ -23,7 +23,7 @@ from provoked_runs import (
 )
 
 import sft_train
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.config.errors import ExitCode, NoProgressError, StorageError
 
 pytestmark = pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys
 
 
 def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, monkeypatch):
-    import utils.runs.reporting as reporting
+    import utils.runs.finish as reporting
 
     settings = {
         "eval_data": f"heldout={workspace / 'chats_heldout'}",
@@ -279,7 +279,7 @@ def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, mon
         "use_peft": "true",
         "lora_r": 4,
     }
-    monkeypatch.setattr("utils.callbacks.requests.LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr("utils.callbacks.stop_requests.LOOK_INTERVAL_S", 0)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
     real = reporting.run_callbacks

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.data.packed_rows import PackedDataset
 from utils.data.packing import plan_packing
+from utils.data.sequences import PackedDataset
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pretrain
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 KIND, RANK, COUNT = os.environ["STOKER_TEST_TROUBLE"].split(":")
 
@@ -33,7 +33,7 @@ TROUBLES = {
 
 
 def trouble_batches() -> None:
-    from utils.data.packed_rows import PackedDataset
+    from utils.data.sequences import PackedDataset
 
     get, batches = PackedDataset.__getitems__, 0
 

@@ -199,7 +199,7 @@ def test_arguments_of_a_preparation_arrive(stand_ins):
     assert stand_ins.arguments("python") == ["prepare_data.py", *VALUES, "--num_proc", "2"]
     done = stand_ins.run("slurm/prepare_job.sh", *VALUES, env=array)
     assert done.returncode == 0, done.stdout
-    merge = ["-m", "utils.jobs.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
+    merge = ["-m", "utils.data.prepare.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
     assert stand_ins.arguments("python") == merge
 
 
@@ -231,7 +231,7 @@ def test_arguments_of_a_sweep_arrive(stand_ins):
 def test_arguments_and_variables_of_the_launcher_arrive(stand_ins):
     done = stand_ins.run("slurm/launch_node.sh", "train.py", *VALUES)
     assert done.returncode == 0, done.stdout
-    assert stand_ins.arguments("python") == ["-m", "utils.jobs.launch_node", "train.py", *VALUES]
+    assert stand_ins.arguments("python") == ["-m", "utils.launch.node", "train.py", *VALUES]
     for value in VALUES:
         done = stand_ins.run("slurm/launch_node.sh", env=dict.fromkeys(HANDED_ON, value))
         assert done.returncode == 0, (value, done.stdout)

@@ -29,8 +29,8 @@ ARGUMENTS = [
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from utils.cluster.environment import configure_environment
-from utils.cluster.script import run_script
+from utils.launch.environment import configure_environment
+from utils.launch.script import run_script
 
 folder, action, *rest = Path(sys.argv[1]), *sys.argv[2:]
 NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE",
@@ -145,7 +145,7 @@ def test_two_nodes_of_two_processes_are_four_ranks(slurm, worker, tmp_path):
 
 
 ALLOCATION = (
-    "import os; from utils.jobs.allocation import read_allocation; a = read_allocation(os.environ,"
+    "import os; from utils.launch.slurm import read_allocation; a = read_allocation(os.environ,"
     " lambda: 9); print('found', *a.hosts, a.node, a.processes, a.gpus, a.address, a.port % 2)"
 )
 

@@ -69,7 +69,7 @@ def test_each_task_takes_its_share_and_then_looks_whether_to_merge(stand_ins, en
     given = ["--sources", "x", "--num_proc", "9"]
     assert words == [
         *("prepare_data.py", *given, "--shard", share, "shard=", "offline=1"),
-        *("-m", "utils.jobs.merge_shards", *given, "--merge", shards),
+        *("-m", "utils.data.prepare.merge_shards", *given, "--merge", shards),
         *(f"shard={shard}", "offline=1"),
     ]
 
@@ -113,7 +113,7 @@ def test_a_failed_share_is_not_merged_and_says_how_to_go_on(stand_ins):
     stand_ins.answer(2)
     done = stand_ins.run(PREPARE, "--sources", "a b", env=array(0, 0, 1))
     assert done.returncode == 2
-    assert "utils.jobs.merge_shards" not in calls(stand_ins)
+    assert "utils.data.prepare.merge_shards" not in calls(stand_ins)
     assert rf"{PREPARE} --sources a\ b" in done.stdout.splitlines()[-1]
     assert "finished work is kept" in done.stdout
     assert not stand_ins.was_called("scontrol")

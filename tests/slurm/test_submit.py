@@ -9,8 +9,7 @@ from launching import ROOT
 from slurm_cluster import Job
 from training_jobs import SMALL, TrainingJobs
 
-from utils.jobs.sbatch_options import read_submission
-from utils.jobs.sbatch_request import read_request
+from utils.submit.submit import read_request, read_submission
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from launching import ROOT
 from slurm_cluster import SlurmCluster
 from training_jobs import SETTINGS, TrainingJobs
 
-from utils.config.reading.strict_yaml import dump_yaml
-from utils.jobs.sweep import Sweep, read_sweep
+from utils.config.recipes import dump_yaml
+from utils.submit.sweep import Sweep, read_sweep
 
 pytestmark = pytest.mark.slow
 

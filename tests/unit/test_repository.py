@@ -178,10 +178,9 @@ def test_every_flag_of_a_documented_command_exists(script, arguments):
 
 
 def known_settings(script: str) -> set[str]:
-    from utils.config.arguments import DataArguments, ModelArguments
+    from utils.config.arguments import DataArguments, ModelArguments, RunArguments
+    from utils.config.declarations import declared_settings
     from utils.config.preparation import PreparationArguments
-    from utils.config.reading.declarations import declared_settings
-    from utils.config.run_arguments import RunArguments
     from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
     classes = {

@@ -19,12 +19,10 @@ from typing import Any, TextIO
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from utils.callbacks.journal_file import FILE_NAME, NOT_FINITE
-from utils.callbacks.lines import readable_line
+from utils.callbacks.journal_lines import FILE_NAME, NOT_FINITE, TimeLeft, readable_line
 from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.time_left import TimeLeft
 from utils.checkpoints.store import Checkpoints
-from utils.cluster.run_lock import known_loss
+from utils.support.run_lock import known_loss
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from utils.callbacks.agreement import Agreement
 from utils.callbacks.journal import valid_json
-from utils.cluster.decisions import gathered, on_rank_0
-from utils.cluster.whole_files import replace_text
+from utils.callbacks.stop_requests import Agreement
 from utils.config.errors import NotFiniteError
 from utils.data.loader import TrainLoader
-from utils.data.packed_rows import DocumentPart
+from utils.data.sequences import DocumentPart
+from utils.support.collectives import gathered, on_rank_0
+from utils.support.files import replace_text
 
 SHOWN_DOCUMENTS = 8
 SHOWN_LOSSES = 4

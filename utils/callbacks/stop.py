@@ -11,13 +11,20 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.agreement import Agreement
-from utils.callbacks.carried import carried_state
-from utils.callbacks.deadline import Deadline
-from utils.callbacks.requests import FAILED, SAVE, SAVING, STOP, STOPPING, Requests
+from utils.callbacks.resume_state import carried_state
+from utils.callbacks.stop_requests import (
+    FAILED,
+    SAVE,
+    SAVING,
+    STOP,
+    STOPPING,
+    Agreement,
+    Deadline,
+    Requests,
+)
 from utils.checkpoints.store import Checkpoints
-from utils.cluster.signals import stop_request
-from utils.cluster.time_limit import job_end_time
+from utils.launch.signals import stop_request
+from utils.launch.slurm import job_end_time
 
 logger = logging.getLogger(__name__)
 

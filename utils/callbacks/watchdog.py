@@ -12,12 +12,20 @@ from typing import Any, ClassVar
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from utils.cluster.hang_verdict import hang_verdict
-from utils.cluster.host import host_name
-from utils.cluster.notes import Note, leave_note, leave_verdict, notes_directory, read_notes
-from utils.cluster.tokens import redact
-from utils.cluster.traces import place, thread_frames, waits_for_ranks
 from utils.config.errors import ExitCode
+from utils.launch.verdict import hang_verdict
+from utils.support.host import host_name
+from utils.support.notes import (
+    Note,
+    leave_note,
+    leave_verdict,
+    notes_directory,
+    place,
+    read_notes,
+    thread_frames,
+    waits_for_ranks,
+)
+from utils.support.redaction import redact
 
 SLOW = 3  # how many times longer saves, first times, export and the like may take
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.files import MANIFEST, FileRecord, flush
-from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
+from utils.support.files import replace_text
 
 FORMAT = 1
 
@@ -91,3 +91,62 @@ def _text(committed: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
     content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+# Which strategies can load which checkpoints.
+
+# Strategies that write the same: one process and DDP whole weights and a whole optimizer state,
+# ZeRO-1 and ZeRO-2 whole weights and the same parts of the optimizer's state. The others write
+# shards of their own.
+ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
+
+
+def check_layout(checkpoint: Path, strategy: str) -> None:
+    """Refuse a checkpoint that `strategy` (LaunchFacts) cannot go on from.
+
+    The number of ranks never matters. Left to themselves the libraries end in a traceback about
+    files that are missing, after the model was built on all ranks. Raises ConfigurationError.
+    """
+    written = read_manifest(checkpoint).strategy
+    if written == strategy or {written, strategy} in ALIKE:
+        return
+    raise ConfigurationError(
+        f"{checkpoint} was written under {written} and cannot be loaded under {strategy}: go on "
+        f"with the accelerate config of {written} (any number of ranks will do), or start a new "
+        "run from its weights: --init_from with another --output_dir."
+    )
+
+
+# The files of a run directory beside its checkpoints, and what its record says of it.
+
+CONFIG = "config.yaml"  # the settings of the first start
+PROVENANCE = "provenance.json"  # how each of its starts came about
+FINAL = "final"  # the finished model
+
+
+def earlier_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts in a file that `write_provenance` wrote; none where there is no file."""
+    content = _content(path)
+    return [] if content is None else content["starts"]
+
+
+def known_run_id(path: Path) -> str | None:
+    """Return what tells this run from all others, made at its first start; None before that."""
+    content = _content(path)
+    return None if content is None else content.get("run_id")
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path} is not the JSON that an earlier start wrote ({error}): move it away."
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("starts"), list):
+        raise ConfigurationError(
+            f"{path} holds something else than the list of this run's starts: move it away."
+        )
+    return content

@@ -16,19 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.background import BackgroundWriter
-from utils.checkpoints.copying import copy_and_record
 from utils.checkpoints.discovery import checkpoint_problems
-from utils.checkpoints.files import MANIFEST, FileRecord, flush_and_record, list_files, owner
+from utils.checkpoints.files import (
+    MANIFEST,
+    FileRecord,
+    copy_and_record,
+    flush_and_record,
+    list_files,
+    owner,
+    readable,
+)
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.room import estimated_room
-from utils.checkpoints.rotation import LEAST_KEPT, make_room, rotate
-from utils.checkpoints.sizes import readable
-from utils.cluster.decisions import on_every_rank, on_rank_0
-from utils.cluster.host import host_name
-from utils.cluster.run_lock import taken_over
+from utils.checkpoints.space import LEAST_KEPT, estimated_room, make_room, rotate
+from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError
+from utils.support.collectives import on_every_rank, on_rank_0
+from utils.support.host import host_name
+from utils.support.run_lock import taken_over
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,9 @@
 """The arithmetic of the global batch: what the user sets, divided over ranks and accumulation."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from utils.config.errors import ConfigurationError
 
 
@@ -41,3 +45,29 @@ def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_siz
     """Return the largest micro-batch below the one asked for that divides; 0 if there is none."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)
+
+
+# Keeps the launch that a dry run only plans away from the libraries that would join it.
+
+# What torchrun tells a process of the others; accelerate connects to them as soon as it sees it.
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Take the launcher's variables out of the environment for a while.
+
+    A dry run with WORLD_SIZE=8 stands for eight processes of which none is there to answer.
+    """
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

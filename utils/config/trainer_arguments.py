@@ -8,12 +8,15 @@ from typing import Any, ClassVar, Self
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from utils.config.checks.devices import missing_devices
-from utils.config.cpu_precision import decided_precision
-from utils.config.errors import UnfitClusterError
-from utils.config.planned_launch import alone
-from utils.config.reading.settings import SettingValues
-from utils.config.refusals import REFUSED_FINE_TUNING_SETTINGS, REFUSED_TRAINING_SETTINGS
+from utils.config.batch import alone
+from utils.config.checks import missing_devices
+from utils.config.declarations import SettingValues
+from utils.config.errors import (
+    REFUSED_FINE_TUNING_SETTINGS,
+    REFUSED_TRAINING_SETTINGS,
+    UnfitClusterError,
+)
+from utils.config.precision import decided_precision
 
 # What is computed again in the backward pass instead of kept; true is full, false none.
 CHECKPOINTING = ("none", "selective", "full", "auto")

@@ -1,7 +1,7 @@
 """What is known about a split, and how long it holds: stoker.json beside its files.
 
 It speaks for files that are as they were when it was made. Sizes tell most changes at once; where
-the modification times are others too, the contents decide, see utils/data/measured.py.
+the modification times are others too, the contents decide, see utils/data/token_dataset.py.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from utils.cluster.whole_files import replace_text
 from utils.config.errors import ConfigurationError
-from utils.data.splits import read_json_object
+from utils.data.columns import read_json_object
 from utils.data.statistics import Statistics
+from utils.support.files import replace_text
 
 FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"

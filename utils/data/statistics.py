@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.list_columns import ListColumn
+from utils.data.columns import ListColumn
 
 IGNORED_LABEL = -100
 BLOCK_TOKENS = 1 << 20

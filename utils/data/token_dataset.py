@@ -1,14 +1,27 @@
-"""A pre-tokenized dataset on disk, opened without copying a token."""
+"""What a split holds, found by reading every token: once, then it is kept for later starts.
+
+Kept by the files' paths, order, sizes and modification times, and never in the user's folder.
+"""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import LABELS, PADDING, TOKENS, loss_mask_among, open_columns
+from utils.data.columns import (
+    LABELS,
+    PADDING,
+    TOKENS,
+    Bounds,
+    ListColumn,
+    data_files,
+    find_split,
+    loss_mask_among,
+    open_columns,
+)
 from utils.data.description import (
     DESCRIBE_AGAIN,
     DESCRIPTION_FILE,
@@ -18,13 +31,46 @@ from utils.data.description import (
     read_description,
     write_description,
 )
-from utils.data.list_columns import Bounds, ListColumn
-from utils.data.measured import measured_once
 from utils.data.packing import Segments
-from utils.data.splits import data_files, find_split
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
+from utils.support.files import file_states, keep, kept_path, read_kept
 
 logger = logging.getLogger(__name__)
+
+
+def measured_once(
+    directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
+) -> Description:
+    """Return statistics, fingerprint and loss mask of a split; `why` says what asks for it."""
+    path = kept_path("statistics", file_states(files))
+    found = read_kept(path, _description, "measuring the dataset again")
+    if found is None:
+        tokens = int(columns[TOKENS].offsets[-1])
+        logger.info("%s %s: measuring its %s tokens once.", directory, why, f"{tokens:,}")
+        loss_mask = loss_mask_among(columns)
+        statistics, fingerprint = measure(columns, loss_mask)
+        found = Description(statistics, fingerprint, loss_mask)
+        keep(path, _content(found), "Statistics are not cached; every start measures them again")
+    return found
+
+
+def _content(found: Description) -> dict[str, Any]:
+    return {
+        "statistics": found.statistics.as_dict(),
+        "fingerprint": found.fingerprint,
+        "loss_mask": found.loss_mask,
+    }
+
+
+def _description(content: Mapping[str, Any]) -> Description:
+    return Description(
+        statistics=Statistics.from_dict(content["statistics"]),
+        fingerprint=content["fingerprint"],
+        loss_mask=content["loss_mask"],
+    )
+
+
+# A pre-tokenized dataset on disk, opened without copying a token.
 
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset

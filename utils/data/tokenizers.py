@@ -14,6 +14,7 @@ from utils.config.errors import ConfigurationError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PADDING, TURN_START, TURN_END)

@@ -6,8 +6,8 @@ torch multiplies float32 by MKL, which is slow on other makers' processors than 
 import torch
 from torch import nn
 
-from utils.cluster.processor import vendor
-from utils.config.cpu_precision import has_amx
+from utils.config.precision import has_amx
+from utils.support.host import vendor
 
 # torch's words for how float32 is multiplied: exactly, or in what oneDNN takes for it.
 _EXACTLY, _BY_ONEDNN = "highest", "medium"

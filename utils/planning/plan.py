@@ -8,36 +8,32 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.cluster.host_memory import keep_freed_memory
-from utils.cluster.launch import LaunchFacts, asks_for_cpu
 from utils.config.batch import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import RunSettings
+from utils.config.settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.kernels.attention import AttentionChoice, is_recurrent
 from utils.kernels.cpu_products import products_name, settle_products
-from utils.kernels.isolation import (
-    RUN_ON_CPU,
-    check_row_positions,
-    choose_isolated_attention,
-)
-from utils.kernels.loss_head import LossHeadChoice, choose_loss_head
-from utils.kernels.probe_model import has_experts
-from utils.kernels.router_loss import describe_term, router_term
-from utils.planning.adapters import Targets, plan_adapters
-from utils.planning.compilation_choice import choose_compilation
-from utils.planning.finished_model import saved_dtype
-from utils.planning.job_plan import report_job
-from utils.planning.memory_estimate import checkpoint_bytes
-from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
-from utils.planning.models import weights_dtype
-from utils.planning.optimizer_states import (
+from utils.launch.processes import LaunchFacts, asks_for_cpu
+from utils.model.adapters import Targets, plan_adapters
+from utils.model.architecture import has_experts
+from utils.model.attention import AttentionChoice, is_recurrent
+from utils.model.compilation import choose_compilation
+from utils.model.finished_model import saved_dtype
+from utils.model.isolation import RUN_ON_CPU, check_row_positions, choose_isolated_attention
+from utils.model.loss_head import LossHeadChoice, choose_loss_head
+from utils.model.router_loss import describe_term, router_term
+from utils.model.weights import weights_dtype
+from utils.planning.job import report_job
+from utils.planning.memory_estimate import (
     OptimizerStates,
+    checkpoint_bytes,
     choose_optimizer_states,
     precision_line,
 )
+from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
 from utils.planning.run_data import RunData
+from utils.support.host import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

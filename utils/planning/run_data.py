@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from utils.config.arguments import DataArguments
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import RunSettings
-from utils.data.packed_rows import PackedDataset
+from utils.config.settings import RunSettings
 from utils.data.packing import PackPlan, plan_packing
+from utils.data.sequences import PackedDataset
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import (
     chat_template_sha256,
@@ -20,8 +20,8 @@ from utils.data.tokenizers import (
     load_tokenizer,
     tokenizer_sha256,
 )
-from utils.planning.stages import stage_tokenizer
-from utils.planning.vocabulary import compare_with_model, new_token_ids
+from utils.model.stages import stage_tokenizer
+from utils.model.vocabulary import compare_with_model, new_token_ids
 
 logger = logging.getLogger(__name__)
 

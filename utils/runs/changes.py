@@ -1,27 +1,303 @@
-"""What changed in a run since its last start, shown at once; what of it makes another run of it.
-
-config.yaml stays as the first start wrote it. Each entry of provenance.json says which settings
-that start changed, and what the data, the tokenizer and the model's configuration held; the
-settings in force are all of them one after the other, so what was accepted once is accepted.
-"""
+"""What a start was given and what that held; what changed from one start to the next."""
 
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.run_record import CONFIG, PROVENANCE, earlier_starts
+from utils.checkpoints.manifest import CONFIG, PROVENANCE, earlier_starts
+from utils.config.arguments import eval_splits, train_sources
 from utils.config.errors import ConfigurationError
-from utils.config.reading.strict_yaml import YamlError, load_mapping
-from utils.config.run_settings import RunSettings
-from utils.planning.base_weights import base_weights
-from utils.planning.models import first_other_shape, model_contents
+from utils.config.recipes import YamlError, load_mapping
+from utils.config.settings import RunSettings
+from utils.model.stages import own_checkpoint
+from utils.model.weights import base_weights, first_other_shape, model_contents
 from utils.planning.run_data import RunData
-from utils.planning.stages import own_checkpoint
-from utils.runs.change_rules import compare, differing
-from utils.runs.snapshot import Change, Snapshot
+
+PLACES = frozenset(
+    {"model_name_or_path", "model_config", "init_from", "tokenizer_name_or_path", "output_dir"}
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The settings of a start, the directory each one's paths are relative to, and what they held.
+
+    `facts` are those in provenance.json: data fingerprints, the tokenizer's hash, the contents of
+    the model's configuration, what lies under LoRA's adapters; a missing one is not known.
+    """
+
+    settings: Mapping[str, Any]
+    directories: Mapping[str, str | None]
+    facts: Mapping[str, Any]
+
+    def place(self, name: str) -> Any:
+        """Return a setting with its paths made absolute, to tell two spellings from two places."""
+        value = self.settings.get(name)
+        base = Path(self.directories.get(name) or os.getcwd())  # noqa: PTH109 - see there
+        if value is None:
+            return None
+        if name == "train_data":
+            sources = train_sources(value)
+            return [((base / source.directory).resolve(), source.weight) for source in sources]
+        if name == "eval_data":
+            return {split: (base / path).resolve() for split, path in eval_splits(value).items()}
+        return (base / value).resolve() if name in PLACES else value
+
+
+@dataclass(frozen=True)
+class Change:
+    """One changed setting, or one changed thing that a setting names (`what`).
+
+    `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
+    """
+
+    name: str
+    old: str
+    new: str
+    what: str = ""
+    note: str = ""
+    dangerous: bool = False
+    impossible: str = ""
+
+    @property
+    def title(self) -> str:
+        """What changed, for a reader."""
+        return self.what or self.name
+
+
+def shown(value: Any) -> str:
+    """Write a value out for a reader."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return "null" if value is None else str(value)
+
+
+# What changed in the things that settings name: data, tokenizer, model, weights under adapters.
+
+WEIGHTS = ("model_name_or_path", "init_from")
+NAME_CONTENTS = frozenset(
+    {"train_data", "tokenizer_name_or_path", "model_config", "model_revision", *WEIGHTS}
+)
+
+
+def model_setting(settings: Mapping[str, Any]) -> str:
+    """Return the setting that gives the model's configuration."""
+    names = ("model_config", *WEIGHTS)
+    return next((name for name in names if settings.get(name) is not None), "model_config")
+
+
+def same_contents(name: str, before: Snapshot, now: Snapshot, checkpoint: str | None) -> str:
+    """Return why a path that changed is harmless; nothing where it is not known to be."""
+    if name == "train_data":
+        weights = [[weight for _, weight in snapshot.place(name)] for snapshot in (before, now)]
+        same = _known_same(_fingerprints(before), _fingerprints(now)) and weights[0] == weights[1]
+        return "the same contents" if same else ""
+    if name == "tokenizer_name_or_path":
+        same = _known_same(*(snapshot.facts.get("tokenizer_sha256") for snapshot in (before, now)))
+        return "the same tokenizer" if same else ""
+    if name in (*WEIGHTS, "model_revision"):
+        # Adapters alone are in the checkpoints of LoRA, not the weights under them.
+        own = checkpoint is not None and not now.settings.get("use_peft") and name in WEIGHTS
+        if own:
+            return "the run goes on from weights of its own"
+        return "the same weights" if _known_same(*_base_weights(before, now)) else ""
+    contents = (snapshot.facts.get("model_config") for snapshot in (before, now))
+    return "the same contents" if _known_same(*contents) else ""
+
+
+def content_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
+    """Yield what changed in the things that the settings name."""
+    old, new = _fingerprints(before), _fingerprints(now)
+    if old and new and old != new:
+        yield Change(
+            "train_data", _digests(old), _digests(new), "train_data (content fingerprint)", "", True
+        )
+    splits = before.facts.get("data", {}).keys() & now.facts.get("data", {}).keys() - {"train"}
+    for split in sorted(splits):
+        was, is_now = (_digests(snapshot.facts["data"][split]) for snapshot in (before, now))
+        if was != is_now:
+            metric = str(now.settings.get("metric_for_best_model")).removeprefix("eval_")
+            judges = metric.rpartition("_")[0] == split
+            note = f"the best {metric} so far is that of the old one" if judges else ""
+            yield Change("eval_data", was, is_now, f"eval_data {split} (content fingerprint)", note)
+    hashes = [snapshot.facts.get("tokenizer_sha256") for snapshot in (before, now)]
+    if all(hashes) and hashes[0] != hashes[1]:
+        was, is_now = (_digests([str(sha256)]) for sha256 in hashes)
+        yield Change(
+            "tokenizer_name_or_path",
+            was,
+            is_now,
+            "tokenizer_name_or_path (SHA-256)",
+            dangerous=True,
+        )
+    yield from _model_changes(before, now)
+    yield from _base_weights_changes(before, now)
+
+
+def _model_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
+    old, new = (snapshot.facts.get("model_config") for snapshot in (before, now))
+    if old is None or new is None:
+        return
+    name = model_setting(now.settings)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            yield Change(
+                name, shown(old.get(key)), shown(new.get(key)), f"{name}: {key}", dangerous=True
+            )
+
+
+def _base_weights_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
+    """Yield that other weights lie under the adapters, whatever path or branch names them."""
+    old, new = _base_weights(before, now)
+    if not old or not new or old.keys() != new.keys() or old == new:
+        return  # of a directory and of the Hub: the setting itself is another one
+    name = next(name for name in WEIGHTS if now.settings.get(name) is not None)
+    if "commit" in new:
+        note = f"--model_revision {old['commit']} names the old one"
+        yield Change(name, old["commit"], new["commit"], f"{name} (commit)", note, True)
+        return
+    files = [
+        file
+        for file in sorted(old["sha256"].keys() | new["sha256"].keys())
+        if old["sha256"].get(file) != new["sha256"].get(file)
+    ]
+    was, is_now = (base["sha256"].get(files[0]) for base in (old, new))
+    note = f"and {len(files) - 1} files more" if len(files) > 1 else ""
+    what = f"{name}: {files[0]} (SHA-256)"
+    yield Change(name, _digest(was), _digest(is_now), what, note, True)
+
+
+def _base_weights(*snapshots: Snapshot) -> list[dict[str, Any] | None]:
+    return [snapshot.facts.get("base_weights") for snapshot in snapshots]
+
+
+def _digest(sha256: str | None) -> str:
+    return "not there" if sha256 is None else sha256[:8]
+
+
+def _fingerprints(snapshot: Snapshot) -> list[str]:
+    return snapshot.facts.get("data", {}).get("train", [])
+
+
+def _known_same(old: Any, new: Any) -> bool:
+    return bool(old) and old == new
+
+
+def _digests(fingerprints: list[str]) -> str:
+    return " ".join(fingerprint[:8] for fingerprint in fingerprints)
+
+
+# Which settings make a run what it is, and what a changed one means for a run that goes on.
+
+# With another value of these the numbers are another run's: the samples and their order, what is
+# trained, in which type, and along which curve the learning rate goes on.
+IDENTITY = frozenset(
+    {
+        "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
+        "model_name_or_path", "model_revision", "model_config", "init_from",
+        "tokenizer_name_or_path", "dtype", "bf16", "fp16", "lora_alpha", "use_rslora",
+        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
+    }
+)  # fmt: skip
+# What a checkpoint brings along (torch puts the param_groups of the saved optimizer back): another
+# value would have no effect, and nobody would be told.
+IN_THE_CHECKPOINT = frozenset(
+    {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"}
+)
+# Tensors of other shapes or other meaning than the checkpoint has.
+OTHER_TENSORS = frozenset(
+    {
+        "use_peft", "use_dora", "lora_r", "lora_target_modules", "lora_target_parameters",
+        "lora_modules_to_save",
+    }
+)  # fmt: skip
+SAME_OPTIMIZER = frozenset({"adamw_torch", "adamw_torch_fused"})
+# They say what this start is to do, not what the run is.
+OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
+DURATION = frozenset({"max_steps", "num_train_epochs"})
+WITHOUT_AN_END = frozenset(
+    {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy"}
+)
+
+_BRANCH = (
+    "A run of its own takes its weights over: --init_from {checkpoint}, with --init_optimizer true "
+    "for the moments too."
+)
+
+
+def differing(before: Snapshot, now: Snapshot) -> list[str]:
+    """Return the settings whose value is another one, however it is spelled."""
+    return [
+        name
+        for name, value in now.settings.items()
+        if name not in OF_THIS_START
+        and name in before.settings
+        and value != before.settings[name]
+        and now.place(name) != before.place(name)
+    ]
+
+
+def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator[Change]:
+    """Yield every change; `checkpoint` is what the run goes on from (None: it starts at step 0)."""
+    for name in differing(before, now):
+        old, new = before.settings[name], now.settings[name]
+        yield _setting_change(name, old, new, before, now, checkpoint)
+    yield from content_changes(before, now)
+
+
+def _setting_change(
+    name: str, old: Any, new: Any, before: Snapshot, now: Snapshot, checkpoint: str | None
+) -> Change:
+    note, dangerous, impossible = "", name in IDENTITY, ""
+    if name in NAME_CONTENTS:
+        note = same_contents(name, before, now, checkpoint)
+        dangerous = not note
+    elif name in DURATION:
+        note = _new_end(now.settings)
+    elif name == "global_batch_size" and checkpoint is not None:
+        # The order of samples is a pure function of step and batch (utils/data/order.py).
+        missed = "some are left out" if new > old else "some come again"
+        note = f"after step k the data goes on at sample {new} k, not {old} k: {missed}"
+    elif checkpoint is not None:
+        impossible = _why_impossible(name, old, new, checkpoint)
+    return Change(name, shown(old), shown(new), "", note, dangerous, impossible)
+
+
+def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:
+    branch = _BRANCH.format(checkpoint=checkpoint)
+    if name in IN_THE_CHECKPOINT:
+        return f"The optimizer's state brings its own, a new one has no effect. {branch}"
+    if name == "optim" and not {old, new} <= SAME_OPTIMIZER:
+        return f"Its checkpoints hold the state of {old}, which {new} cannot go on with. {branch}"
+    if name == "optim_states":
+        kept = "the weights' type" if old is None else old
+        return f"Its checkpoints hold Adam's states in {kept}. {branch}"
+    if name == "metric_for_best_model" and old is not None and _other_metric(old, new):
+        # To none as well: the best value would outlast it, and meet the next metric.
+        return f"Its checkpoints hold the best {old}, against which nothing else counts. {branch}"
+    if name in OTHER_TENSORS:
+        return "Its checkpoints hold other tensors than the run would have."
+    return ""
+
+
+def _other_metric(old: str, new: str | None) -> bool:
+    return new is None or old.removeprefix("eval_") != new.removeprefix("eval_")
+
+
+def _new_end(settings: Mapping[str, Any]) -> str:
+    schedule = settings["lr_scheduler_type"]
+    if schedule in WITHOUT_AN_END:
+        return ""
+    return f"the {schedule} schedule has another end: the learning rate goes on along its new curve"
+
+
+# What changed in a run since its last start, shown at once; what of it makes another run of it.
 
 logger = logging.getLogger(__name__)
 

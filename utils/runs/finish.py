@@ -1,18 +1,66 @@
-"""Ends a run: a finished one leaves its model, a stopped one is left for the next start."""
+"""The callbacks of a run, in the order in which they act."""
 
 import logging
+import os
+import sys
 from pathlib import Path
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from utils.cluster.run_lock import leave_run_lock
-from utils.cluster.wandb_setup import mark_wandb_stopped
+from utils.callbacks.journal import Journal
+from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput, reporting_callbacks
+from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.resume_state import DataPosition
+from utils.callbacks.stop import StopWatch
+from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ExitCode
-from utils.planning.finished_model import name_of
+from utils.config.settings import RunSettings
+from utils.model.finished_model import name_of
 from utils.runs.export import export_final
-from utils.training.packed_trainer import PackedTrainerMixin
+from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.start import Run
+from utils.support.run_lock import leave_run_lock
+from utils.training.gradients import InheritedOptimizer
+from utils.training.trainer import PackedTrainerMixin
+
+
+def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
+    """Return the callbacks of both scripts; progress bars only where a person looks on."""
+    measured = [Throughput(), MixtureShares(), MemoryMonitor()]
+    # After what asks for evaluations and saves, before what measures them.
+    stop = StopWatch(
+        run.output_dir, run.checkpoint_bytes, save_minutes=settings.run.save_minutes or 0
+    )
+    return [
+        HangWatch(settings.run.hang_timeout_s, run.hosts),
+        DataPosition(),
+        *_inherited_optimizer(settings, run),
+        *([CompilationWatch()] if run.compiled else []),
+        stop,
+        *measured,
+        NonFiniteGuard(run.output_dir),
+        Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),
+        *reporting_callbacks(is_terminal=_somebody_looks_on()),
+    ]
+
+
+def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallback]:
+    model = settings.model
+    if not model.init_optimizer or run.resume_from is not None:
+        return []
+    assert run.weights_from is not None, "checked with the settings"
+    return [InheritedOptimizer(Path(run.weights_from))]
+
+
+def _somebody_looks_on() -> bool:
+    """Whether stdout is a person's terminal: `srun --unbuffered` gives a task one of its own."""
+    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ
+
+
+# Ends a run: a finished one leaves its model, a stopped one is left for the next start.
 
 logger = logging.getLogger(__name__)
 

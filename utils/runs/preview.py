@@ -21,23 +21,20 @@ from transformers.utils import (
 )
 
 from utils.checkpoints.discovery import described_point
-from utils.checkpoints.layout import check_layout
+from utils.checkpoints.manifest import PROVENANCE, check_layout, earlier_starts, known_run_id
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.run_record import PROVENANCE, earlier_starts, known_run_id
-from utils.cluster.job_request import request_from
-from utils.cluster.launch import LaunchFacts
-from utils.cluster.run_lock import living_owner
 from utils.config.errors import ConfigurationError, StorageError
-from utils.config.run_settings import RunSettings
-from utils.planning.job_checks import saves_of
-from utils.planning.models import weights_dtype
+from utils.config.settings import RunSettings
+from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import request_from
+from utils.model.stages import origin_directory, own_checkpoint, weights_directory
+from utils.model.weights import check_without_loading, weights_dtype
+from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
-from utils.planning.stages import origin_directory, own_checkpoint, weights_directory
-from utils.planning.strict_loading import check_without_loading
 from utils.runs.changes import accepted_changes, identity_facts, in_force
-from utils.runs.claim import is_finished, known_files, refuse_finished
-from utils.runs.storage_room import StorageNeeds, check_room
+from utils.runs.preflight import StorageNeeds, check_room, is_finished, known_files, refuse_finished
+from utils.support.run_lock import living_owner
 
 logger = logging.getLogger(__name__)
 

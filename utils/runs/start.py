@@ -1,4 +1,4 @@
-"""Claims a run directory: for a new run, or to go on from the newest checkpoint of its own."""
+"""Ends a job that Slurm starts again and again at the same checkpoint."""
 
 import dataclasses
 import hashlib
@@ -6,50 +6,146 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.callbacks.requests import remove_stale_requests
-from utils.checkpoints.background import BackgroundWriter
+from utils.callbacks.stop_requests import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.layout import check_layout
-from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.run_record import (
+from utils.checkpoints.manifest import (
     CONFIG,
     PROVENANCE,
+    check_layout,
     earlier_starts,
     known_run_id,
 )
-from utils.checkpoints.staging import remove_leftovers
+from utils.checkpoints.pickles import guard_loading, refuse_code
+from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
-from utils.cluster.decisions import on_rank_0
-from utils.cluster.launch import LaunchFacts
-from utils.cluster.notes import mark_run_started
-from utils.cluster.run_lock import leave_run_lock, take_run_lock
-from utils.cluster.wandb_setup import prepare_wandb
-from utils.cluster.whole_files import replace_text
-from utils.config.reading.strict_yaml import dump_yaml
-from utils.config.run_settings import RunSettings
-from utils.planning.finished_model import name_of
-from utils.planning.job_checks import saves_of
+from utils.config.errors import NoProgressError, UnfitClusterError
+from utils.config.recipes import dump_yaml
+from utils.config.settings import RunSettings
+from utils.launch.environment import configure_logging, global_rank
+from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
+from utils.launch.signals import install_stop_signals
+from utils.model.finished_model import name_of
+from utils.model.stages import weights_origin
+from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
-from utils.planning.stages import weights_origin
 from utils.runs.changes import accepted_changes, identity_facts
-from utils.runs.claim import is_finished, known_files, refuse_finished
-from utils.runs.preflight import check_storage
+from utils.runs.preflight import (
+    StorageNeeds,
+    check_storage,
+    is_finished,
+    known_files,
+    refuse_finished,
+)
 from utils.runs.provenance import (
     package_versions,
+    prepare_wandb,
     say_other_versions,
     slurm_job,
     write_provenance,
 )
-from utils.runs.restarts import check_progress
-from utils.runs.storage_room import StorageNeeds
+from utils.support.collectives import gathered, on_rank_0
+from utils.support.files import replace_text
+from utils.support.notes import mark_run_started
+from utils.support.redaction import load_env_file
+from utils.support.run_lock import leave_run_lock, take_run_lock
+
+STARTS_WITHOUT_PROGRESS = 3
+
+
+def check_progress(
+    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
+) -> None:
+    """Refuse to start where three earlier starts of this same job began, and so came to nothing.
+
+    `starts` are those in provenance.json, `job` is this job as it writes it. A job that the user
+    submitted anew may always try. Raises NoProgressError.
+    """
+    if job is None or int(job["restart_count"] or 0) == 0:
+        return
+    own = [start for start in starts if _job_id(start["slurm"]) == _job_id(job)]
+    same = [start for start in own if _name(start["resumed_from"]) == _name(resume_from)]
+    if len(same) < STARTS_WITHOUT_PROGRESS:
+        return
+    raise NoProgressError(
+        f"job {job['job_id']} began {len(same)} times at {_name(resume_from) or 'step 0'} and "
+        "reached no checkpoint beyond it. Look in its log for what ended it each time; if it was "
+        "the time limit, give it more (--time) or save more often (a smaller save_steps). sbatch "
+        "of the same command tries again."
+    )
+
+
+def _job_id(job: Mapping[str, Any] | None) -> tuple[Any, Any] | None:
+    """Return what Slurm keeps when it starts a job again; ids are unique within a cluster."""
+    return None if job is None else (job["cluster"], job["job_id"])
+
+
+def _name(checkpoint: str | None) -> str | None:
+    return None if checkpoint is None else Path(checkpoint).name
+
+
+# The process before the run: log lines, tokens, signals, and a launch that is what was asked.
 
 logger = logging.getLogger(__name__)
+
+
+def start_process(settings: RunSettings) -> LaunchFacts:
+    """Set up logging, tokens, signals and loading, check the launch; the settings are parsed.
+
+    A dry run on a login node stands for the launch that WORLD_SIZE and the accelerate variables
+    describe. Raises ConfigurationError.
+    """
+    configure_logging()
+    for note in settings.notes:
+        logger.info("settings: %s", note)
+    load_env_file()
+    if not settings.run.dry_run:
+        install_stop_signals()
+        launch = check_launch()
+        check_same_precision(settings, launch)
+        guard_loading(launch.strategy)
+        return launch
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return LaunchFacts(
+        rank=global_rank(),
+        world_size=world_size,
+        strategy=requested_strategy(os.environ, world_size),
+        hosts=(),
+        device=_device_type(),
+    )
+
+
+def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Refuse ranks that compute in different types; collective over ranks.
+
+    Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
+    """
+    if launch.world_size == 1:
+        return
+    values = settings.values
+    answers = gathered((values["bf16"], values.shown("bf16")))
+    for rank, (bf16, shown) in enumerate(answers):
+        if bf16 != answers[0][0]:
+            raise UnfitClusterError(
+                f"the ranks would compute in different types: {answers[0][1]} on "
+                f"{launch.hosts[0]} (rank 0), {shown} on {launch.hosts[rank]} (rank {rank}): set "
+                "bf16 yourself, or take nodes of one kind."
+            )
+
+
+def _device_type() -> str:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+# Claims a run directory: for a new run, or to go on from the newest checkpoint of its own.
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from utils.callbacks.carried import carried_state
 from utils.callbacks.metrics import MetricCallback
-from utils.data.batches import Batch
-from utils.kernels.router_loss import RouterTerm, balance_loss
+from utils.callbacks.resume_state import carried_state
+from utils.data.sequences import Batch
+from utils.model.router_loss import RouterTerm, balance_loss
 
 CARRIED = "unlogged_aux_loss"
 

@@ -6,8 +6,8 @@ from datasets import Dataset, load_from_disk
 from peft import PeftConfig
 from trl import SFTTrainer
 
-from utils.data.packed_rows import PackedDataset
-from utils.training.packed_trainer import PackedTrainerMixin
+from utils.data.sequences import PackedDataset
+from utils.training.trainer import PackedTrainerMixin
 
 
 class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):

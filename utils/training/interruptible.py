@@ -13,11 +13,10 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
-from utils.callbacks.carried import carried_state, carry
-from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.run_loss import RunLoss
+from utils.callbacks.metrics import MetricCallback, RunLoss
+from utils.callbacks.resume_state import carried_state, carry
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
-from utils.checkpoints.digests import in_place_of_crc32
+from utils.checkpoints.files import in_place_of_crc32
 from utils.checkpoints.store import Checkpoints
 
 logger = logging.getLogger(__name__)

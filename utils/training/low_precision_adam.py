@@ -20,8 +20,9 @@ from transformers import TrainingArguments
 from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import eight_bit
-from utils.kernels.stochastic_rounding import (
+from utils.planning.plan import RunPlan
+from utils.training import low_precision_states as eight_bit
+from utils.training.low_precision_states import (
     MANTISSA_BITS_LOST,
     multipliers,
     noise,
@@ -29,7 +30,6 @@ from utils.kernels.stochastic_rounding import (
     random_words,
     round_to_bfloat16_,
 )
-from utils.planning.plan import RunPlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}

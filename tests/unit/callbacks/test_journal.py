@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.journal import Journal, event_of, split_of, valid_json
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.callbacks.metrics import MetricCallback
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from utils.callbacks.lines import duration, quantity, readable_line
+from utils.callbacks.journal_lines import duration, quantity, readable_line
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.mixture import MixtureShares
-from utils.data.consumed import ConsumedTokens, source_names
+from utils.callbacks.metrics import MixtureShares
+from utils.data.loader import ConsumedTokens, source_names
 from utils.data.order import SampleOrder
 
 ARGS = SimpleNamespace(device="cpu")

@@ -20,11 +20,11 @@ from utils.callbacks.nonfinite import (
     spoilt_weights,
     write_report,
 )
-from utils.cluster.notes import read_notes
-from utils.cluster.script import run_script
 from utils.config.errors import NotFiniteError
-from utils.data.packed_rows import DocumentPart
-from utils.jobs.verdict import judge
+from utils.data.sequences import DocumentPart
+from utils.launch.script import run_script
+from utils.launch.verdict import judge
+from utils.support.notes import read_notes
 
 ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=60)
 

@@ -11,16 +11,16 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
 from utils.callbacks.journal import Journal
-from utils.callbacks.journal_file import read_journal
+from utils.callbacks.journal_lines import read_journal
 from utils.callbacks.memory import MemoryMonitor
-from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.progress import (
+from utils.callbacks.metrics import (
+    MetricCallback,
     TerminalProgress,
+    Throughput,
     remove_default_reporting,
     reporting_callbacks,
 )
-from utils.callbacks.throughput import Throughput
-from utils.data.consumed import ConsumedTokens
+from utils.data.loader import ConsumedTokens
 
 ROWS = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
 

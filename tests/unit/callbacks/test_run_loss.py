@@ -1,4 +1,4 @@
-from utils.callbacks.run_loss import RunLoss
+from utils.callbacks.metrics import RunLoss
 
 
 def test_each_step_counts_once():

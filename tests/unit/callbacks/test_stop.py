@@ -8,9 +8,9 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from utils.callbacks.carried import carried_state, carry
-from utils.callbacks.requests import Requests, remove_stale_requests
+from utils.callbacks.resume_state import carried_state, carry
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
+from utils.callbacks.stop_requests import Requests, remove_stale_requests
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 

@@ -1,6 +1,6 @@
 import pytest
 
-from utils.callbacks.deadline import Deadline
+from utils.callbacks.stop_requests import Deadline
 
 
 def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit():

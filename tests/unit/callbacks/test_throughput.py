@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.throughput import Throughput
-from utils.data.consumed import ConsumedTokens
+from utils.callbacks.metrics import Throughput
+from utils.data.loader import ConsumedTokens
 
 
 class Clock:

@@ -1,4 +1,4 @@
-from utils.callbacks.time_left import TimeLeft
+from utils.callbacks.journal_lines import TimeLeft
 
 
 class Clock:

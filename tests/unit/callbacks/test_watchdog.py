@@ -10,8 +10,8 @@ from transformers import TrainerControl, TrainerState
 
 from utils.callbacks import watchdog
 from utils.callbacks.watchdog import HangWatch
-from utils.cluster.hang_verdict import hang_verdict
-from utils.cluster.notes import Note, leave_note, read_notes
+from utils.launch.verdict import hang_verdict
+from utils.support.notes import Note, leave_note, read_notes
 
 ALONE = SimpleNamespace(process_index=0, world_size=1)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from made import FACTS, FILES, names, store, write_files
 
-from utils.checkpoints import copying, digests, staging
-from utils.checkpoints.background import BackgroundWriter, own_share
-from utils.checkpoints.copying import copy_and_record
-from utils.checkpoints.files import flush_and_record
+from utils.checkpoints import files as copying
+from utils.checkpoints import files as digests
+from utils.checkpoints import staging
+from utils.checkpoints.files import copy_and_record, flush_and_record
 from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.staging import BackgroundWriter, own_share
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import StorageError
 
@@ -155,7 +156,7 @@ def test_a_bug_in_the_background_is_not_swallowed(checkpoints, monkeypatch):
 def test_without_room_in_memory_a_save_is_written_at_once(checkpoints, run, monkeypatch, caplog):
     """The first by what a checkpoint is estimated to take, later ones by what was written."""
     for free, written_at_once in ((999, True), (10_000, True), (40_000, False)):
-        monkeypatch.setattr("utils.checkpoints.background.free_bytes", lambda free=free: free)
+        monkeypatch.setattr("utils.checkpoints.staging.free_bytes", lambda free=free: free)
         caplog.clear()
         step = free // 10
         assert checkpoints.begin(step, None)
@@ -192,7 +193,7 @@ def test_each_node_needs_room_for_what_its_own_ranks_write(
     rooms, short_of_room, memory, monkeypatch, caplog
 ):
     answers = iter([rooms, ["rank 0's place", *rooms[1:]]])
-    monkeypatch.setattr("utils.checkpoints.background.on_every_rank", lambda _: next(answers))
+    monkeypatch.setattr("utils.checkpoints.staging.on_every_rank", lambda _: next(answers))
     place = BackgroundWriter("run-1", 0).place(7, rooms[0][1], 1000)
     if short_of_room is None:
         assert place == "rank 0's place"

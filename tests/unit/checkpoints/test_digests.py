@@ -6,8 +6,8 @@ import zipfile
 import pytest
 import torch
 
-from utils.checkpoints import digests
-from utils.checkpoints.digests import PartsDigest, file_digests, in_place_of_crc32
+from utils.checkpoints import files as digests
+from utils.checkpoints.files import PartsDigest, file_digests, in_place_of_crc32
 
 PART = 1000
 

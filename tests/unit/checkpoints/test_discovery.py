@@ -6,7 +6,7 @@ import pytest
 from made import commit, names, write_files
 
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.rotation import rotate
+from utils.checkpoints.space import rotate
 from utils.config.errors import ConfigurationError, StorageError
 
 RUN = "run-1"

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from utils.checkpoints import kept_digests as module
-from utils.checkpoints.kept_digests import kept_digests
+from utils.checkpoints import files as module
+from utils.checkpoints.files import kept_digests
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from utils.checkpoints.layout import check_layout
-from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.manifest import Manifest, check_layout, write_manifest
 from utils.config.errors import ConfigurationError
 
 STRATEGIES = ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]

@@ -4,9 +4,15 @@ import shutil
 import pytest
 from made import commit, names, store, write_files
 
-from utils.checkpoints import rotation
-from utils.checkpoints.room import Room, taken_room
-from utils.checkpoints.rotation import best_checkpoint, make_room, most_at_once, rotate
+from utils.checkpoints import space as rotation
+from utils.checkpoints.space import (
+    Room,
+    best_checkpoint,
+    make_room,
+    most_at_once,
+    rotate,
+    taken_room,
+)
 from utils.config.errors import StorageError
 
 RUN = "run-1"

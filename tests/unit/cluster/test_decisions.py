@@ -5,8 +5,8 @@ import multiprocessing
 import pytest
 import torch
 
-from utils.cluster.decisions import gathered, on_every_rank, on_rank_0
 from utils.config.errors import ConfigurationError, StorageError
+from utils.support.collectives import gathered, on_every_rank, on_rank_0
 
 
 def refuse(rank: int) -> None:

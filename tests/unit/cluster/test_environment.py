@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from utils.cluster.environment import (
+from utils.launch.environment import (
     LineFormatter,
     LineHandler,
     configure_environment,
     configure_logging,
 )
-from utils.cluster.host import host_name
+from utils.support.host import host_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -115,7 +115,7 @@ def test_telemetry_and_fork_warnings_are_off_unless_the_user_said_otherwise(monk
 @pytest.mark.slow
 def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
     code = (
-        "import sys; from utils.cluster.environment import configure_environment;"
+        "import sys; from utils.launch.environment import configure_environment;"
         "configure_environment();"
         "heavy = {'torch', 'transformers', 'huggingface_hub'};"
         "print(sorted(heavy & set(sys.modules)));"

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from utils.cluster import host_memory, processor
-from utils.cluster.host_memory import keep_freed_memory, limit_host_memory
+from utils.support import host as host_memory
+from utils.support import host as processor
+from utils.support.host import keep_freed_memory, limit_host_memory
 
 ROOT = Path(__file__).parents[3]
 
 # Page faults of ten rounds that take 64 MiB, write to them and free them, after a first one.
 _FAULTS = """
 import os, resource
-from utils.cluster.host_memory import keep_freed_memory
+from utils.support.host import keep_freed_memory
 print(keep_freed_memory(os.environ))
 before = None
 for _ in range(11):

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from launching import free_port, quiet_environment
 
-from utils.cluster import launch
-from utils.cluster.launch import (
+from utils.config.errors import ConfigurationError, ExitCode
+from utils.launch import processes as launch
+from utils.launch.processes import (
     LaunchFacts,
     actual_strategy,
     asks_for_cpu,
@@ -20,7 +21,6 @@ from utils.cluster.launch import (
     launch_problem,
     requested_strategy,
 )
-from utils.config.errors import ConfigurationError, ExitCode
 
 ROOT = Path(__file__).parents[3]
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -151,7 +151,7 @@ RANK = """
     import torch.distributed as dist
     from accelerate import PartialState
     from utils.cluster import launch
-    from utils.cluster.script import run_script
+    from utils.launch.script import run_script
 
     rank = int(os.environ["RANK"])
     launch.FIRST_COLLECTIVE_LIMIT_S = 3

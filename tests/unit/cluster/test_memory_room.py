@@ -1,4 +1,4 @@
-from utils.cluster.memory_room import memory_room_bytes
+from utils.support.host import memory_room_bytes
 
 GIB = 2**30
 

@@ -1,7 +1,7 @@
 """Notes of ranks that ended early."""
 
-from utils.cluster.notes import leave_note, leave_verdict, read_notes
 from utils.config.errors import ExitCode
+from utils.support.notes import leave_note, leave_verdict, read_notes
 
 
 def test_a_note_says_who_ended_where_and_why(tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.cluster import run_lock
-from utils.cluster.run_lock import Owner, known_loss, leave_run_lock, take_run_lock, taken_over
 from utils.config.errors import ConfigurationError
+from utils.support import run_lock
+from utils.support.run_lock import Owner, known_loss, leave_run_lock, take_run_lock, taken_over
 
 ROOT = Path(__file__).parents[3]
 HERE = Owner.this_process()

@@ -12,9 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from utils.cluster import script
-from utils.cluster.notes import read_notes
-from utils.cluster.script import run_script
 from utils.config.errors import (
     ConfigurationError,
     ExitCode,
@@ -22,6 +19,9 @@ from utils.config.errors import (
     StorageError,
     UnfitClusterError,
 )
+from utils.launch import script
+from utils.launch.script import run_script
+from utils.support.notes import read_notes
 
 ROOT = Path(__file__).parents[3]
 
@@ -105,7 +105,7 @@ def test_a_stop_is_a_success_to_a_launcher_that_reads_notes(notes, monkeypatch):
 
 
 def fail_in_the_repository():
-    from utils.cluster.traces import place
+    from utils.support.notes import place
 
     place(3)  # type: ignore[arg-type] # fails in traces.py
 
@@ -117,7 +117,7 @@ def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_plac
     assert shown.splitlines()[-1].startswith("TypeError: ")
     kind, code, text = the_note(notes)
     assert (kind, code) == ("failed", 1)
-    assert text.startswith("TypeError: 'int' object is not reversible (utils/cluster/traces.py:")
+    assert text.startswith("TypeError: 'int' object is not reversible (utils/support/notes.py:")
     assert text.endswith(" in place)")
 
 
@@ -242,7 +242,7 @@ def test_a_failed_rank_of_several_does_not_wait_in_its_teardown():
     """Its threads, exit handlers and process groups may wait for ranks that wait for it."""
     program = """
         import atexit, os, sys, threading, time
-        from utils.cluster.script import run_script
+        from utils.launch.script import run_script
         atexit.register(lambda: print("libraries' own exit handlers ran", flush=True))
         class WaitsWhenTornDown:
             def __del__(self): time.sleep(60)
@@ -265,7 +265,7 @@ def test_a_rank_that_has_ended_cannot_fail_in_its_teardown(body, code):
     """
     program = f"""
         import os, sys
-        from utils.cluster.script import run_script
+        from utils.launch.script import run_script
         class AbortsWhenTornDown:
             def __del__(self, abort=os.abort): abort()
         kept = AbortsWhenTornDown()
@@ -294,7 +294,7 @@ def test_torchruns_own_account_of_a_refusal_names_the_cause(tmp_path, monkeypatc
     "command",
     [
         ["pretrain.py", "--help"], ["sft_train.py", "--help"], ["prepare_data.py", "--help"],
-        ["-m", "utils.jobs.launch_node", "pretrain.py"],
+        ["-m", "utils.launch.node", "pretrain.py"],
     ],
 )  # fmt: skip
 def test_a_python_without_the_packages_says_so(command, monkeypatch):

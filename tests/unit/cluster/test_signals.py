@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.cluster import signals
+from utils.launch import signals
 
 ROOT = Path(__file__).parents[3]
 START = """

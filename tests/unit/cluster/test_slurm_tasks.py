@@ -2,14 +2,14 @@ import socket
 
 import pytest
 
-from utils.cluster.slurm_tasks import (
+from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.launch.slurm import (
     adopt_slurm_tasks,
     can_listen,
     expand_hosts,
     listen,
     main_port,
 )
-from utils.config.errors import ConfigurationError, UnfitClusterError
 
 # As Slurm 22.05 sets them for the third task of `srun -N2 --ntasks-per-node=2`.
 TASK = {

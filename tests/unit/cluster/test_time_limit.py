@@ -2,7 +2,7 @@ import datetime
 
 import pytest
 
-from utils.cluster.time_limit import job_end_time
+from utils.launch.slurm import job_end_time
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from utils.cluster.tokens import (
+from utils.config.errors import ConfigurationError
+from utils.support.redaction import (
     load_env_file,
     redact,
     redact_argv,
 )
-from utils.config.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[3]
 CANARY = "canary-1234567890abcdef"
@@ -139,8 +139,8 @@ def test_a_command_line_loses_its_secrets(argv, redacted):
 
 LEAKY = """
 import logging, threading
-from utils.cluster.environment import configure_logging
-from utils.cluster.tokens import load_env_file
+from utils.launch.environment import configure_logging
+from utils.support.redaction import load_env_file
 configure_logging()
 load_env_file({path!r})
 import os

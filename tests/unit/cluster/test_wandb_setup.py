@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.cluster.wandb_setup import mark_wandb_stopped, prepare_wandb
 from utils.config.errors import ConfigurationError
+from utils.runs.provenance import mark_wandb_stopped, prepare_wandb
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from utils.cluster.whole_files import replace_text
+from utils.support.files import replace_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):

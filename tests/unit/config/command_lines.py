@@ -2,12 +2,11 @@
 
 import pytest
 
-from utils.config.arguments import DataArguments, ModelArguments
-from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
+from utils.config.arguments import DataArguments, ModelArguments, RunArguments
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
+from utils.config.command_line import parse_arguments
 from utils.config.errors import ConfigurationError
-from utils.config.reading.parsing import parse_arguments
-from utils.config.run_arguments import RunArguments
-from utils.config.run_settings import SETTLE
+from utils.config.settings import SETTLE
 from utils.config.trainer_arguments import PretrainConfig
 
 BASE = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.config import cpu_precision
+from utils.config import precision as cpu_precision
 
 
 @pytest.fixture

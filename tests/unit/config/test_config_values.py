@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from utils.config.reading.declarations import declared_settings
-from utils.config.reading.values import WrongValueError, checked_value
+from utils.config.command_line import WrongValueError, checked_value
+from utils.config.declarations import declared_settings
 
 
 class Colour(Enum):

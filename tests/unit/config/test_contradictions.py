@@ -5,7 +5,7 @@ import re
 import pytest
 from command_lines import EVALUATED, METRICS, parse, problems_of
 
-from utils.config.checks.contradictions import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
 from utils.config.trainer_arguments import FineTuneConfig
 
 pytestmark = pytest.mark.usefixtures("started_alone")

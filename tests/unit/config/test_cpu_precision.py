@@ -6,8 +6,8 @@ import pytest
 import torch
 from command_lines import parse, parse_training_settings, problems_of
 
-from utils.config import cpu_precision
-from utils.config.reading.strict_yaml import dump_yaml
+from utils.config import precision as cpu_precision
+from utils.config.recipes import dump_yaml
 from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 LAUNCHER = (

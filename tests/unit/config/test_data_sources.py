@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.data_sources import TrainSource, eval_splits, train_sources, weight_problems
+from utils.config.arguments import TrainSource, eval_splits, train_sources, weight_problems
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ import pytest
 import torch
 from command_lines import parse, problems_of
 
-from utils.config.checks.contradictions import check_hardware
-from utils.config.checks.devices import missing_devices
+from utils.config.arguments import RunArguments
+from utils.config.checks import check_hardware, missing_devices
+from utils.config.declarations import SettingValues, declared_settings
 from utils.config.errors import UnfitClusterError
-from utils.config.reading.declarations import declared_settings
-from utils.config.reading.settings import SettingValues
-from utils.config.run_arguments import RunArguments
 from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 pytestmark = pytest.mark.usefixtures("started_alone")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.reading.interpolation import has_interpolation, resolve_interpolations
+from utils.config.command_line import has_interpolation, resolve_interpolations
 
 
 def resolve(**values):

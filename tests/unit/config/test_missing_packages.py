@@ -6,8 +6,8 @@ import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 
-from utils.config.checks import packages
-from utils.config.checks.packages import OPTIMIZERS, REPORTERS, check_packages
+from utils.config import checks as packages
+from utils.config.checks import OPTIMIZERS, REPORTERS, check_packages
 
 PLAIN = {"report_to": "none", "optim": "adamw_torch", "attn_implementation": "auto"}
 OF_TORCH = {

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from utils.config.command_line import parse_arguments
 from utils.config.errors import ConfigurationError
-from utils.config.reading.parsing import parse_arguments
-from utils.config.reading.strict_yaml import dump_yaml
+from utils.config.recipes import dump_yaml
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.reading.recipes import read_recipes
+from utils.config.recipes import read_recipes
 
 
 @pytest.fixture

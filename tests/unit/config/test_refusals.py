@@ -7,14 +7,13 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.arguments import DataArguments, ModelArguments
-from utils.config.errors import ConfigurationError
-from utils.config.reading.command_line import SettingsParser
-from utils.config.reading.declarations import declared_settings
-from utils.config.reading.parsing import parse_arguments
-from utils.config.refusals import (
+from utils.config.command_line import SettingsParser, parse_arguments
+from utils.config.declarations import declared_settings
+from utils.config.errors import (
     REFUSED_FINE_TUNING_SETTINGS,
     REFUSED_MODEL_SETTINGS,
     REFUSED_TRAINING_SETTINGS,
+    ConfigurationError,
 )
 from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 

@@ -4,7 +4,7 @@ import pytest
 from command_lines import parse_training_settings
 
 from utils.config.errors import ConfigurationError
-from utils.config.overruled import RULES
+from utils.config.settings import RULES
 from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 pytestmark = pytest.mark.usefixtures("started_alone")
@@ -161,7 +161,7 @@ def test_the_micro_batch_follows_from_the_global_one(
     started, monkeypatch, recipe, flags, ranks, sizes
 ):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("utils.config.checks.devices.missing_devices", lambda *_: None)
+    monkeypatch.setattr("utils.config.checks.missing_devices", lambda *_: None)
     values = started(recipe, *flags.split(), "--dry_run", "true").values
     assert (values["global_batch_size"], values["per_device_train_batch_size"]) == sizes
 

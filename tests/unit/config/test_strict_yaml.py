@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.config.reading.strict_yaml import YamlError, dump_yaml, load_mapping
+from utils.config.recipes import YamlError, dump_yaml, load_mapping
 
 
 def value_of(text: str):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from command_lines import parse, parse_training_settings
 
-from utils.config.reading.strict_yaml import dump_yaml
+from utils.config.recipes import dump_yaml
 from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 pytestmark = pytest.mark.usefixtures("started_alone")

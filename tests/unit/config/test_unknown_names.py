@@ -4,8 +4,8 @@ import pytest
 from command_lines import parse, parse_training_settings, problems_of
 
 from utils.config.errors import ConfigurationError
-from utils.config.reading.unknown_names import OTHER_NAMES, unknown_name
 from utils.config.trainer_arguments import FineTuneConfig
+from utils.config.unknown_names import OTHER_NAMES, unknown_name
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 

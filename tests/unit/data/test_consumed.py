@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.data.consumed import ConsumedTokens, source_names
+from utils.data.loader import ConsumedTokens, source_names
 
 
 class Steps:

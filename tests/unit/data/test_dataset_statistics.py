@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from saved_datasets import DOCUMENTS, LABELS, save
 
 from utils.data import statistics
-from utils.data.list_columns import list_column
+from utils.data.columns import list_column
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -96,7 +96,7 @@ def test_statistics_of_a_plain_dataset_are_measured_once_and_cached(tmp_path, mo
     first = open_token_dataset(path)
     assert "measuring its 12 tokens once" in caplog.text
     assert sorted(file.name for file in path.iterdir()) == before, "the user's folder is left alone"
-    monkeypatch.setattr("utils.data.measured.measure", None)
+    monkeypatch.setattr("utils.data.token_dataset.measure", None)
     second = open_token_dataset(path)
     assert (second.statistics, second.fingerprint) == (first.statistics, first.fingerprint)
     monkeypatch.undo()

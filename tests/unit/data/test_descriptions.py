@@ -29,7 +29,7 @@ def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch)
     assert content["chat_template_sha256"] == "def"
     assert content["statistics"]["documents"] == 5
     assert {"datasets", "pyarrow"} <= content["versions"].keys()
-    monkeypatch.setattr("utils.data.measured.measure", None)
+    monkeypatch.setattr("utils.data.token_dataset.measure", None)
     opened = open_token_dataset(tmp_path / "out")
     assert (opened.statistics, opened.fingerprint) == (described.statistics, described.fingerprint)
     assert opened.tokenizer_path == tmp_path / "out" / "tokenizer"
@@ -90,7 +90,7 @@ def test_a_token_that_changed_in_place_is_found(tmp_path, monkeypatch, shards):
     told = rf"fingerprint: {before.fingerprint} described, \w+ found; changed .*: {last}\)"
     with pytest.raises(ConfigurationError, match=told):
         open_token_dataset(path)
-    monkeypatch.setattr("utils.data.measured.measure", None)  # it is known from now on
+    monkeypatch.setattr("utils.data.token_dataset.measure", None)  # it is known from now on
     with pytest.raises(ConfigurationError, match=told):
         open_token_dataset(path)
     (path / "stoker.json").unlink()
@@ -127,7 +127,7 @@ def test_what_may_have_changed_is_measured_once(tmp_path, monkeypatch, caplog, w
     assert f"described it (first: {ARROW_FILE}): measuring its 12 tokens once" in caplog.text
     assert (opened.statistics, opened.fingerprint) == (described.statistics, described.fingerprint)
     assert opened.description.preparation == {"sources": []}
-    monkeypatch.setattr("utils.data.measured.measure", None)
+    monkeypatch.setattr("utils.data.token_dataset.measure", None)
     assert open_token_dataset(path).fingerprint == described.fingerprint
 
 

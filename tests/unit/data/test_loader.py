@@ -8,11 +8,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from utils.data.batches import longest_segment, model_inputs
 from utils.data.loader import eval_loader, train_loader
 from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
-from utils.data.packed_rows import PackedDataset
 from utils.data.packing import plan_packing
+from utils.data.sequences import PackedDataset, longest_segment, model_inputs
 from utils.data.token_dataset import open_token_dataset
 
 T = 16

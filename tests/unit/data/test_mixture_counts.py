@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import tiny
 
-from utils.data.interleaving import BLOCK, Interleaving
-from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.data.packed_rows import PackedDataset
+from utils.data.order import BLOCK, GlobalBatchSampler, Interleaving, SampleOrder
 from utils.data.packing import plan_packing
+from utils.data.sequences import PackedDataset
 from utils.data.token_dataset import open_token_dataset
 
 WEIGHTS = [0.7, 0.2, 0.1]

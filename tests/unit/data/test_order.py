@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.data.interleaving import BLOCK, Interleaving
-from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
-from utils.data.permutation import derive_keys, permute
+from utils.data.order import (
+    BLOCK,
+    PADDING_ROW,
+    EvalBatchSampler,
+    GlobalBatchSampler,
+    Interleaving,
+    SampleOrder,
+    derive_keys,
+    permute,
+)
 
 SEEDS = st.integers(-(2**70), 2**70)
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)

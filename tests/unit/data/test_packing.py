@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.data.packing import PACKINGS, plan_packing
-from utils.data.row_filling import best_fit_rows
+from utils.data.packing import PACKINGS, best_fit_rows, plan_packing
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(lambda x: max(x) >= 2)
 ROW_LENGTH = st.integers(2, 24)

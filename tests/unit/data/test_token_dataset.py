@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from saved_datasets import DOCUMENTS, LABELS, MASKS, documents_of, masks_of, save
 
 from utils.config.errors import ConfigurationError
-from utils.data.list_columns import list_column
+from utils.data.columns import list_column
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.jobs.accelerate_command import choose_config, launch_arguments, read_config
-from utils.jobs.allocation import Allocation
+from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
+from utils.launch.slurm import Allocation
 
 ROOT = Path(__file__).parents[3]
 ONE = Allocation(("n1",), 0, 1, 1, "127.0.0.1", 20000)

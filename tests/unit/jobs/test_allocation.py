@@ -1,7 +1,7 @@
 import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.jobs.allocation import Allocation, allocated_gpus, on_cpu, read_allocation
+from utils.launch.slurm import Allocation, allocated_gpus, on_cpu, read_allocation
 
 # As Slurm 22.05 sets them for the second node of `srun -N2 --ntasks-per-node=1 --gres=gpu:4`.
 STEP = {

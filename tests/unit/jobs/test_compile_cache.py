@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT, quiet_environment
 
-from utils.jobs import compile_cache, launch_node
-from utils.jobs.compile_cache import CompileCache, archive_path
+from utils.launch import compile_cache
+from utils.launch import node as launch_node
+from utils.launch.compile_cache import CompileCache, archive_path
 
 INDUCTOR, TRITON = compile_cache.VARIABLES
 

@@ -16,7 +16,7 @@ LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from utils.cluster.script import run_script
+from utils.launch.script import run_script
 
 def main():
     print("worker", os.environ.get("RANK"), os.environ["ACCELERATE_USE_CPU"], sys.argv[1:])
@@ -199,7 +199,7 @@ def started(root: Path, *words: str, **changes: str) -> subprocess.CompletedProc
 def test_python_gets_the_words_and_the_signals_and_gives_the_exit_code(stand_in):
     words = ["x.py", "two words", "$(touch canary)", "`touch canary`", "", "-n", "a\nb", "*", "--"]
     done = started(stand_in, *words)
-    given = "|".join(["python", str(stand_in), "0", "", "-m", "utils.jobs.launch_node", *words])
+    given = "|".join(["python", str(stand_in), "0", "", "-m", "utils.launch.node", *words])
     assert done.stdout == given + "|alive"
     assert done.returncode == 7
     assert not list(stand_in.parent.rglob("canary"))

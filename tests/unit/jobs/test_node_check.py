@@ -7,16 +7,15 @@ import threading
 
 import pytest
 
-from utils.cluster.slurm_tasks import listen
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.jobs.allocation import Allocation
-from utils.jobs.node_check import (
+from utils.launch.rendezvous import (
     check_nodes,
     exchange_facts,
     node_facts,
     node_problems,
     with_free_port,
 )
+from utils.launch.slurm import Allocation, listen
 
 FACTS = {
     "host": "n1", "processes": 4, "gpus": 4, "devices": 4, "visible": None, "code": "abc",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from utils.config.errors import ConfigurationError, StorageError
-from utils.jobs.node_environment import (
+from utils.launch.node import (
     debugging,
     make_directories,
     make_node_directory,

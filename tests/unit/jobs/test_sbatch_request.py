@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.jobs.sbatch_options import read_submission, read_words
-from utils.jobs.sbatch_request import (
+from utils.submit.submit import (
     array_indices,
     gpus_of_gres,
     read_request,
+    read_submission,
+    read_words,
     stop_signal_of,
     time_limit_s,
 )
@@ -196,7 +197,7 @@ def test_cpu_runs_take_their_processes_from_the_user(job_script):
 
 
 def test_a_request_survives_its_way_through_the_environment(job_script):
-    from utils.cluster.job_request import REQUEST, request_from
+    from utils.launch.slurm import REQUEST, request_from
 
     read = request(["-a0-3", job_script(), "x"])
     assert request_from({REQUEST: read.to_json()}) == read

@@ -7,9 +7,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from utils.cluster.launch import requested_strategy
 from utils.config.errors import ConfigurationError
-from utils.jobs.strategy import choose_strategy, strategy_of
+from utils.launch.accelerate_command import choose_strategy, strategy_of
+from utils.launch.processes import requested_strategy
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

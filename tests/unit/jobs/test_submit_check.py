@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from utils.cluster.job_request import REQUEST, request_from
 from utils.config.errors import ConfigurationError
-from utils.jobs import submit
+from utils.launch.slurm import REQUEST, request_from
+from utils.submit import submit
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = [
@@ -65,7 +65,7 @@ def test_every_word_reaches_check_and_sbatch_as_it_is(stubs, tmp_path):
     done = stubs(*words)
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 123\n")
     module, directory, _facts, *checked = stubs.words("python")[1:]
-    assert (module, directory) == ("utils.jobs.submit", str(tmp_path))
+    assert (module, directory) == ("utils.submit.submit", str(tmp_path))
     assert checked == words
     added = ["--array=1,2", "--comment=it is $(touch canary)"]
     assert stubs.words("sbatch") == [*added, *words]
@@ -263,7 +263,7 @@ def checked_sweep(job_script, tmp_path):
     job_script()
 
     def run(grave: str) -> tuple[list[str], list[str]]:
-        from utils.jobs.sweep import check_points, read_sweep
+        from utils.submit.sweep import check_points, read_sweep
 
         (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
         (tmp_path / "s.yaml").write_text(

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import parse_pretraining
-from utils.jobs import sweep as command
-from utils.jobs.sweep import flag_words, point_name, read_sweep
+from utils.config.settings import parse_pretraining
+from utils.submit import sweep as command
+from utils.submit.sweep import flag_words, point_name, read_sweep
 
 ROOT = Path(__file__).parents[3]
 
@@ -165,7 +165,7 @@ def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
 
 def test_points_import_no_library_that_takes_seconds(sweep_file, tmp_path):
     program = (
-        "import sys; from utils.jobs.sweep import main; main(['points', sys.argv[1]]); "
+        "import sys; from utils.submit.sweep import main; main(['points', sys.argv[1]]); "
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     rest = f"script: pretrain.py\noutput_dir: {tmp_path}/s\n"

@@ -7,12 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, PreTrainedModel
 
-from utils.kernels.activation_checkpointing import CHOICES, keep_products, kept
-from utils.kernels.compilation import compile_layers
-from utils.kernels.fused_head import fuse_loss_head
-from utils.kernels.packed_varlen import NAME, register_packed_varlen
-from utils.kernels.probe_model import causal_lm_class
-from utils.kernels.varlen import PER_DOCUMENT
+from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
+from utils.model.architecture import causal_lm_class
+from utils.model.compilation import CHOICES, compile_layers, keep_products, kept
+from utils.model.loss_head import fuse_loss_head
 
 WITHOUT = {"jetmoe"}  # refused in the plan
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from utils.config.errors import ConfigurationError
-from utils.kernels.attention import choose_attention
+from utils.model.attention import choose_attention
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}

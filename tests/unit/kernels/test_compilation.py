@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
-from utils.data.batches import longest_segment
-from utils.kernels.compilation import (
+from utils.data.sequences import longest_segment
+from utils.model.compilation import (
     CACHE_VARIABLE,
     LEAST_GRAPHS,
     compile_layers,

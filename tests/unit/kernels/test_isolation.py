@@ -10,11 +10,10 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import isolation
-from utils.kernels.isolation import check_isolation, check_row_positions, choose_isolated_attention
-from utils.kernels.packed_varlen import register_packed_varlen
-from utils.kernels.probe_model import build_probe_model, observe_attention, probe_config
-from utils.kernels.varlen import PER_DOCUMENT, AttentionNeeds
+from utils.kernels.varlen import PER_DOCUMENT, AttentionNeeds, register_packed_varlen
+from utils.model import isolation
+from utils.model.architecture import build_probe_model, observe_attention, probe_config
+from utils.model.isolation import check_isolation, check_row_positions, choose_isolated_attention
 
 LLAMA_8B = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -342,7 +341,7 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"])
 def test_the_chosen_cuda_kernel_keeps_documents_apart(name):
-    from utils.kernels.attention import choose_attention
+    from utils.model.attention import choose_attention
 
     choice = choose_attention("auto", config_of(name), "cuda", torch.bfloat16)
     assert choice.name == "packed_varlen"

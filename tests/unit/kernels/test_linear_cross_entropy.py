@@ -9,16 +9,17 @@ import torch
 from torch.nn import functional
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import head_sizes, softmax_derivative
+from utils.kernels import linear_cross_entropy as head_sizes
 from utils.kernels import linear_cross_entropy as module
-from utils.kernels.compilation import compiled_graphs
-from utils.kernels.head_sizes import working_bytes
+from utils.kernels import linear_cross_entropy as softmax_derivative
 from utils.kernels.linear_cross_entropy import (
     IGNORED,
     PLAIN,
     LogitTerms,
     linear_cross_entropy,
+    working_bytes,
 )
+from utils.model.compilation import compiled_graphs
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
 WHOLE_TILES = 304  # words, where a GPU's tile is asked for

@@ -6,12 +6,11 @@ import transformers
 from families import tiny_config, tiny_model
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import fused_head
-from utils.kernels.fused_head import find_loss_positions, fuse_loss_head
 from utils.kernels.linear_cross_entropy import LogitTerms
-from utils.kernels.loss_head import choose_loss_head
-from utils.kernels.probe_model import build_probe_model, probe_config
-from utils.kernels.router_loss import RouterTerm
+from utils.model import loss_head as fused_head
+from utils.model.architecture import build_probe_model, probe_config
+from utils.model.loss_head import choose_loss_head, find_loss_positions, fuse_loss_head
+from utils.model.router_loss import RouterTerm
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}

@@ -5,10 +5,9 @@ import torch
 import transformers
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import packed_varlen as subject
-from utils.kernels.packed_varlen import packed_varlen, register_packed_varlen
+from utils.kernels import varlen as subject
 from utils.kernels.per_document import per_document_sdpa
-from utils.kernels.varlen import PER_DOCUMENT, VarlenKernel
+from utils.kernels.varlen import PER_DOCUMENT, VarlenKernel, packed_varlen, register_packed_varlen
 
 VOCABULARY = 61
 ROWS = ((7, 5, 9, 3), (4, 13, 7))

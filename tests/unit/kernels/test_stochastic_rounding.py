@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.kernels import eight_bit
-from utils.kernels.stochastic_rounding import multipliers, noise, random_words, round_to_bfloat16_
+from utils.training import low_precision_states as eight_bit
+from utils.training.low_precision_states import multipliers, noise, random_words, round_to_bfloat16_
 
 CPU = torch.device("cpu")
 COUNT = 2**15

@@ -10,18 +10,25 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import RunSettings, parse_fine_tuning, parse_pretraining
-from utils.kernels.activation_checkpointing import CHOICES
-from utils.kernels.attention import AttentionChoice
-from utils.kernels.loss_head import LossHeadChoice
-from utils.planning import activations, compiled_layers, memory_estimate, memory_plan
-from utils.planning.activations import Phases, most_alive
-from utils.planning.compiled_layers import cut_as_compiled
-from utils.planning.counted_attention import typical_lengths
-from utils.planning.live_bytes import LiveBytes, Stretch
-from utils.planning.memory_trace import Workload, trace
+from utils.config.settings import RunSettings, parse_fine_tuning, parse_pretraining
+from utils.launch.processes import LaunchFacts
+from utils.model.attention import AttentionChoice
+from utils.model.compilation import CHOICES
+from utils.model.loss_head import LossHeadChoice
+from utils.planning import memory_estimate, memory_plan
+from utils.planning import memory_trace as activations
+from utils.planning import memory_trace as compiled_layers
+from utils.planning.memory_trace import (
+    LiveBytes,
+    Phases,
+    Stretch,
+    Workload,
+    cut_as_compiled,
+    most_alive,
+    trace,
+    typical_lengths,
+)
 
 LLAMA = AutoConfig.for_model(
     "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,

@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
-from utils.planning import adapters
-from utils.planning.adapters import freeze_unused, plan_adapters, with_adapters
+from utils.model import adapters
+from utils.model.adapters import freeze_unused, plan_adapters, with_adapters
 
 
 def asked(**given) -> SimpleNamespace:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from utils.planning import base_weights as module
-from utils.planning.base_weights import base_weights
+from utils.model import weights as module
+from utils.model.weights import base_weights
 
 COMMITS = ["a" * 40, "b" * 40]
 

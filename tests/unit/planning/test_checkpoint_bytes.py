@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from utils.cluster.launch import LaunchFacts
 from utils.config.arguments import ModelArguments
+from utils.launch.processes import LaunchFacts
 from utils.planning.memory_estimate import checkpoint_bytes
 
 CONFIG = LlamaConfig(

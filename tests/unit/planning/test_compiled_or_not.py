@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
-from utils.checkpoints.run_record import PROVENANCE
-from utils.cluster.launch import LaunchFacts
+from utils.checkpoints.manifest import PROVENANCE
 from utils.config.errors import ConfigurationError
-from utils.kernels import compilation
-from utils.planning import compilation_choice
-from utils.planning.compilation_choice import choose_compilation
+from utils.launch.processes import LaunchFacts
+from utils.model import compilation
+from utils.model import compilation as compilation_choice
+from utils.model.compilation import choose_compilation
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -41,7 +41,7 @@ def a_gpu(monkeypatch, caplog):
     monkeypatch.setattr(compilation_choice.importlib.util, "find_spec", lambda _name: object())
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
-    caplog.set_level(logging.INFO, "utils.planning.compilation_choice")
+    caplog.set_level(logging.INFO, "utils.model.compilation")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
-from utils.planning.config_files import config_from_file, read_config_file
+from utils.model.config import config_from_file, read_config_file
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.kernels.loss_head import LossHeadChoice
-from utils.planning.device_memory import GPUS, planned_device_bytes, refuse_too_large
+from utils.launch.processes import LaunchFacts
+from utils.model.loss_head import LossHeadChoice
 from utils.planning.memory_estimate import GIB, MemoryEstimate
+from utils.planning.memory_plan import GPUS, planned_device_bytes, refuse_too_large
 from utils.planning.memory_trace import Workload
 
 WORK = Workload(1, 64, torch.float32, None, "cuda", None, LossHeadChoice("fused", ""), ())

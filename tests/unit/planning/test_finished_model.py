@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, LlamaConfig
 
 from utils.config.errors import ConfigurationError
-from utils.planning.finished_model import (
+from utils.model.finished_model import (
     check_generation_settings,
     generation_settings,
     saved_dtype,

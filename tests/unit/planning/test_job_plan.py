@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from utils.cluster.job_request import REQUEST, JobRequest, StopSignal
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import parse_pretraining
-from utils.planning.job_checks import Saves, measured_pace
-from utils.planning.job_plan import report_job
+from utils.config.settings import parse_pretraining
+from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import REQUEST, JobRequest, StopSignal
+from utils.planning.job import Saves, measured_pace, report_job
 
 REQUESTED = JobRequest(
     job_script="slurm/multinode_job.sh",
@@ -54,7 +53,7 @@ def report(tmp_path, monkeypatch, caplog):
         if request is not None:
             monkeypatch.setenv(REQUEST, request.to_json())
         caplog.clear()
-        with caplog.at_level(logging.INFO, "utils.planning.job_plan"):
+        with caplog.at_level(logging.INFO, "utils.planning.job"):
             report_job(parsed, launch, total_steps, checkpoint_bytes=2**30)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 

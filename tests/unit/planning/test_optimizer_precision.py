@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
-from utils.config.run_settings import parse_fine_tuning
-from utils.planning.optimizer_states import (
+from utils.config.settings import parse_fine_tuning
+from utils.launch.processes import LaunchFacts
+from utils.planning.memory_estimate import (
     OptimizerStates,
     choose_optimizer_states,
     optimizer_bytes_per_parameter,

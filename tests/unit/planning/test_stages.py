@@ -13,14 +13,14 @@ import torch
 from utils.checkpoints.files import flush_and_record, list_files
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.config.errors import ConfigurationError, StorageError
-from utils.planning.stages import (
+from utils.model.stages import (
     find_stage,
     stage_of,
     stage_tokenizer,
     weights_directory,
     weights_origin,
 )
-from utils.training.inherited_optimizer import InheritedOptimizer
+from utils.training.gradients import InheritedOptimizer
 
 
 def model_directory(directory: Path, *names: str) -> Path:

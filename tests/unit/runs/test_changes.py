@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.config.reading.strict_yaml import dump_yaml
-from utils.config.run_settings import parse_fine_tuning, parse_pretraining
-from utils.runs.change_rules import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS
-from utils.runs.changes import accepted_changes
+from utils.config.recipes import dump_yaml
+from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.runs.changes import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS, accepted_changes
 
 GIVEN = {
     "train_data": ["data/a"],

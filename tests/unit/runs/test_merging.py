@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.runs.merging import (
+from utils.runs.export import (
     Merger,
     bare_name,
     can_merge_by_file,

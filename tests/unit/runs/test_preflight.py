@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from utils.checkpoints.room import Room
-from utils.checkpoints.run_record import PROVENANCE
-from utils.cluster import decisions
-from utils.cluster.launch import LaunchFacts
+from utils.checkpoints.manifest import PROVENANCE
+from utils.checkpoints.space import Room
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
-from utils.planning.job_checks import Saves
-from utils.runs import preflight, storage_room
-from utils.runs.preflight import check_storage
-from utils.runs.storage_room import StorageNeeds
+from utils.launch.processes import LaunchFacts
+from utils.planning.job import Saves
+from utils.runs import preflight
+from utils.runs import preflight as storage_room
+from utils.runs.preflight import StorageNeeds, check_storage
+from utils.support import collectives as decisions
 
 
 def facts(rank: int = 0, hosts: tuple[str, ...] = ("n1",)) -> LaunchFacts:

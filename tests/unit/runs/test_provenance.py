@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from utils.checkpoints.manifest import Manifest, write_manifest
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import ConfigurationError
+from utils.launch.processes import LaunchFacts
 from utils.runs.provenance import (
     git_state,
     package_versions,

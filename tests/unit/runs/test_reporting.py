@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.callbacks.progress import TerminalProgress
-from utils.config.run_settings import parse_pretraining
-from utils.runs.reporting import run_callbacks
+from utils.callbacks.metrics import TerminalProgress
+from utils.config.settings import parse_pretraining
+from utils.runs.finish import run_callbacks
 from utils.runs.start import Run
 
 

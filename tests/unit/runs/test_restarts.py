@@ -1,7 +1,7 @@
 import pytest
 
 from utils.config.errors import ExitCode, NoProgressError
-from utils.runs.restarts import check_progress
+from utils.runs.start import check_progress
 
 JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
 

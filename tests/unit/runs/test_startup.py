@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.cluster.launch import LaunchFacts
 from utils.config.errors import UnfitClusterError
-from utils.runs import startup
+from utils.launch.processes import LaunchFacts
+from utils.runs import start as startup
 
 LAUNCH = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("n1", "n2"), device="cpu")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from utils.checkpoints.files import FileRecord
-from utils.checkpoints.manifest import Manifest, write_manifest
-from utils.checkpoints.room import Room, free_room, taken_room
-from utils.checkpoints.run_record import PROVENANCE
+from utils.checkpoints.manifest import PROVENANCE, Manifest, write_manifest
+from utils.checkpoints.space import Room, free_room, taken_room
 from utils.config.errors import StorageError
-from utils.planning.job_checks import Saves
-from utils.runs import storage_room
-from utils.runs.storage_room import StorageNeeds, check_room
+from utils.planning.job import Saves
+from utils.runs import preflight as storage_room
+from utils.runs.preflight import StorageNeeds, check_room
 
 MIB = 2**20
 RUN = "run-1"

@@ -14,9 +14,9 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
 from utils.checkpoints.manifest import Manifest, write_manifest
-from utils.training.elastic import ElasticTrainerMixin
 from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.packed_trainer import PackedTrainerMixin
+from utils.training.resume_state import ElasticTrainerMixin
+from utils.training.trainer import PackedTrainerMixin
 
 SIGNATURES = {
     "_save_rng_state": ["self", "output_dir"],

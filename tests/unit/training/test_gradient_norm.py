@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from utils.training.finite import gradient_norm
+from utils.training.gradients import gradient_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from utils.config.errors import ConfigurationError
-from utils.kernels import stochastic_rounding
-from utils.kernels.compilation import compiled_graphs
+from utils.model.compilation import compiled_graphs
 from utils.training import low_precision_adam
-from utils.training.inherited_optimizer import _misfits
+from utils.training import low_precision_states as stochastic_rounding
+from utils.training.gradients import _misfits
 from utils.training.low_precision_adam import LowPrecisionAdamW
 
 # Units of 256, 192 and 1; periods of 2**13 end within weights, parts of eight within some.

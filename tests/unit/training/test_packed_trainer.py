@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import pretrain
-from utils.training.packed_trainer import keep_mode
+from utils.training.trainer import keep_mode
 
 
 class Counted(nn.Linear):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils.training.random_states import derive_states, file_name, load_states, save_states
+from utils.training.resume_state import derive_states, file_name, load_states, save_states
 
 CPU = torch.device("cpu")
 

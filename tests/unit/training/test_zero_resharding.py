@@ -5,8 +5,8 @@ import torch
 
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.config.errors import StorageError
-from utils.training import zero_resharding
-from utils.training.zero_resharding import repair_stage_3, universal_checkpoint
+from utils.training import resume_state as zero_resharding
+from utils.training.resume_state import repair_stage_3, universal_checkpoint
 
 
 @pytest.fixture

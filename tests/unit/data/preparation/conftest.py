@@ -3,7 +3,8 @@
 import preparation_samples as samples
 import pytest
 
-from utils.data.preparation import unit_pool, work_units
+from utils.data.prepare import pipeline as unit_pool
+from utils.data.prepare import sources as work_units
 
 
 @pytest.fixture

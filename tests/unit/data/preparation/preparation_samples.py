@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 
 from utils.config.preparation import PreparationArguments
-from utils.data.preparation.pipeline import Preparation
+from utils.data.prepare.pipeline import Preparation
 from utils.data.tokenizers import train_tokenizer
 
 CHATML = str(Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja")

@@ -9,9 +9,9 @@ import chat_samples as samples
 import pytest
 import trl
 
-from utils.data.preparation.chat_marks import ChatRefused
-from utils.data.preparation.chat_masks import ChatMasks
-from utils.data.preparation.chats import tokenize
+from utils.data.prepare.chat_masks import ChatMasks
+from utils.data.prepare.chat_templates import ChatRefused
+from utils.data.prepare.chats import tokenize
 
 SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]

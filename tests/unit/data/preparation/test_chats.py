@@ -4,9 +4,9 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation.chat_marks import ChatRefused
-from utils.data.preparation.chat_masks import ChatMasks
-from utils.data.preparation.chats import (
+from utils.data.prepare.chat_masks import ChatMasks
+from utils.data.prepare.chat_templates import ChatRefused
+from utils.data.prepare.chats import (
     attach_training_template,
     end_of_turn_id,
     read_chat_template,
@@ -182,7 +182,7 @@ def test_a_template_of_other_tokens_than_the_tokenizers_names_them(tmp_path):
 
 
 def test_a_token_across_the_header_and_the_words_of_a_turn_is_refused():
-    from utils.data.preparation.chat_masks import MaskedChat
+    from utils.data.prepare.chat_masks import MaskedChat
 
     tokenizer = samples.chatml_tokenizer()
     token = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii()), key=len)

@@ -1,7 +1,7 @@
 import pytest
 
-from utils.data.preparation import documents
-from utils.data.preparation.documents import (
+from utils.data.prepare import documents
+from utils.data.prepare.documents import (
     ChatDocument,
     CompletionDocument,
     TextDocument,
@@ -9,8 +9,8 @@ from utils.data.preparation.documents import (
     parse_documents,
     texts_of,
 )
-from utils.data.preparation.records import BadRow, Place, Record
-from utils.data.preparation.rows import detect_formats
+from utils.data.prepare.records import BadRow, Place, Record
+from utils.data.prepare.rows import detect_formats
 
 PLACE = Place("a.jsonl", "line", 3)
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

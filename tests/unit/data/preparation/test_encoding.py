@@ -10,8 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation import encoding
-from utils.data.preparation.encoding import GigatokenEncoder, TokenizerEncoder, choose_backend
+from utils.data.prepare import tokenization as encoding
+from utils.data.prepare.tokenization import GigatokenEncoder, TokenizerEncoder, choose_backend
 
 
 def words_only():

@@ -6,7 +6,7 @@ import random
 import preparation_samples as samples
 import pytest
 
-from utils.data.preparation import documents
+from utils.data.prepare import documents
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("small_units")

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from utils.data.preparation.unit import UnitPreparation
-from utils.data.preparation.workspace import Workspace
+from utils.data.prepare.unit import UnitPreparation
+from utils.data.prepare.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("small_units")
 

@@ -9,7 +9,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.preparation.pipeline import Preparation
+from utils.data.prepare.pipeline import Preparation
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("small_units")

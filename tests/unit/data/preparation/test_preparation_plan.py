@@ -5,7 +5,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.preparation.plan import plan_preparation
+from utils.data.prepare.plan import plan_preparation
 
 
 def plan(*sources, **settings):

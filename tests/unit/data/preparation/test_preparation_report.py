@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.data.preparation import progress as progress_module
-from utils.data.preparation.progress import PreparationProgress
-from utils.data.preparation.report import (
+from utils.data.prepare import pipeline as progress_module
+from utils.data.prepare.assembly import (
     PERCENTILES,
     decoded_example,
     length_percentiles,
     report_lines,
     total_counts,
 )
-from utils.data.preparation.unit import SplitCounts, UnitCounts
+from utils.data.prepare.pipeline import PreparationProgress
+from utils.data.prepare.unit import SplitCounts, UnitCounts
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300))

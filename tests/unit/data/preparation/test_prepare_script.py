@@ -13,7 +13,7 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation import unit_pool
+from utils.data.prepare import pipeline as unit_pool
 
 pytestmark = pytest.mark.usefixtures("small_units")
 REPOSITORY = Path(__file__).parents[4]

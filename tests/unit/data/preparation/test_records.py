@@ -4,10 +4,9 @@ import pytest
 import zstandard
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation import records
-from utils.data.preparation.records import BadRow, Record, read_records
-from utils.data.preparation.sources import list_sources
-from utils.data.preparation.work_units import Piece
+from utils.data.prepare import records
+from utils.data.prepare.records import BadRow, Record, read_records
+from utils.data.prepare.sources import Piece, list_sources
 
 
 def read(path, columns=("text",)) -> list[Record | BadRow]:

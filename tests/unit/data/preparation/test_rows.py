@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from utils.data.preparation.rows import (
+from utils.data.prepare.rows import (
     RowSettings,
     UnusableRowError,
     detect_formats,

@@ -14,8 +14,8 @@ import yaml
 from prepare_data import main
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, sources_of
-from utils.data.preparation import work_units
-from utils.data.preparation.plan import plan_preparation
+from utils.data.prepare import sources as work_units
+from utils.data.prepare.plan import plan_preparation
 
 
 def plan(sources, **settings):

@@ -3,7 +3,7 @@ import os
 import datasets
 import pytest
 
-from utils.data.preparation.sources import list_sources
+from utils.data.prepare.sources import list_sources
 
 
 def names(listing, root) -> list[str]:

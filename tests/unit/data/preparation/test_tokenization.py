@@ -3,9 +3,9 @@ import preparation_samples as samples
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from utils.data.preparation.documents import ChatDocument, CompletionDocument, TextDocument
-from utils.data.preparation.records import BadRow, Place
-from utils.data.preparation.tokenization import DocumentTokenizer
+from utils.data.prepare.documents import ChatDocument, CompletionDocument, TextDocument
+from utils.data.prepare.records import BadRow, Place
+from utils.data.prepare.tokenization import DocumentTokenizer
 
 PLACE = Place("a.jsonl", "line", 1)
 

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.data.preparation import work_units
-from utils.data.preparation.records import Record, read_records
-from utils.data.preparation.sources import SourceFile, list_sources
-from utils.data.preparation.work_units import Piece, SourceOfUnits, cut_into_units
+from utils.data.prepare import sources as work_units
+from utils.data.prepare.records import Record, read_records
+from utils.data.prepare.sources import (
+    Piece,
+    SourceFile,
+    SourceOfUnits,
+    cut_into_units,
+    list_sources,
+)
 
 
 @given(

@@ -1,0 +1,444 @@
+"""The plan of a preparation: which files, which format, which work units, under which digest."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments, Source, sources_of
+from utils.data.prepare.chat_templates import ChatTemplate
+from utils.data.prepare.chats import NO_CHAT_TEMPLATE, attach_training_template, read_chat_template
+from utils.data.prepare.documents import texts_of
+from utils.data.prepare.records import (
+    BadRow,
+    Record,
+    column_names,
+    keys_that_arrow_adds,
+    read_records,
+)
+from utils.data.prepare.rows import (
+    DOCUMENT_FORMATS,
+    NEEDED,
+    RowSettings,
+    columns_to_read,
+    detect_formats,
+    naming_hint,
+    renamed,
+)
+from utils.data.prepare.sources import (
+    SourceFile,
+    SourceOfUnits,
+    WorkUnit,
+    cut_into_units,
+    list_sources,
+)
+from utils.data.prepare.unit import (
+    TRAIN,
+    VALIDATION,
+    UnitSettings,
+    is_held_out,
+    read_documents,
+    refuse_bad_row,
+)
+from utils.data.prepare.workspace import partial_name
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+# Raised whenever the same sources and settings would give other bytes than before.
+OUTPUT_VERSION = 2
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+
+
+@dataclass(frozen=True)
+class PreparationPlan:
+    """Everything that decides the output, but for the tokenizer.
+
+    `sources` maps each split to its files, `train` first; `units` are cut from them.
+    `needs_chat_template`: documents are messages, or prompts and completions made of messages.
+    """
+
+    sources: Mapping[str, Sequence[SourceFile]]
+    units: Sequence[WorkUnit]
+    settings: UnitSettings
+    needs_chat_template: bool
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits to be written, in order."""
+        held_out = [VALIDATION] if self.settings.validation_fraction > 0 else []
+        return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
+
+    def digest(self, tokenizer: Mapping[str, Any]) -> str:
+        """Return a hash of sources, settings, `tokenizer` and the libraries that matter.
+
+        The number of processes and the shards are not part of it: they change no byte.
+        """
+        content = {
+            "output_version": OUTPUT_VERSION,
+            "sources": {name: [asdict(f) for f in files] for name, files in self.sources.items()},
+            "settings": asdict(self.settings),
+            "tokenizer": tokenizer,
+            "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
+    """Find the sources, decide the format and cut the work; reads no more than first records.
+
+    Raises ConfigurationError with every missing path, empty source and unknown file type.
+    """
+    given, files = _find_sources(arguments)
+    units = cut_into_units(
+        [SourceOfUnits(s.split, f, s.max_tokens) for s, f in zip(given, files, strict=True)]
+    )
+    document_format, rows, is_chat = _decide_formats(arguments, given, units)
+    sources: dict[str, list[SourceFile]] = {}
+    for source, found in zip(given, files, strict=True):
+        sources.setdefault(source.split, []).extend(found)
+    settings = UnitSettings(
+        document_format=document_format,
+        sources=tuple(rows),
+        on_bad_row=arguments.on_bad_row,
+        on_overlong=arguments.on_overlong,
+        sequence_length=arguments.sequence_length,
+        validation_fraction=arguments.validation_fraction,
+        seed=arguments.seed,
+        template_date=None if document_format == "text" else _template_date(arguments, sources),
+    )
+    _warn_of_added_keys(files, rows)
+    size = sum(unit.size for unit in units)
+    logger.info(
+        "%s: %s files, %.1f MiB in %s work units",
+        document_format,
+        f"{sum(len(files) for files in sources.values()):,}",
+        size / 2**20,
+        f"{len(units):,}",
+    )
+    return PreparationPlan(sources, units, settings, is_chat)
+
+
+def _template_date(
+    arguments: PreparationArguments, sources: Mapping[str, Sequence[SourceFile]]
+) -> str:
+    """Return the day that chat templates print: given, else that of the newest source file.
+
+    Shards that run on two days agree.
+    """
+    if arguments.template_date is not None:
+        return arguments.template_date
+    newest = max(file.mtime_ns for files in sources.values() for file in files)
+    return datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
+
+
+def _find_sources(
+    arguments: PreparationArguments,
+) -> tuple[list[Source], list[list[SourceFile]]]:
+    """Return the sources as given and the files of each; logs what is not taken of them."""
+    problems: list[str] = []
+    template = arguments.chat_template
+    if template is not None and not Path(template).is_file():
+        problems.append(f"chat_template: {template}: no such file")
+    try:
+        given = sources_of(arguments)
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+        raise ConfigurationError(problems) from error
+    found: list[list[SourceFile]] = []
+    for source in given:
+        split, is_named = source.from_split or source.split, source.from_split is not None
+        listing = list_sources(source.paths, source.format, split, is_named=is_named)
+        problems.extend(f"{source.split}: {problem}" for problem in listing.problems)
+        found.append(listing.files)
+        for note in listing.notes:
+            logger.warning("%s: %s", source.split, note)
+        if listing.ignored:
+            passed_over = ", ".join(f"{n} x {what}" for what, n in sorted(listing.ignored.items()))
+            logger.warning("%s: files passed over: %s", source.split, passed_over)
+    problems.extend(_overlap_problems(given, found))
+    if problems:
+        raise ConfigurationError(problems)
+    return given, found
+
+
+def _overlap_problems(
+    sources: Sequence[Source], files: Sequence[Sequence[SourceFile]]
+) -> Iterator[str]:
+    """Name the files that are given twice: trained on twice, or evaluated on after training."""
+    owner: dict[str, Source] = {}
+    for source, found in zip(sources, files, strict=True):
+        for file in found:
+            other = owner.setdefault(str(Path(file.path).resolve()), source)
+            if other.split != source.split:
+                yield f"{file.path}: is given for both {other.split} and {source.split}"
+            elif other is not source and other.filters == source.filters:
+                yield f"{file.path}: is given twice for {source.split}; give it a weight instead"
+
+
+def _decide_formats(
+    arguments: PreparationArguments, sources: Sequence[Source], units: Sequence[WorkUnit]
+) -> tuple[str, list[RowSettings], bool]:
+    """Return the format of all documents, how the rows of each source are read, and if they chat.
+
+    The first record of a source decides where its format is "auto"; all have to give documents of
+    one format. Raises ConfigurationError with every source that does not.
+    """
+    problems: list[str] = []
+    rows: list[RowSettings] = []
+    decided: tuple[str, Record] | None = None
+    is_chat = False
+    for number, source in enumerate(sources):
+        own = [unit for unit in units if unit.source == number]
+        record = _first_record(own, source, arguments.on_bad_row)
+        if record is None:
+            problems.append(f"{source.split}: empty source: no record in its files")
+            continue
+        fields = renamed(record.fields, source.columns)
+        found = detect_formats(fields)
+        wanted = decided[0] if decided else None
+        row_format = _row_format(source, found, wanted, skips=arguments.on_bad_row == "skip")
+        if row_format is None:
+            problems.append(_format_problem(record, source, found))
+            continue
+        read = RowSettings(
+            row_format, source.columns, source.filters, source.weight, source.max_tokens
+        )
+        rows.append(read)
+        absent = [name for name, _ in read.filters if name not in record.fields]
+        if absent and arguments.on_bad_row == "error":
+            problems.append(
+                f"{record.place}: no column {absent[0]!r}, which the filter asks for (columns: "
+                f"{', '.join(sorted(record.fields))})"
+            )
+        logger.info("%s", _reading_line(source, record, read))
+        media = [name for name in MEDIA if name in record.fields]
+        if media and row_format != "text":
+            logger.warning(
+                "%s: column %s is not used: the texts alone are trained on, with whatever stands "
+                "in them for what is seen or heard",
+                *(record.place.path, media[0]),
+            )
+        document_format = DOCUMENT_FORMATS.get(row_format, row_format)
+        is_chat |= document_format == "messages" or isinstance(fields.get("prompt"), list)
+        if decided is None:
+            decided = document_format, record
+        elif document_format != decided[0]:
+            problems.append(
+                f"{record.place}: the format is {row_format}, which makes {document_format}, but "
+                f"{decided[1].place} makes {decided[0]}: one dataset holds one kind; prepare them "
+                "apart, or name columns (--columns question=instruction answer=output makes chats)"
+            )
+    if problems or decided is None:
+        raise ConfigurationError(problems)
+    return decided[0], rows, is_chat
+
+
+def _row_format(
+    source: Source, found: Sequence[str], wanted: str | None, *, skips: bool
+) -> str | None:
+    """Return the format to read a source with, None when its first record does not tell one."""
+    if source.format != "auto":
+        # A record that does not fit a format the user named is a bad row like any other.
+        return source.format if source.format in found or skips else None
+    if len(found) > 1:  # what the sources before it make decides
+        found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record | None:
+    """Return the first record; raises ConfigurationError at a bad row unless they are skipped."""
+    columns = columns_to_read(list(NEEDED), source.columns)
+    for unit in units:
+        for piece in unit.pieces:
+            for record in read_records(piece, columns):
+                if isinstance(record, Record):
+                    return replace(record, fields=_with_other_names(piece.file, record.fields))
+                if isinstance(record, BadRow) and on_bad_row == "error":
+                    raise ConfigurationError(str(record))
+    return None
+
+
+def _with_other_names(file: SourceFile, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with the columns of its file that were not read, as null."""
+    return {**dict.fromkeys(column_names(file)), **fields}
+
+
+def _reading_line(source: Source, record: Record, read: RowSettings) -> str:
+    """Say what is read of a source's rows, and what is not."""
+    used = [name for name in read.read_columns if name in record.fields]
+    unused = sorted(name for name in record.fields if name not in used)
+    parts = [f"{source.split}: {record.place.path}: {read.row_format}, from {', '.join(used)}"]
+    if unused:
+        parts.append(f"not used: {', '.join(unused)}")
+    if read.weight != 1:
+        parts.append(f"weight {read.weight:g}")
+    if read.max_tokens is not None:
+        parts.append(f"at most {read.max_tokens:,} tokens")
+    return "; ".join(parts)
+
+
+def _warn_of_added_keys(files: Sequence[Sequence[SourceFile]], rows: Sequence[RowSettings]) -> None:
+    for found, read in zip(files, rows, strict=True):
+        if DOCUMENT_FORMATS.get(read.row_format, read.row_format) == "text" or not found:
+            continue
+        columns = keys_that_arrow_adds(found[0], read.read_columns)
+        if columns:
+            logger.warning(
+                "%s: tool calls or schemas in %s are Arrow structs, which give every row the keys "
+                "of all rows: keys that are null are taken for absent. Where a null was meant, "
+                "write JSONL, or Json() features of datasets.",
+                *(found[0].path, ", ".join(columns)),
+            )
+
+
+def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
+    names = sorted(renamed(record.fields, source.columns))
+    columns = ", ".join(names) or "none"
+    if source.format != "auto":
+        missing = [name for name in NEEDED[source.format] if name not in names]
+        like = f"; it looks like {found[0]}: --format {found[0]}" if found else ""
+        return (
+            f"{record.place}: the format is {source.format}, but the record has no "
+            f"{' and no '.join(map(repr, missing))} (columns: {columns}){like}"
+        )
+    if found:
+        return f"{record.place}: could be {' or '.join(found)}: choose one with --format"
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+    return (
+        f"{record.place}: no known format (columns: {columns}): {naming_hint(names)}. Known "
+        f"without that: {formats}"
+    )
+
+
+# The tokenizer of a preparation: the given one, or one trained on the plan's documents.
+
+
+def given_tokenizer(
+    arguments: PreparationArguments, plan: PreparationPlan
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer that the user names, with the chat template in use.
+
+    None when one is to be trained; its chat template is checked for being readable all the same.
+    """
+    if arguments.tokenizer_name_or_path is None:
+        if arguments.chat_template is not None:
+            read_chat_template(arguments.chat_template)
+        elif plan.needs_chat_template:
+            raise ConfigurationError(NO_CHAT_TEMPLATE)
+        return None
+    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
+    _add_tokens(tokenizer, arguments.add_tokens)
+    _attach_template(tokenizer, arguments, plan)
+    return tokenizer
+
+
+def tokenizer_identity(
+    tokenizer: "PreTrainedTokenizerBase | None", arguments: PreparationArguments
+) -> dict[str, Any]:
+    """Return what a tokenizer contributes to the digest, known before it is trained."""
+    if tokenizer is not None:
+        return {
+            "sha256": tokenizer_sha256(tokenizer),
+            "chat_template_sha256": chat_template_sha256(tokenizer),
+        }
+    template = arguments.chat_template
+    return {
+        "vocabulary": arguments.train_tokenizer,
+        "sample_bytes": arguments.tokenizer_sample_bytes,
+        "chat_template_sha256": _sha256(read_chat_template(template)) if template else None,
+    }
+
+
+def trained_tokenizer(
+    plan: PreparationPlan, arguments: PreparationArguments, folder: Path
+) -> "PreTrainedTokenizerBase":
+    """Train a tokenizer into `folder`, or load the one that an interrupted run left there."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not folder.exists():
+        assert arguments.train_tokenizer is not None
+        logger.info("training a tokenizer of %s tokens", f"{arguments.train_tokenizer:,}")
+        texts = _training_texts(plan, arguments.tokenizer_sample_bytes)
+        tokenizer = train_tokenizer(texts, arguments.train_tokenizer)
+        _attach_template(tokenizer, arguments, plan)
+        save_tokenizer(tokenizer, folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write a tokenizer folder that is either complete or not there."""
+    partial = partial_name(folder)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():  # another shard was first
+        shutil.rmtree(partial)
+    else:
+        partial.replace(folder)
+
+
+def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
+    """Add tokens that text is cut at as they are written, with nothing stripped around them."""
+    from transformers import AddedToken
+
+    vocabulary = tokenizer.get_vocab() if words else {}
+    known = [word for word in words if word in vocabulary]
+    if known:
+        logger.info("add_tokens: %s: a token already", ", ".join(known))
+    new = [AddedToken(word, normalized=False) for word in words if word not in known]
+    if new:
+        tokenizer.add_tokens(new)
+        logger.info("add_tokens: %d new, ids up to %d", len(new), len(tokenizer) - 1)
+
+
+def _attach_template(
+    tokenizer: "PreTrainedTokenizerBase", arguments: PreparationArguments, plan: PreparationPlan
+) -> None:
+    """Check the template where chats need it; a text dataset only passes a given one on."""
+    if plan.needs_chat_template or arguments.chat_template is not None:
+        attach_training_template(tokenizer, arguments.chat_template)
+        if ChatTemplate(tokenizer).prints_the_date:
+            logger.info(
+                "the chat template prints today's date: it is %s in this data (--template_date)",
+                plan.settings.template_date,
+            )
+
+
+def _training_texts(plan: PreparationPlan, sample_bytes: int) -> Iterator[str]:
+    """Yield training texts: of each unit its beginning, in proportion to the unit's size.
+
+    Held-out documents are left out: the tokenizer is part of what is evaluated on them.
+    """
+    settings = plan.settings
+    units = [unit for unit in plan.units if unit.split == TRAIN]
+    total = max(sum(unit.size for unit in units), 1)
+    for unit in units:
+        left = sample_bytes * unit.size // total
+        for document in read_documents(unit, settings):
+            if isinstance(document, BadRow):
+                refuse_bad_row(document, settings)
+            elif not is_held_out(document, settings.validation_fraction, settings.seed):
+                for text in texts_of(document):
+                    left -= len(text.encode())
+                    yield text
+            if left <= 0:
+                break
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,296 @@
+"""Texts to token ids: by the tokenizer itself, or by gigatoken where that gives the same ids."""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.data.prepare.chat_templates import ChatRefused
+from utils.data.prepare.chats import tokenize
+from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
+from utils.data.prepare.records import BadRow
+from utils.data.tokenizers import id_type
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+# (texts, special tokens?) -> the ids of each text, in the dataset's id type.
+Encode = Callable[[Sequence[str], bool], list[np.ndarray]]
+
+VERIFIED_SHARE = 1 / 64  # of the characters; the tokenizer itself is a hundred times slower
+FIRST_VERIFIED = 1 << 14  # characters
+# What splitting rules, normalizers and byte fallbacks get wrong first.
+PROBES = (
+    *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
+    *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
+    *("naïve Ünïcödé ß ﬁ ﬂ", "e\u0301 a\u0323\u0307 \u0301", "漢字かなカナ한국어", "مرحبا שלום"),
+    *("👩‍👩‍👧🏽 ❤\ufe0f 🇩🇪", "\u00a0\u2003\u3000\u200b\ufeff", "\x00\x01\x1f\x7f\ufffd\ue000"),
+    *("(a)[b]{c}<d>!?.,;:-_#$%&*+=/\\|~^`", "def f(x):\n    return x  # ok\n"),
+    "\uff21\uff22\u3000\uff11\uff12",
+)
+
+
+def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
+    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken where it gives the same ids.
+
+    Says which. Raises ConfigurationError when gigatoken is asked for and cannot be used.
+    """
+    if wanted == "tokenizers":
+        return wanted
+    problem = _problem_of_gigatoken(tokenizer, document_format)
+    if problem is None:
+        logger.info("tokenized with gigatoken, held against the tokenizer as it goes")
+        return "gigatoken"
+    if wanted == "gigatoken":
+        raise ConfigurationError(
+            f"tokenizer_backend is gigatoken, but {problem}: use --tokenizer_backend tokenizers"
+        )
+    logger.info("tokenized with the tokenizer itself: %s", problem)
+    return "tokenizers"
+
+
+def encoder(backend: str, tokenizer: "PreTrainedTokenizerBase") -> Encode:
+    """Return what encodes texts with the chosen backend."""
+    return GigatokenEncoder(tokenizer) if backend == "gigatoken" else TokenizerEncoder(tokenizer)
+
+
+class TokenizerEncoder:
+    """Encodes with the tokenizer itself."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._tokenizer = tokenizer
+        self._id_type = id_type(tokenizer)
+
+    def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # silences "longer than the model's maximum": packing splits texts
+        )
+        return [np.array(ids, dtype=self._id_type) for ids in encoded["input_ids"]]
+
+
+class GigatokenEncoder:
+    """Encodes with gigatoken, and every 64th character with the tokenizer too.
+
+    Raises ConfigurationError for ids that differ, ValueError or RuntimeError (when it is made) for
+    a tokenizer that gigatoken does not know.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        import gigatoken  # optional: pip install gigatoken
+
+        self._exact = TokenizerEncoder(tokenizer)
+        self._id_type = id_type(tokenizer)
+        # First, for it leaves the tokenizer without truncation.
+        self._before, self._behind = _surroundings(self._exact)
+        self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
+        self._unverified = float(FIRST_VERIFIED)
+
+    def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        found = self._encode(texts, special_tokens)
+        self._unverified += VERIFIED_SHARE * sum(map(len, texts))
+        for text, ids in zip(texts, found, strict=True):
+            if len(text) <= self._unverified:
+                self._unverified -= len(text)
+                self._verify(text, ids, special_tokens)
+                break
+        return found
+
+    def first_difference(self, texts: Sequence[str]) -> str | None:
+        """Return the first of these texts that the tokenizer gives other ids for."""
+        for special_tokens in (False, True):
+            fast = self._encode(texts, special_tokens)
+            exact = self._exact(texts, special_tokens)
+            for text, one, other in zip(texts, fast, exact, strict=True):
+                if not np.array_equal(one, other):
+                    return text
+        return None
+
+    def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        import awkward
+
+        encoded: Any = self._fast.encode_batch(list(texts))
+        flat = awkward.to_numpy(awkward.flatten(encoded)).astype(self._id_type)
+        ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
+        found = np.split(flat, ends[:-1])
+        if special_tokens and (self._before.size or self._behind.size):
+            return [np.concatenate([self._before, ids, self._behind]) for ids in found]
+        return found
+
+    def _verify(self, text: str, ids: np.ndarray, special_tokens: bool) -> None:
+        (exact,) = self._exact([text], special_tokens)
+        if not np.array_equal(ids, exact):
+            raise ConfigurationError(
+                f"gigatoken gives other ids than the tokenizer for the text {_shown(text)}, so "
+                "what it made cannot be trusted: remove the output folder and run again with "
+                "--tokenizer_backend tokenizers"
+            )
+
+
+def _problem_of_gigatoken(tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str | None:
+    """Return why gigatoken cannot stand in for this tokenizer."""
+    if document_format == "messages":
+        return "the mask of a chat comes from the places of characters, which only it gives"
+    if importlib.util.find_spec("gigatoken") is None:
+        return "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return "this tokenizer is none of the tokenizers library, which gigatoken reads"
+    try:
+        fast = GigatokenEncoder(tokenizer)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        return f"gigatoken does not know this kind of tokenizer ({str(error).splitlines()[0]})"
+    added = [str(token) for token in tokenizer.get_added_vocab()]
+    between = [f"a{token}b {token} c{token}" for token in added]
+    different = fast.first_difference([*PROBES, *added, *between])
+    if different is None:
+        return None
+    return f"gigatoken gives other ids for the text {_shown(different)}"
+
+
+def _surroundings(encode: Encode) -> tuple[np.ndarray, np.ndarray]:
+    """Return the special tokens that the tokenizer puts before and behind a text."""
+    (bare,), (full,) = encode(["a"], False), encode(["a"], True)
+    added = len(full) - len(bare)
+    for before in range(added + 1):
+        if np.array_equal(full[before : before + len(bare)], bare):
+            return full[:before], full[before + len(bare) :]
+    raise ValueError("its special tokens change what stands between them")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
+
+
+# Tokenization: documents to token ids and the mask of those that bear loss.
+
+MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all bear loss.
+
+    drops_thinking: the chat template leaves out reasoning of earlier turns.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None
+    drops_thinking: bool = False
+
+    @property
+    def loss_tokens(self) -> int:
+        """The number of tokens that bear loss."""
+        return len(self.ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def truncated(self, length: int) -> "TokenizedDocument":
+        """Return the first `length` tokens."""
+        mask = None if self.loss_mask is None else self.loss_mask[:length]
+        return replace(self, ids=self.ids[:length], loss_mask=mask)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a token behind the first one bears loss: nothing predicts the first."""
+        return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
+
+
+class DocumentTokenizer:
+    """Turns documents of one format into ids and masks.
+
+    Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
+    strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
+    are rendered by the chat template, which says itself what ends them; template_date: the date
+    (YYYY-MM-DD) that it prints for today's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        backend: str = "tokenizers",
+        template_date: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.id_type = id_type(tokenizer)
+        self._encode = encoder(backend, tokenizer)
+        self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
+        self._template_date = template_date
+
+    def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
+        """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
+        if documents and isinstance(documents[0], TextDocument):
+            return self._texts([d.text for d in documents if isinstance(d, TextDocument)])
+        pairs = [d for d in documents if isinstance(d, CompletionDocument)]
+        chats = [d for d in documents if isinstance(d, ChatDocument)]
+        of_pairs = iter(self._pairs(pairs) if pairs else [])
+        of_chats = iter(self._chats(chats) if chats else [])
+        return [next(of_chats if isinstance(d, ChatDocument) else of_pairs) for d in documents]
+
+    @cached_property
+    def _masks(self) -> ChatMasks:
+        return ChatMasks(self.tokenizer, self._template_date)
+
+    def _closed(self, ids: np.ndarray) -> np.ndarray:
+        return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
+
+    def _texts(self, texts: list[str]) -> list[TokenizedDocument | BadRow]:
+        return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
+
+    def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
+        prompts = self._encode([document.prompt for document in documents], True)
+        completions = self._encode([document.completion for document in documents], False)
+        found = []
+        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
+            # An end that the tokenizer adds is taken off, for the text goes on.
+            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end[0] else prompt
+            ids = np.concatenate([opening, self._closed(completion)])
+            found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
+        return found
+
+    def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
+        """Render chats one by one and tokenize them at once."""
+        found: list[TokenizedDocument | BadRow | None] = [None] * len(documents)
+        rendered: dict[int, MaskedChat] = {}
+        for place, document in enumerate(documents):
+            try:
+                rendered[place] = self._masks(
+                    document.messages,
+                    document.tools,
+                    document.template_options,
+                    document.first_trained,
+                )
+            except ChatRefused as refused:
+                found[place] = BadRow(refused.reason, str(refused), document.place)
+        tokenized = tokenize(self.tokenizer, list(rendered.values())) if rendered else []
+        for place, chat, pair in zip(rendered, rendered.values(), tokenized, strict=True):
+            if isinstance(pair, ChatRefused):
+                found[place] = BadRow(pair.reason, str(pair), documents[place].place)
+            else:
+                checked = self._checked(documents[place], *pair)
+                if isinstance(checked, TokenizedDocument):
+                    checked = replace(checked, drops_thinking=chat.drops_thinking)
+                found[place] = checked
+        return [document for document in found if document is not None]
+
+    def _checked(
+        self, document: Document, ids: np.ndarray | list[int], mask: np.ndarray | list[int]
+    ) -> TokenizedDocument | BadRow:
+        tokenized = TokenizedDocument(
+            np.array(ids, dtype=self.id_type), np.array(mask, dtype=np.int8)
+        )
+        if not tokenized.has_target:
+            message = "no assistant token: nothing in this conversation bears loss"
+            return BadRow("no_assistant_tokens", message, document.place)
+        return tokenized

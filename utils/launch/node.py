@@ -1,0 +1,336 @@
+"""The environment of a job on one node: private caches, offline switches, threads, debugging."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from utils.config.errors import ConfigurationError, ExitCode, StorageError, UnfitClusterError
+from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
+from utils.launch.compile_cache import CompileCache
+from utils.launch.environment import configure_logging
+from utils.launch.rendezvous import check_nodes, node_facts, with_free_port
+from utils.launch.script import missing_package
+from utils.launch.signals import NODE_DIR, STOP
+from utils.launch.slurm import Allocation, read_allocation
+from utils.launch.verdict import Verdict, note_worker_ends, read_verdict, wait_for_verdict
+from utils.support.host import host_name
+from utils.support.notes import NOTES_DIR, leave_verdict, read_notes
+
+# What jobs of one user would otherwise share in a home directory: two of them compiling the same
+# kernel wait for each other's lock file, or for that of a job that was killed.
+_CACHES = (
+    "CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "MPLCONFIGDIR", "NUMBA_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR",
+)  # fmt: skip
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+_DEBUG = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    # The flight recorder: the last collectives of each rank, written when one times out.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+# A UNIX socket's path has 107 bytes, of which multiprocessing takes 32 behind TMPDIR.
+_LONGEST_TMPDIR = 75
+
+
+def make_node_directory(environment: Mapping[str, str]) -> Path:
+    """Make this job's private (0700) directory on this node's own disk.
+
+    Under SLURM_TMPDIR, TMPDIR or /tmp. Raises StorageError.
+    """
+    name = next((name for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), None)
+    base = environment[name] if name else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
+    job = environment.get("SLURM_JOB_ID", "local")
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"stoker-{job}-", dir=base))
+    except OSError as error:
+        raise _no_caches(f"{base} ({name})" if name else base, error) from error
+
+
+def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Return what is added for this node's processes; what the user set stays as it is."""
+    added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
+    if "SLURM_JOB_ID" in environment and "HF_HUB_OFFLINE" not in environment:
+        # Nodes seldom have internet, and would wait for time-outs.
+        added |= dict.fromkeys(_OFFLINE, "1")
+    added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
+    if debugging(environment):
+        added |= _DEBUG
+    added = {name: value for name, value in added.items() if not environment.get(name)}
+    added[NODE_DIR] = str(directory)
+    temporary = directory / "tmp"
+    if len(os.fsencode(temporary)) <= _LONGEST_TMPDIR:
+        added["TMPDIR"] = str(temporary)
+    return added
+
+
+def make_directories(directory: Path, added: Mapping[str, str]) -> None:
+    """Make what `node_environment` named inside the node's directory. Raises StorageError."""
+    inside = [value for value in added.values() if value.startswith(f"{directory}{os.sep}")]
+    try:
+        for path in inside:
+            Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_caches(directory, error) from error
+
+
+def _no_caches(directory: Path | str, error: OSError) -> StorageError:
+    return StorageError(
+        f"{host_name()}: no directory for caches can be made in {directory} ({error.strerror}): "
+        "set TMPDIR in slurm/cluster.env to a directory on the node's own disk."
+    )
+
+
+def debugging(environment: Mapping[str, str]) -> bool:
+    """Whether STOKER_DEBUG=1 is set. Raises ConfigurationError for other values than 1 and 0."""
+    value = environment.get("STOKER_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(
+            f"STOKER_DEBUG={value!r}: give 1 to turn it on, 0 to leave it off."
+        )
+    return value == "1"
+
+
+def threads_per_process(environment: Mapping[str, str], processes: int) -> int:
+    """Cores a process may use on this node: an equal share of what Slurm gave, or of all."""
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        if environment.get(name, "").isdecimal():
+            return max(int(environment[name]) // processes, 1)
+    return max(len(os.sched_getaffinity(0)) // processes, 1)
+
+
+# Starts a script's processes on this node by `accelerate launch`, and says how they ended.
+
+logger = logging.getLogger("launch_node")
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERRUPTED = 128 + signal.SIGINT
+STOPPING = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class StopSignals:
+    """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
+
+    Either ends the launcher at once before the workers are `started`, and TERM does when a verdict
+    says that the job is over (srun sends it then). `alone`: no job script reads the verdict.
+    """
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+        self.directory: Path | None = None
+        self.started = self.asked = False
+        for number in STOPPING:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number).name
+        verdict = read_verdict() if number == signal.SIGTERM else None
+        if verdict is None and not self.started:
+            text = f"{name} on {host_name()} before the processes were started"
+            verdict = leave_or_print(Verdict(text, ExitCode.STOPPED), self.alone)
+        if verdict is not None:
+            self.clean_up()
+            os._exit(verdict.exit_code)
+        if self.directory is not None and not self.asked:
+            self.asked = True
+            (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
+            # Not logging: it may be in the middle of a line, holding its lock.
+            clock = time.strftime("%H:%M:%S")
+            line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
+            os.write(sys.stdout.fileno(), line.encode())
+
+    def clean_up(self) -> None:
+        """Leave no process and no file of this node behind; no signal changes the exit code now."""
+        for number in STOPPING:
+            # Python unsets its own handlers as it ends.
+            signal.signal(number, signal.SIG_IGN)
+        kill_workers()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch and return the exit code of the job as far as this node knows it."""
+    alone = NOTES_DIR not in os.environ
+    signals = StopSignals(alone)
+    try:
+        verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
+        return leave_or_print(verdict, alone).exit_code
+    finally:
+        signals.clean_up()
+
+
+def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
+    """Launch in a private directory, and return how the processes ended or what was refused."""
+    try:
+        signals.directory = make_node_directory(os.environ)
+        prepare_node(signals.directory)
+        compiled = CompileCache(signals.directory, os.environ)
+        verdict = launch(command, signals)
+        kill_workers()
+        if os.environ.get("SLURM_NODEID", "0") == "0":
+            compiled.keep()
+        return verdict
+    except (ConfigurationError, ModuleNotFoundError) as error:
+        refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
+        if refusal is None:
+            raise
+        return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
+    except KeyboardInterrupt:
+        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+
+
+def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
+    """Leave the verdict for the job script, or print it where there is none; return the job's.
+
+    An earlier verdict of the job wins: its cause is the job's.
+    """
+    if verdict.exit_code == ExitCode.DONE:
+        return verdict
+    left = leave_verdict(verdict.text, verdict.exit_code)
+    earlier = None if left else read_verdict()
+    if alone or (not left and earlier is None):
+        sys.stderr.write(f"{(earlier or verdict).text}\n")
+        sys.stderr.flush()
+    return earlier or verdict
+
+
+def prepare_node(directory: Path) -> None:
+    """Set the environment of this process and of those that it starts."""
+    added = node_environment(os.environ, directory)
+    make_directories(directory, added)
+    os.environ.update(added)
+    configure_logging()
+    if debugging(os.environ):
+        names = [name for name in added if name.startswith(("NCCL_", "TORCH_"))]
+        logger.info("STOKER_DEBUG: %s", " ".join(f"{name}={added[name]}" for name in names))
+
+
+def launch(command: list[str], signals: StopSignals) -> Verdict:
+    """Check this node and the others, run the processes, and return how they ended.
+
+    Raises ConfigurationError for what cannot be launched.
+    """
+    if not command:
+        raise ConfigurationError("no script given: slurm/launch_node.sh SCRIPT ARGUMENTS ...")
+    if not Path(command[0]).is_file():
+        raise ConfigurationError(f"{command[0]} is no file in {Path.cwd()}: name a Python script.")
+    allocation = with_free_port(read_allocation(os.environ, count_devices))
+    path, reason = choose_config(os.environ, allocation)
+    config = read_config(path, allocation)
+    set_processes_up(allocation)
+    if allocation.node == 0:
+        logger.info(
+            "launch: %d process(es) on each of %d node(s), %s (%s)",
+            allocation.processes, len(allocation.hosts), path, reason,
+        )  # fmt: skip
+    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if allocation.node == 0 and job_nodes > len(allocation.hosts):
+        logger.warning("%d of the job's %d nodes are used", len(allocation.hosts), job_nodes)
+    facts = node_facts(allocation, [*code_files(), path, Path(command[0])], count_devices())
+    found = check_nodes(allocation, facts)
+    if allocation.node == 0:
+        logger.info("%s", found)
+    arguments = launch_arguments(path, config, allocation, os.environ, command)
+    signals.started = True
+    verdict = run_processes(arguments, signals)
+    return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), len(allocation.hosts) > 1)
+
+
+def count_devices() -> int:
+    """Count the GPUs that torch sees here."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def set_processes_up(allocation: Allocation) -> None:
+    """Set what the processes of this node read: hosts, threads, and the CPU without a GPU."""
+    os.environ["STOKER_NODE_HOSTS"] = " ".join(allocation.hosts)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = threads_per_process(os.environ, allocation.processes)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def code_files() -> list[Path]:
+    """All Python files of the repository that a run may load, in order, relative to it."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")]
+    return sorted(path.relative_to(ROOT) for path in files)
+
+
+def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
+    """Run the processes of this node to their end; None for an end whose cause is to be found."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if not debugging(os.environ):
+        quieten_torchrun()
+    try:
+        launch_command(arguments)
+    except ChildFailedError as error:
+        ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        note_worker_ends(ends, signals.asked)
+    except subprocess.CalledProcessError as error:
+        note_worker_ends({0: error.returncode}, signals.asked)
+    except SignalException:
+        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+    except RendezvousError as error:
+        raise UnfitClusterError(
+            f"{host_name()}: torchrun's launchers of all nodes did not find each other: {error}. "
+            "They had met a moment before: look for a firewall, or set STOKER_MAIN_PORT."
+        ) from error
+    except (ValueError, ConnectionError, ImportError) as error:
+        raise ConfigurationError(f"accelerate launch: {error}") from error
+    else:
+        stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
+        if not stopped:
+            return Verdict("done", ExitCode.DONE)
+        return Verdict(stopped[0].text, ExitCode.STOPPED)
+    return None
+
+
+def quieten_torchrun() -> None:
+    """Leave out torchrun's own account of an end, in which the cause is easily missed.
+
+    And its warning, on every node but the first, that it ignores the node's number.
+    """
+    import torch.distributed.run  # sets its logger's level when it is imported
+
+    logging.getLogger(torch.distributed.run.__name__).setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def kill_workers() -> None:
+    """Leave no process of ours behind."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return  # no packages at all: nothing was started
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main())

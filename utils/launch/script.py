@@ -1,0 +1,144 @@
+"""Runs a script's main and answers for its end: what is shown, its note, its exit code."""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.launch.signals import NODE_DIR
+from utils.support.host import host_name
+from utils.support.notes import last_line, leave_note, storage_error
+from utils.support.redaction import redact
+
+TEARDOWN_LIMIT_S = 10.0
+SPEAK_FIRST_S = 3.0
+FAILED = 1  # an exception nobody foresaw, as Python itself ends
+
+
+def run_script(main: Callable[[], int | None]) -> int:
+    """Run a script's main and return the exit code of the process.
+
+    A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
+    all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
+    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Secrets
+    are redacted. Each end but a good one leaves a note for the launcher. SystemExit and
+    KeyboardInterrupt pass through.
+
+    A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
+    ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
+    """
+    ending: int | None = None  # until main has returned or raised what is answered for here
+
+    def leave_at_once() -> None:
+        """Skip the teardown of one rank of several; all that is to be kept is written.
+
+        Process groups may wait there for ranks that wait for this one, and a library's thread that
+        meets the end of the interpreter aborts the process: a rank that has finished would have
+        failed. Registered before any library is imported, this is the last of all exit handlers.
+        """
+        if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending)
+
+    atexit.register(leave_at_once)
+    ending = _run(main)
+    if ending:
+        # What comes before that handler can be stuck too: threads to join, other exit handlers.
+        limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
+        limit.daemon = True
+        limit.start()
+    return ending
+
+
+def _run(main: Callable[[], int | None]) -> int:
+    try:
+        code = main() or 0
+    except ConfigurationError as error:
+        return _refuse(error)
+    except SystemExit as left:
+        if left.code:
+            status = left.code if isinstance(left.code, int) else FAILED
+            leave_note("failed", status, redact(f"SystemExit: {left.code}"))
+        raise
+    except Exception as error:
+        refusal = storage_error(error) or missing_package(error)
+        return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
+    if code == ExitCode.STOPPED:
+        leave_note("stopped", code, "stopped with a checkpoint")
+        return 0 if NODE_DIR in os.environ else code
+    if code:
+        leave_note("failed", code, f"main returned {code}")
+    return code
+
+
+def missing_package(error: BaseException) -> UnfitClusterError | None:
+    """Return the refusal for a package that is not installed here; None for any other error."""
+    name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "utils").partition(".")[0]
+    if package == "utils" or importlib.util.find_spec(package) is not None:
+        return None
+    return UnfitClusterError(
+        f"{sys.executable} has no {package}: activate the environment that has Stoker's packages "
+        "(`source .venv/bin/activate`; in jobs slurm/cluster.env does it, on a file system that "
+        "the nodes see), or install them: pip install -r requirements.lock"
+    )
+
+
+def _fail(error: Exception) -> int:
+    """Show an exception that nobody foresaw, with its traceback."""
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        error.add_note(
+            "torch could not compile what this run trains: --compile false trains without, slower."
+        )
+    lines = redact("".join(traceback.format_exception(error))).splitlines()
+    origin = f"{host_name()} rank {_rank()}  " if _rank() else ""
+    # In one write: ranks that fail together do not mix their lines.
+    sys.stderr.write("".join(f"{origin}{line}\n" for line in lines))
+    sys.stderr.flush()
+    leave_note("failed", FAILED, redact(last_line(error)))
+    return FAILED
+
+
+def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
+    """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
+    problems = [redact(problem) for problem in error.problems]
+    first = problems[0].splitlines()[0]
+    leave_note(error.ending, error.exit_code, first)
+    _tell_torchrun("\n".join([f"{error.kind}:", *(f"  - {problem}" for problem in problems)]))
+    if _rank() == 0:
+        # What is wrong with a machine says which one; settings and data are wrong on all of them.
+        anywhere = error.exit_code in (ExitCode.REFUSED, ExitCode.NOT_FINITE)
+        host = "" if anywhere else f" on {host_name()}"
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
+        sys.stderr.write("\n".join([f"{error.kind}{host} ({count}):", *listed]) + "\n")
+    elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        sys.stderr.write(f"{host_name()} rank {_rank()}  {error.kind}: {first}\n")
+    else:
+        # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
+        time.sleep(SPEAK_FIRST_S)
+    sys.stderr.flush()
+    return error.exit_code
+
+
+def _tell_torchrun(text: str) -> None:
+    """Put the problems into torchrun's own report of the end, as its ErrorHandler writes them."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

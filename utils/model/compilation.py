@@ -1,0 +1,258 @@
+"""What of a decoder layer is kept for its backward pass, and what is computed a second time.
+
+none keeps what autograd wants; selective keeps what matrix products and attention return and
+computes norms, activation functions, rotations and casts again; full keeps the layer's input alone.
+No number changes: what is computed again comes from the same inputs and the same random state.
+"""
+
+import copy
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from utils.checkpoints.manifest import PROVENANCE, earlier_starts
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.launch.processes import LaunchFacts
+from utils.model.architecture import causal_lm_class, has_experts
+from utils.support.collectives import gathered, on_rank_0
+from utils.support.files import cache_root
+
+CHOICES = ("none", "selective", "full")  # least recomputation first
+
+_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm"})
+# The last is transformers' for experts where torch's does not run.
+_EXPERT_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback"})
+_ATTENTION = frozenset(
+    {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "blocked_attention",
+    }
+)
+# FlashAttention's operators, whose namespaces differ by build, and torch's varlen_attn. Baddbmm and
+# bmm are no such products: in attention without a kernel they return all scores.
+_KERNELS = ("flash_attn", "varlen_attn")
+_DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
+
+
+def keep_products(model: PreTrainedModel) -> None:
+    """Let activation checkpointing of `model`, once it is turned on, be the selective one.
+
+    Trainer turns it on when training begins; before PEFT wraps the model and FSDP2 shards it, so
+    that it is theirs too. Reentrant checkpointing has no such choice and is never used with it.
+    Products of experts with a bias (gpt-oss) are computed again: transformers adds the bias in
+    place, and what is kept must stay as it is.
+    """
+    enable = type(model).activation_checkpointing_enable
+    biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
+    contexts = partial(
+        create_selective_checkpoint_contexts, kept_but_of_experts if biased else kept
+    )
+
+    def enable_selective(activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        assert not activation_checkpointing_kwargs, "refused with the settings"
+        enable(model, {"use_reentrant": False, "context_fn": contexts}, **options)
+
+    model.activation_checkpointing_enable = enable_selective  # type: ignore[method-assign,assignment]
+
+
+def kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Say whether what an operator returned is kept; the policy of selective checkpointing.
+
+    What draws random numbers is never kept: the layer's second pass starts from the same random
+    state, and has to draw as often as the first.
+    """
+    name = operator._schema.name.rpartition("::")[2]
+    known = name in _PRODUCTS or name in _EXPERT_PRODUCTS or name in _ATTENTION
+    if not known and not any(kernel in str(operator) for kernel in _KERNELS):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if operator._schema.is_mutable or _dropout(operator, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def kept_but_of_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As `kept`, but no product of experts."""
+    if operator._schema.name.rpartition("::")[2] in _EXPERT_PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return kept(context, operator, *args, **kwargs)
+
+
+def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the share that a call of an attention operator drops."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name in _DROPOUT_ARGUMENTS:
+            given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            return argument.default_value or 0.0 if given is None else given
+    return 0.0
+
+
+# Compiles a model layer by layer, with static shapes, into a cache that outlives the job.
+
+# Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
+OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
+LEAST_GRAPHS = 8  # torch's own limit
+COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
+
+
+def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
+    """Check that layers can be compiled; return the directory that keeps what was compiled.
+
+    That is $TORCHINDUCTOR_CACHE_DIR, or stoker/compiled below the user's cache directory. In a job
+    it is on the node's disk, and handed on by the launcher (utils/launch/compile_cache.py).
+    `strategy` as in `LaunchFacts`. Raises ConfigurationError under ZeRO-3, and where there is no
+    C++ compiler, unless another host compiles.
+    """
+    if strategy == "zero3":
+        raise ConfigurationError(
+            "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
+            "would compile again and again; take fsdp2.yaml, which shards as much, or set "
+            "--compile false"
+        )
+    given = os.environ.get("CXX") or os.environ.get("CC") or ""
+    compiler = next(iter(given.split()), None)  # "ccache g++": torch runs the first word
+    if compiles_here and not any(
+        shutil.which(name) for name in ([compiler] if compiler else COMPILERS)
+    ):
+        raise ConfigurationError(
+            "--compile true needs a C++ compiler, and "
+            + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
+            + ": load or install one, or set --compile false"
+        )
+    compiled = cache_root().expanduser() / "compiled"
+    return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
+
+
+def marked_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers, as it marks them for checkpointing."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile each layer of `model` when it first runs; return how many there are.
+
+    Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
+    once more. Where torch would give up after too many of them and go on without compiling, it
+    raises instead.
+    """
+    layers = marked_layers(model)
+    if not layers:
+        raise ConfigurationError(
+            f"--compile true: {type(model).__name__} is not built of layers that transformers "
+            "marks as such; set --compile false"
+        )
+    # No two layers may be alike, and each is compiled for training and for evaluation.
+    torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    given = [name for name in torch.compiler.config.dynamic_sources.split(",") if name]
+    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*given, *OPEN_NUMBERS]))
+    for layer in layers:
+        layer.compile(dynamic=False)
+    return len(layers)
+
+
+def leave_length_open(tensor: torch.Tensor) -> None:
+    """Let layers be compiled for any length of this tensor's first dimension.
+
+    The one shape that is not static is that of the documents' boundaries; a bound for their lengths
+    is a number that is left open too.
+    """
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+# Whether layers are compiled: as the settings say; else where a GPU trains what is proved.
+
+logger = logging.getLogger(__name__)
+
+OLDEST = 8  # compute capability: Triton's code in bfloat16
+
+
+def choose_compilation(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
+) -> bool:
+    """Say, and return, whether layers are compiled.
+
+    Left open, it is on where a GPU trains and nothing speaks against it, and a run that goes on
+    keeps it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: this only
+    looks at a run that trains on another machine. Raises ConfigurationError where what is asked
+    for, or was begun, cannot be.
+    """
+    if settings.model.compile is None:
+        compiled, why = _settled(settings, config, launch, elsewhere)
+    else:
+        compiled, why = settings.model.compile, ""
+    if compiled:
+        where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
+        hint = "; the compute node needs a C++ compiler" if elsewhere else ""
+        logger.info("compile: %slayer by layer, static shapes, kept in %s%s", why, where, hint)
+    elif why:
+        logger.info("compile: %s", why)
+    return compiled
+
+
+def _settled(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
+) -> tuple[bool, str]:
+    """Return what nobody said, and a word on why; none where nobody would ask."""
+    output_dir = Path(str(settings.training.output_dir))
+    starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
+    if starts and starts[-1].get("compiled"):
+        try:
+            prepare_compilation(launch.strategy, compiles_here=not elsewhere)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"the layers of the run in {output_dir} were compiled, here they cannot be: {error}"
+            ) from error
+        return True, "as in the last start of this run, "
+    if elsewhere:
+        return False, "settled on the compute node, on where a GPU trains"
+    if launch.device != "cuda":
+        return False, ""
+    if starts:
+        return False, "off, as in the last start of this run"
+    hindrances = gathered(next(_hindrances(config, launch), ""))
+    hindrance = next(filter(None, hindrances), "")
+    return (False, f"off, as {hindrance}") if hindrance else (True, "auto, ")
+
+
+def _hindrances(config: PreTrainedConfig, launch: LaunchFacts) -> Iterator[str]:
+    """Yield why nobody should compile unasked."""
+    if os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
+        yield "TORCHDYNAMO_DISABLE is set"
+    if torch.cuda.get_device_capability()[0] < OLDEST:
+        yield f"the GPU's compute capability is below {OLDEST}.0"
+    if importlib.util.find_spec("triton") is None:
+        yield "triton is not installed"
+    if has_experts(config):
+        yield "each expert of this model gets as many tokens as are routed to it"
+    model_class = causal_lm_class(config)
+    with torch.device("meta"):
+        layers = marked_layers(model_class(copy.deepcopy(config)))
+    if not layers:
+        yield f"transformers marks no layers in {model_class.__name__}"
+    try:
+        prepare_compilation(launch.strategy)
+    except ConfigurationError as error:
+        yield str(error)

@@ -1,0 +1,173 @@
+"""What `final/` will say beside its weights: how to generate, and the type of the tensors.
+
+Settled in the plan, so that what cannot be saved is found before any weight is loaded.
+"""
+
+import copy
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from utils.checkpoints.manifest import PROVENANCE, earlier_starts
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.model.stages import stage_of
+
+logger = logging.getLogger(__name__)
+
+# transformers ignores these unless do_sample is true, and refuses to save them then.
+SAMPLING = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+)
+# How GenerationConfig.validate names the settings that it objects to.
+_OBJECTION = re.compile(r"^- `(\w+)`:", re.MULTILINE)
+SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_generation_settings(settings: RunSettings, config: PreTrainedConfig) -> None:
+    """Log what is repaired in the generation settings; raise where nothing can be done.
+
+    transformers would raise at the first save, after hours of training, and at each start again.
+    """
+    found = _published(settings) or (_derived(config), config.model_type)
+    for line in _repaired(*found)[1]:
+        logger.warning("%s", line)
+
+
+def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
+    """Return how the finished model generates: as published, or as transformers derives it.
+
+    What could not be saved again is repaired. Raises ConfigurationError where it cannot be.
+    """
+    found = _published(settings) or (_derived(config), config.model_type)
+    return _repaired(*found)[0]
+
+
+def with_stops(generation: GenerationConfig, ends: list[int]) -> GenerationConfig:
+    """Return a copy that stops at these tokens too, which training put at the end of answers."""
+    made = copy.deepcopy(generation)
+    known = made.eos_token_id
+    stops = [known] if isinstance(known, int) else list(known or [])
+    added = [end for end in dict.fromkeys(ends) if end not in stops]
+    if added:
+        stops += added
+        made.eos_token_id = stops if len(stops) > 1 else stops[0]
+    return made
+
+
+def saved_dtype(
+    settings: RunSettings, config: PreTrainedConfig, trained: torch.dtype
+) -> torch.dtype:
+    """Return the type of the tensors in `final/`: --save_dtype, else that of the base model.
+
+    A model from random weights keeps `trained`, the type it is trained in: nobody was promised a
+    smaller one, and the next stage begins with these weights. With `--init_from` what the first
+    start found counts: later ones read the configuration of the run's own checkpoints.
+    """
+    model = settings.model
+    if model.save_dtype != "auto":
+        return getattr(torch, model.save_dtype)
+    if model.init_from is not None:
+        starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
+        for start in starts:
+            if "save_dtype" in start:
+                return getattr(torch, start["save_dtype"])
+    elif model.model_config is not None:
+        return trained
+    if config.dtype in SAVED_DTYPES:
+        return config.dtype
+    logger.info("final/: %s, as trained: the base names no type of its own", name_of(trained))
+    return trained
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name that settings and config.json have for a type: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _published(settings: RunSettings) -> tuple[GenerationConfig, str] | None:
+    """Return the settings that came with the weights and where; None: they came with none."""
+    model = settings.model
+    source: str | None = model.model_name_or_path
+    if model.init_from is not None:
+        source = str(stage_of(settings))
+    elif model.model_config is not None:
+        source = None
+    if source is None:
+        return None
+    revision: dict[str, Any] = (
+        {} if model.model_revision is None else {"revision": model.model_revision}
+    )
+    try:
+        try:
+            return GenerationConfig.from_pretrained(source, **revision), source
+        except OSError:  # older models keep them in config.json
+            if (Path(source) / GENERATION_CONFIG_NAME).is_file():
+                raise
+            found = GenerationConfig.from_pretrained(
+                source, config_file_name=CONFIG_NAME, _from_model_config=True, **revision
+            )
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({_first_line(error)}): mend "
+            "it or delete it."
+        ) from error
+    found.use_cache = True  # config.json's, which training turns off in checkpoints
+    return found, source
+
+
+def _derived(config: PreTrainedConfig) -> GenerationConfig:
+    config = copy.deepcopy(config)
+    config.use_cache = True  # off while training on packed documents, which says nothing
+    return GenerationConfig.from_model_config(config)
+
+
+def _repaired(generation: GenerationConfig, origin: str) -> tuple[GenerationConfig, list[str]]:
+    """Return settings that transformers will save, and what had to be changed for that."""
+    made, lines = copy.deepcopy(generation), []
+    objections = _objections(made, origin)
+    if objections & SAMPLING and made.do_sample is None:
+        made.do_sample = True
+        lines.append(
+            f"{origin}: its generation settings have {', '.join(sorted(objections & SAMPLING))} "
+            "without do_sample, and transformers refuses to save them so: final/ gets "
+            "do_sample: true, as transformers proposes"
+        )
+        objections = _objections(made, origin)
+    for name in sorted(objections):
+        lines.append(
+            f"{origin}: its generation settings have {name}: {getattr(made, name)}, which has no "
+            "effect beside the others, and transformers refuses to save them so: final/ leaves it "
+            "out"
+        )
+        setattr(made, name, getattr(GenerationConfig(), name))
+    if still := _objections(made, origin):
+        raise ConfigurationError(
+            f"{origin}: transformers cannot save its generation settings ({', '.join(still)}): "
+            f"mend or delete its {GENERATION_CONFIG_NAME}."
+        )
+    return made, lines
+
+
+def _objections(generation: GenerationConfig, origin: str) -> set[str]:
+    """Return the settings that cannot be saved with the others; raises for a value never valid."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        named = set(_OBJECTION.findall(str(error)))
+        if named:
+            return named
+        raise ConfigurationError(
+            f"{origin}: transformers cannot save its generation settings: {_first_line(error)} "
+            f"Mend or delete its {GENERATION_CONFIG_NAME}."
+        ) from error
+    return set()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]

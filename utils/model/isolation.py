@@ -1,0 +1,268 @@
+"""The leak probe: proof, on the user's own architecture, that packed documents stay apart."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from utils.config.errors import ConfigurationError
+from utils.kernels.varlen import NAME, ROW_SDPA
+from utils.model.architecture import VOCABULARY, build_probe_model, observe_attention, probe_config
+from utils.model.attention import (
+    AttentionChoice,
+    choose_attention,
+    choose_for_plain_rows,
+    choose_masked,
+    is_recurrent,
+    shape_inputs,
+)
+
+# Two rows of three and two documents and a tail each; lengths differ so that nothing lines up.
+ROWS = ((7, 5, 9, 3), (4, 13, 7))
+# One document a row and a tail.
+WHOLE_ROWS = ((17, 7), (24,))
+ROW_LENGTH = sum(ROWS[0])
+# Documents of the equivalence check are longer than this window, so that it cuts.
+WINDOW = 4
+TOLERANCE = 1e-4
+RUN_ON_CPU = ("packed_varlen", "sdpa", "eager")
+# What to do about a leak: the first always helps, the second where layers are recurrent.
+ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
+KERNELS = (
+    "install the kernels of its recurrent layers where it trains on GPUs (flash-linear-attention "
+    "and causal-conv1d, or mamba-ssm and causal-conv1d): with them this check decides anew"
+)
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """What was checked: `documents` were perturbed one at a time on a small random model."""
+
+    model_type: str
+    attn_implementation: str
+    documents: int
+    seconds: float
+
+
+def choose_isolated_attention(
+    requested: str | None,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    whole_rows: bool,
+) -> tuple[AttentionChoice, IsolationReport]:
+    """Choose the attention and prove, on `device`, that documents do not see each other.
+
+    The arguments are those of `choose_attention`. Where packed batches leak, plain ones do if each
+    sequence holds one document (`whole_rows`); else, by default, block masks are tried. Raises
+    ConfigurationError with what to set.
+    """
+    choice = choose_attention(
+        requested, model_config, device.type, dtype, compute_dtype, whole_rows
+    )
+    if is_recurrent(model_config):
+        choice = replace(choice, batches="flat")
+    dtype = compute_dtype or dtype
+    try:
+        return choice, _check(model_config, choice, device, dtype)
+    except ConfigurationError as error:
+        refusal = error
+    other = None
+    if whole_rows:
+        other = choose_for_plain_rows(requested, model_config)
+    elif requested in (None, "auto") and choice.name == NAME:
+        other = choose_masked(model_config)
+    if other is not None:
+        with contextlib.suppress(ConfigurationError):  # the first refusal says more
+            return other, _check(model_config, other, device, dtype)
+    raise refusal
+
+
+def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
+    """Refuse packing where the place in the sequence counts, not that in the document.
+
+    Llama 4 scales the queries of its layers without rotary embeddings from position `floor_scale`
+    on, and counts from the beginning of the sequence. Raises ConfigurationError.
+    """
+    text = model_config.get_text_config(decoder=True)
+    first = getattr(text, "floor_scale", None)
+    if first and text.attn_temperature_tuning and sequence_length >= first:
+        raise ConfigurationError(
+            f"--sequence_length {sequence_length:,}: {text.model_type} scales its attention from "
+            f"token {first:,} of a sequence on (floor_scale), wherever a packed document begins. "
+            f"To train it, {ONE_A_ROW}, or shorten the sequences."
+        )
+
+
+def _check(
+    config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+) -> IsolationReport:
+    by_row = choice.kernel == ROW_SDPA
+    return check_isolation(
+        config, choice.name, device, dtype, whole_rows=by_row, batches=choice.batches
+    )
+
+
+def check_isolation(
+    model_config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    whole_rows: bool = False,
+    batches: str = "packed",
+) -> IsolationReport:
+    """Prove that no document changes another's logits, bit for bit.
+
+    Builds a small random model of the user's architecture (`model_config` as training will use it,
+    `use_cache` included) on `device` in `dtype`, the type that training computes in, gives it
+    documents in such `batches` (see `shape_inputs`) and perturbs each one in turn. Then, where
+    `attn_implementation` also runs on the CPU, compares the logits with those of each document
+    alone under eager attention, in fp32 and with windows cut short. `whole_rows`: sequences of one
+    document, for which there is a path of their own, are perturbed as well; the padding behind a
+    document may see it. The state of the random number generators stays as it was. Raises
+    ConfigurationError on a leak or a difference.
+    """
+    started = time.perf_counter()
+    config = probe_config(model_config)
+    model = build_probe_model(config, attn_implementation, device, dtype)
+    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,)
+    if batches == "plain":
+        checked = (WHOLE_ROWS,)
+    for rows in checked:
+        batch = {name: _to(value, device) for name, value in packed_batch(rows).items()}
+        _check_leaks(model, batch, rows, batches)
+    if attn_implementation in RUN_ON_CPU:
+        _check_equivalence(config, attn_implementation, checked[0], batches)
+    seconds = time.perf_counter() - started
+    documents = len(list(_segments(checked[0])))
+    return IsolationReport(config.model_type, attn_implementation, documents, seconds)
+
+
+Rows = tuple[tuple[int, ...], ...]
+Batch = dict[str, torch.Tensor | int]
+
+
+def packed_batch(rows: Rows = ROWS) -> Batch:
+    """Return packed rows as the loader makes them, the tail a segment of its own."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(rows), ROW_LENGTH)
+    # 0 is the padding id, whose embedding is all zeros; the last id is what perturbs.
+    input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
+    for row, lengths in enumerate(rows):
+        if len(lengths) > 1:
+            input_ids[row, -lengths[-1] :] = 1
+    segments = [length for row in rows for length in row]
+    missing = len(rows) * max(map(len, rows)) - len(segments)
+    ends = torch.tensor([0, *segments, *[0] * missing], dtype=torch.int32).cumsum(
+        0, dtype=torch.int32
+    )
+    positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
+    return {
+        "input_ids": input_ids,
+        "position_ids": positions,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": ROW_LENGTH,
+        "max_length_k": ROW_LENGTH,
+    }
+
+
+def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, start, stop) of every segment, tails included."""
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            yield row, start, start + length
+            start += length
+
+
+def _to(value: torch.Tensor | int, device: torch.device | str) -> torch.Tensor | int:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> torch.Tensor:
+    """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
+    tokens = batch["input_ids"]
+    assert isinstance(tokens, torch.Tensor)
+    try:
+        return model(**shape_inputs(batch, batches)).logits.view(*tokens.shape, -1)
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"model type {model.config.model_type!r} does not take packed batches ({error}). To "
+            f"train it, {_without_packing(model.config)}"
+        ) from error
+
+
+def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str) -> None:
+    """Perturb the first token of each segment in turn: its own later logits change, no others."""
+    reference = _logits(model, batch, batches)
+    name, attention = model.config.model_type, model.config._attn_implementation
+    tokens = batch["input_ids"]
+    assert isinstance(tokens, torch.Tensor)
+    for row, start, stop in _segments(rows):
+        perturbed = tokens.clone()
+        perturbed[row, start] = VOCABULARY - 1
+        logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
+        changed = (logits != reference).any(dim=-1)
+        if not changed[row, start + 1 : stop].any():
+            raise ConfigurationError(
+                f"model type {name!r} under --attn_implementation {attention}: a changed token "
+                "left the later logits of its own document unchanged, so nothing can be said about "
+                "leaks between documents; use --attn_implementation sdpa or eager"
+            )
+        own = ROW_LENGTH if rows is WHOLE_ROWS else stop
+        changed[row, start:own] = False
+        if changed.any():
+            raise ConfigurationError(_leak_message(model.config, attention))
+
+
+def _leak_message(config: PretrainedConfig, attention: str) -> str:
+    advice = _without_packing(config)
+    if attention != NAME and not is_recurrent(config) and observe_attention(config) is not None:
+        advice = f"use --attn_implementation {NAME}"
+        if getattr(config, "use_cache", False):
+            advice += ", or set use_cache to false, which keeps the masks from seeing the packing"
+    return (
+        f"model type {config.model_type!r} under --attn_implementation {attention} lets packed "
+        f"documents see each other: perturbing one changed another's logits. To train it, {advice}"
+    )
+
+
+def _without_packing(config: PretrainedConfig) -> str:
+    return f"{ONE_A_ROW}, or {KERNELS}" if is_recurrent(config) else ONE_A_ROW
+
+
+def _check_equivalence(
+    config: PretrainedConfig, attn_implementation: str, rows: Rows, batches: str
+) -> None:
+    """Compare logits with those of each document alone under eager attention."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None):
+            setattr(config, name, WINDOW)
+    batch = packed_batch(rows)
+    together = _logits(build_probe_model(config, attn_implementation), batch, batches)
+    alone = build_probe_model(config, "eager")
+    tokens = batch["input_ids"]
+    assert isinstance(tokens, torch.Tensor)
+    for row, start, stop in _segments(rows):
+        if start and batches == "plain":
+            continue  # padding, which sees the document before it
+        expected = _logits(alone, {"input_ids": tokens[row : row + 1, start:stop]}, "plain")[0]
+        worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
+        if not worst < TOLERANCE:
+            other = "sdpa" if attn_implementation == NAME else NAME
+            raise ConfigurationError(
+                f"model type {config.model_type!r}: --attn_implementation {attn_implementation} "
+                f"computes other logits than eager attention does (by {worst:.1e} of the largest); "
+                f"its layers need what this attention leaves out; try --attn_implementation {other}"
+                f", or {ONE_A_ROW}"
+            )

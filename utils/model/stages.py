@@ -1,0 +1,259 @@
+"""Stages: a run that starts from the weights of an earlier one, and says whose they were.
+
+`--init_from` names the directory of a run (its final/ counts, else its newest committed
+checkpoint), of a checkpoint, or of a model; which directory that was is recorded at the run's first
+start, and counts from then on. Weights are read from safetensors alone: they cannot run anything,
+and hold whole tensors.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from utils.checkpoints import pickles
+from utils.checkpoints.discovery import (
+    DAMAGED,
+    DELETING,
+    INCOMPLETE,
+    described_point,
+    numbered_checkpoints,
+)
+from utils.checkpoints.files import MANIFEST, file_problems, kept_digests
+from utils.checkpoints.manifest import (
+    CONFIG,
+    FINAL,
+    PROVENANCE,
+    DamagedCheckpointError,
+    earlier_starts,
+    known_run_id,
+    read_manifest,
+)
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.support.collectives import on_rank_0
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer.pt"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+# Strategies whose optimizer every rank has whole, as optimizer.pt holds it.
+WHOLE_OPTIMIZERS = ("single", "ddp")
+
+
+def find_stage(init_from: str) -> Path:
+    """Return the directory with the weights that `--init_from` stands for today; raises."""
+    given = Path(init_from)
+    if not given.is_dir():
+        raise ConfigurationError(f"--init_from {given}: there is no such directory.")
+    directory = _weights_of_run(given) if (given / CONFIG).is_file() else given
+    problem = _unfit(directory)
+    if problem:
+        raise ConfigurationError(f"--init_from {given}: {problem}")
+    return directory
+
+
+def own_checkpoint(output_dir: str | None) -> Path | None:
+    """Return the newest committed checkpoint in a run's directory, by its manifest's presence.
+
+    Nothing may be read of it on that ground: it may be damaged.
+    """
+    for _, directory in numbered_checkpoints(Path(str(output_dir))):
+        if (directory / MANIFEST).is_file():
+            return directory
+    return None
+
+
+def stage_of(settings: RunSettings) -> Path | None:
+    """Return where the configuration and the tokenizer of a run with `--init_from` are.
+
+    Once the run has a checkpoint of its own they are there, verified, and the earlier stage may be
+    gone. The weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good;
+    and so do FSDP's checkpoints of earlier versions, which held no configuration.
+
+    Collective over ranks: rank 0 looks, and all read in one place. Raises ConfigurationError, and
+    StorageError when no checkpoint of the run's own is whole.
+    """
+    if settings.model.init_from is None:
+        return None
+    return on_rank_0(lambda: _own_description(settings) or weights_directory(settings))
+
+
+def weights_directory(settings: RunSettings) -> Path:
+    """Return the directory with the weights that a run with `--init_from` starts from.
+
+    Found at the first start, recorded from then on: the directory of a run stands for something
+    else as soon as that run goes on. Raises ConfigurationError when what was recorded is gone.
+    """
+    init_from = str(settings.model.init_from)
+    recorded = _recorded_directory(settings)
+    if recorded is None:
+        return find_stage(init_from)
+    problem = _unfit(recorded) if recorded.is_dir() else "it is not there any more."
+    if problem is None:
+        return recorded
+    if "init_from" in settings.run.accept_changes:
+        logger.warning("%s: %s --init_from is looked up again, as accepted", recorded, problem)
+        return find_stage(init_from)
+    raise ConfigurationError(
+        f"--init_from {init_from}: this run began with the weights in {recorded}, which it still "
+        f"needs: {problem} Put them back, name another --output_dir, or let the run go on with "
+        "what --init_from stands for today: --accept_changes init_from."
+    )
+
+
+def stage_tokenizer(settings: RunSettings) -> str | None:
+    """Return the directory of the stage's tokenizer; None where there is none."""
+    stage = stage_of(settings)
+    if stage is None or not any((stage / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return str(stage)
+
+
+def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
+    """Return the directory that a start takes weights from; None without `--init_from`.
+
+    None too, with a log line, where that has no part in the run any more. Raises ConfigurationError
+    where it is not there, and for an optimizer that cannot be taken over.
+    """
+    model = settings.model
+    if model.init_from is None:
+        return None
+    if resume_from is not None:
+        ignored = "init_optimizer" if model.init_optimizer else None
+        if not model.use_peft:
+            ignored = f"init_from {model.init_from}"
+            ignored += " (and init_optimizer)" if model.init_optimizer else ""
+        if ignored:
+            logger.info("%s is ignored: the run has %s of its own", ignored, resume_from)
+        if not model.use_peft:
+            return None
+    directory = weights_directory(settings)
+    if model.init_optimizer:
+        _check_optimizer(directory, strategy)
+    return directory
+
+
+def weights_origin(
+    settings: RunSettings, strategy: str, resume_from: str | None
+) -> dict[str, Any] | None:
+    """Return whose weights the run starts from, for its provenance; see `origin_directory`.
+
+    Reads and hashes the weights; rank 0 alone calls it. Raises ConfigurationError for those that
+    are not as they were committed, too.
+    """
+    model = settings.model
+    directory = origin_directory(settings, strategy, resume_from)
+    if directory is None:
+        return None
+    origin = _described(directory)
+    logger.info(
+        "weights: from %s%s%s",
+        directory,
+        f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else "",
+        ", as recorded by an earlier start" if _recorded_directory(settings) == directory else "",
+    )
+    if model.use_peft and resume_from is None:
+        logger.info("%s has to stay: the run's checkpoints will hold adapters alone", directory)
+    return {"init_from": str(Path(str(model.init_from)).absolute()), **origin}
+
+
+def _own_description(settings: RunSettings) -> Path | None:
+    """Return the run's own checkpoint that describes its model; None where there is none."""
+    output_dir = Path(str(settings.training.output_dir))
+    run_id = known_run_id(output_dir / PROVENANCE)
+    if run_id is None or settings.model.use_peft:
+        return None
+    own = described_point(output_dir, run_id)
+    return own if own is not None and (own / "config.json").is_file() else None
+
+
+def _recorded_directory(settings: RunSettings) -> Path | None:
+    """Return where an earlier start with this `--init_from` found its weights, if there was one.
+
+    The same place is the same name, whatever a link of that name points to by now, or another name
+    of it.
+    """
+    starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
+    origins = [start["weights_from"] for start in starts if start.get("weights_from")]
+    if not origins or "init_from" not in origins[-1]:
+        return None
+    given, now = Path(origins[-1]["init_from"]), Path(str(settings.model.init_from))
+    same = given == now.absolute() or given.resolve() == now.resolve()
+    return Path(origins[-1]["path"]) if same else None
+
+
+def _weights_of_run(run: Path) -> Path:
+    if (run / FINAL).is_dir():
+        return run / FINAL
+    newest = own_checkpoint(str(run))
+    if newest is None:
+        raise ConfigurationError(
+            f"--init_from {run}: the run has neither {FINAL}/ nor a committed checkpoint: let it "
+            "finish, or name a checkpoint or a model."
+        )
+    return newest
+
+
+def _unfit(directory: Path) -> str | None:
+    """Return why weights cannot be taken from a directory, and what can be done."""
+    finished = "name the directory of its run once that is finished, or its final/."
+    if directory.name.startswith((INCOMPLETE, DAMAGED, DELETING)):
+        return f"{directory.name} was set aside, it is no whole checkpoint: name another one."
+    if (directory / "adapter_config.json").is_file():
+        return (
+            f"{directory.name} holds a LoRA adapter without the weights that it adapts. final/ of "
+            f"the run holds both, merged: {finished}"
+        )
+    if any(directory.glob("*.safetensors")):
+        return None
+    if any(directory.glob("pytorch_model_fsdp_*")) or any(directory.glob("global_step*")):
+        return f"{directory.name} holds the shards of FSDP or DeepSpeed, no whole model: {finished}"
+    if any(directory.glob("*.bin")):
+        return (
+            f"{directory.name} holds its weights as a pickle (*.bin), which is not read: load it "
+            "where you trust it, and save_pretrained writes safetensors."
+        )
+    return f"{directory.name} holds no weights (*.safetensors) and is no run of Stoker."
+
+
+def _check_optimizer(directory: Path, strategy: str) -> None:
+    if strategy not in WHOLE_OPTIMIZERS:
+        raise ConfigurationError(
+            f"init_optimizer: under {strategy} each rank keeps a part of the optimizer, and none "
+            "can be put together from an earlier stage: leave it out, or use multi_gpu.yaml."
+        )
+    if not (directory / OPTIMIZER).is_file():
+        raise ConfigurationError(
+            f"init_optimizer: {directory} has no {OPTIMIZER}: let --init_from name a checkpoint-N "
+            "that was written on one GPU or with multi_gpu.yaml (a finished model has none)."
+        )
+    try:
+        pickles.check_file(directory / OPTIMIZER)
+    except pickles.ForbiddenPickleError as error:
+        raise ConfigurationError(f"init_optimizer: {directory / OPTIMIZER} {error}") from error
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    """Return path, run, step and digests of a stage's weights, compared with its manifest."""
+    path = str(directory.resolve())
+    if (directory / MANIFEST).is_file():
+        try:
+            manifest = read_manifest(directory)
+            problems = file_problems(directory, manifest.files)
+        except DamagedCheckpointError as error:
+            problems = [str(error)]
+        if problems:
+            raise ConfigurationError(
+                f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
+                "name another checkpoint, and see whether the storage is sound."
+            )
+        weights = {name: manifest.files[name] for name in manifest.files if _is_weights(name)}
+        digests = {name: record.sha256 for name, record in weights.items()}
+        return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
+    run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
+    files = sorted(directory.glob("*.safetensors"))
+    return {"path": path, "run_id": run_id, "sha256": kept_digests(files)}
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")

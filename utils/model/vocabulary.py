@@ -1,0 +1,168 @@
+"""The tokenizer of a run, and whether the model's embedding is of the same vocabulary.
+
+Training takes the tokenizer and the chat template of its data, which lie beside it: they decided
+what ends a document. The model's own may be another one (a base model and its chat sibling) as long
+as its ids mean the same words. Tokens that it lacks get rows of their own in the embedding.
+"""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    differences,
+    foreign_token,
+    load_tokenizer,
+    vocabulary_size,
+)
+from utils.model.stages import stage_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on GPUs
+
+
+def compare_with_model(
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
+) -> None:
+    """Log how the tokenizer of the run, in `directory`, differs from the model's own.
+
+    Raises ConfigurationError where their ids mean other words, for the model would begin with other
+    ones' embeddings.
+    """
+    model = _model_directory(settings)
+    own = None if model is None else _own_tokenizer(model)
+    if own is None or model == directory:
+        return
+    if foreign := foreign_token(tokenizer, own):
+        given = settings.data.tokenizer_name_or_path is not None
+        whose = "given" if given else "with which the data was made"
+        advice = (
+            f"repare the data with the model's (prepare_data.py --tokenizer_name_or_path {model}), "
+            "or train a model that has this vocabulary."
+        )
+        advice = "Leave the setting out, or p" + advice if given else "P" + advice
+        raise ConfigurationError(
+            f"the tokenizer in {directory}, {whose}, has another vocabulary than {model}: "
+            f"{foreign}. {advice}"
+        )
+    other = differences(tokenizer, own)
+    if chat_template_sha256(tokenizer) != chat_template_sha256(own):
+        other.append("another chat template")
+    if other:
+        logger.info(
+            "tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, "; ".join(other)
+        )
+
+
+def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the model's own tokenizer does not know: no row was trained for them.
+
+    None where the model has no tokenizer beside it, and of a model from random weights.
+    """
+    model = _model_directory(settings)
+    own = None if model is None else _own_tokenizer(model)
+    if own is None:
+        return []
+    return sorted(set(tokenizer.get_vocab().values()) - set(own.get_vocab().values()))
+
+
+def fit_embedding(
+    settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Give the configuration as many tokens as the new ones need; log what tokens have no row.
+
+    LoRA trains the new rows beside its adapters, in PEFT's own layers, so the loss takes all
+    logits then; raises ConfigurationError where the fused head was asked for. A tokenizer may have
+    more tokens than its model, as published (Gemma 3 1B): the data is refused if it uses them.
+    """
+    text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
+    if new and settings.model.use_peft:
+        if settings.model.loss_head == "fused":
+            raise ConfigurationError(
+                "--loss_head fused: with LoRA the rows of new tokens are trained in layers that it "
+                "goes past: leave it out."
+            )
+        settings.model.loss_head = "logits"
+    if new:
+        rows = text.vocab_size
+        if new[-1] >= rows:
+            text.vocab_size = -(-(new[-1] + 1) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5]))
+        logger.info(
+            "embedding: %d new tokens (%s%s), %s rows, %s before; new ones begin as the mean",
+            len(new), shown, ", ..." if len(new) > 5 else "", f"{text.vocab_size:,}", f"{rows:,}",
+        )  # fmt: skip
+    beyond = vocabulary_size(tokenizer) - text.vocab_size
+    if beyond > 0:
+        logger.info(
+            "vocabulary: the tokenizer has %s tokens, the model %s: data that uses the others is "
+            "refused",
+            f"{vocabulary_size(tokenizer):,}",
+            f"{text.vocab_size:,}",
+        )
+
+
+def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
+    """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean.
+
+    Ranks that hold no weights yet (FSDP) get them from rank 0.
+    """
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weight = layers[0].weight
+    before = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves a rank an empty one
+    if rows != before:
+        with torch.random.fork_rng(devices=[]):  # new rows are drawn first, and written over
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    fresh = sorted({*new, *range(before, rows)})
+    done: set[int] = set()
+    for layer in layers:
+        for value in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+            if value is not None and id(value) not in done and not value.is_meta:
+                done.add(id(value))
+                _set_to_mean(value, fresh)
+
+
+def _set_to_mean(value: torch.Tensor, fresh: list[int]) -> None:
+    if hasattr(value, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([value], modifier_rank=0):
+            _fill(value, fresh)
+        return
+    _fill(value, fresh)
+
+
+@torch.no_grad()
+def _fill(value: torch.Tensor, fresh: list[int]) -> None:
+    known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
+    known[fresh] = False
+    value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
+
+
+def _model_directory(settings: RunSettings) -> str | None:
+    """Return where the weights come from, as far as a tokenizer may be there."""
+    if settings.model.init_from is not None:
+        return stage_tokenizer(settings)
+    return settings.model.model_name_or_path
+
+
+@functools.lru_cache(maxsize=1)
+def _own_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside a model's weights; None, logged, where none can be loaded."""
+    directory = Path(model)
+    if directory.is_dir() and not any(directory.glob("tokenizer*")):
+        return None
+    try:
+        return load_tokenizer(model)
+    except ConfigurationError as error:
+        logger.info("%s has no tokenizer to compare with: %s", model, error)
+        return None

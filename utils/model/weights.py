@@ -1,0 +1,335 @@
+"""The weights under LoRA's adapters: no checkpoint of the run holds them, so they are known here.
+
+Other ones under the same path, or a branch of the Hub that moved on, would leave the adapters on a
+model that they were not trained on, and nothing else would tell.
+"""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import deepspeed
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
+
+from utils.checkpoints.files import kept_digests
+from utils.config.arguments import ModelArguments
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.kernels.cpu_products import align_weights
+from utils.model.adapters import freeze_unused
+from utils.model.architecture import causal_lm_class
+from utils.model.attention import AttentionChoice
+from utils.model.config import UNUSABLE, config_from_file, read_config_file
+from utils.model.finished_model import check_generation_settings, generation_settings
+from utils.model.stages import own_checkpoint, stage_of, weights_directory
+from utils.model.vocabulary import add_rows, fit_embedding
+from utils.support.collectives import on_every_rank, on_rank_0
+
+logger = logging.getLogger(__name__)
+
+# What a directory's weights are read from: the first of these that is there.
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def base_weights(settings: RunSettings) -> dict[str, Any] | None:
+    """Return what the base weights are, as provenance.json keeps it: JSON values.
+
+    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub;
+    None where all weights are in the run's checkpoints. It may read all of them (see
+    `kept_digests`), so rank 0 alone calls it. Raises ConfigurationError and OSError.
+    """
+    model = settings.model
+    if not model.use_peft:
+        return None
+    if model.init_from is not None:
+        return _of_directory(weights_directory(settings))
+    given = Path(str(model.model_name_or_path))
+    if given.is_dir():
+        return _of_directory(given)
+    return _of_hub(str(model.model_name_or_path), model.model_revision)
+
+
+def _of_directory(directory: Path) -> dict[str, Any] | None:
+    for pattern in WEIGHT_FILES:
+        files = sorted(directory.glob(pattern))
+        if files:
+            return {"sha256": kept_digests(files)}
+    return None  # loading says so
+
+
+def _of_hub(name: str, revision: str | None) -> dict[str, Any] | None:
+    commit = extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
+    if commit is None:
+        logger.warning("%s: its commit is not known; another one would go unnoticed", name)
+        return None
+    return {"commit": commit}
+
+
+# Loads a model whose directory has just its tensors, or says which it lacks or has too many.
+
+
+def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
+    """Load as from_pretrained does with these arguments; collective over ranks.
+
+    Raises ConfigurationError on all ranks with every tensor that the directory lacks or has in
+    another shape, and with `exact` those in excess: transformers would put random weights there, or
+    drop it, and only warn. A weight that is tied to another one is not missing.
+    """
+    if deepspeed.is_deepspeed_zero3_enabled():
+        # There transformers looks for missing tensors alone, and raises on the first rank.
+        on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
+    model, info = _load(path, arguments)
+    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
+    on_every_rank(lambda: _refuse_misfits(path, info, exact=exact))
+    return model
+
+
+def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            **arguments,
+            ignore_mismatched_sizes=True,  # all of them are refused here
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # the storage's
+        said = str(error).splitlines()[0]
+        raise ConfigurationError(f"the weights in {path} cannot be read: {said}") from error
+    return loaded
+
+
+def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
+    """Raise what `load_strictly` would; of the weights' files just the headers are read."""
+    with _whole_models():
+        _, info = _load(path, {**arguments, "device_map": "meta"})
+    _refuse_misfits(path, info, exact=exact)
+
+
+@contextlib.contextmanager
+def _whole_models() -> Iterator[None]:
+    """Let from_pretrained forget for a while that ZeRO-3 splits what it builds."""
+    # The setter takes the object alone, and who holds that differs by how DeepSpeed was set up.
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def _refuse_misfits(path: str, info: Mapping[str, Any], *, exact: bool) -> None:
+    problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
+    problems += [
+        f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
+        for name, found, needed in sorted(info["mismatched_keys"])
+    ]
+    if exact:
+        problems += [
+            f"tensor {name} in {path} has no place in the model."
+            for name in sorted(info["unexpected_keys"])
+        ]
+    if problems:
+        raise ConfigurationError(problems)
+
+
+# The model of a run: loaded strictly, or built from a configuration.
+
+# What a library writes into config.json that says nothing of the model.
+NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
+
+
+def load_model_config(
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    """Return the configuration of the model to train, before any weight is loaded.
+
+    From scratch (``--model_config``) the vocabulary and the special tokens follow the tokenizer
+    unless the file sets them; else it grows by the tokens that are new to the model. Raises
+    ConfigurationError for an unreadable or unknown one, and one with too few positions.
+    """
+    model = settings.model
+    if model.model_config is not None:
+        config = config_from_file(Path(model.model_config), tokenizer)
+    else:
+        stage = stage_of(settings)
+        config = (
+            _config_of_model("init_from", str(stage))
+            if stage
+            else _config_of_model("model_name_or_path", _model_path(model), model.model_revision)
+        )
+    if not isinstance(config.get_text_config(), PreTrainedConfig):
+        raise ConfigurationError(
+            f"the configuration of {config.model_type} has a text_config that this architecture "
+            "does not know: take it out, or use the model_type that it belongs to."
+        )
+    config = _of_language_model(config)
+    # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
+    config._attn_implementation_internal = None
+    problems = _position_problems(config, settings.data.sequence_length)
+    if problems:
+        raise ConfigurationError(problems)
+    check_generation_settings(settings, config)
+    fit_embedding(settings, config, tokenizer)
+    config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    return config
+
+
+def _of_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a configuration that AutoModelForCausalLM builds a model from.
+
+    That is the text model of Llama 4 and Qwen3.5, and all of Gemma 3.
+    """
+    if causal_lm_class(config).config_class is not config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config(decoder=True)
+    text.dtype = text.dtype or config.dtype
+    return text
+
+
+def _position_problems(config: PreTrainedConfig, sequence_length: int) -> list[str]:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or sequence_length <= positions:
+        return []
+    return [
+        f"--sequence_length {sequence_length:,} is beyond the model's {positions:,} positions "
+        "(max_position_embeddings): shorten it, or raise the model's positions (with a "
+        "rope_scaling) in its configuration."
+    ]
+
+
+def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
+    """Return the type the weights are kept in: float32 unless --dtype says otherwise."""
+    if model.dtype == "auto":
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return getattr(torch, model.dtype) if model.dtype else torch.float32
+
+
+def model_contents(settings: RunSettings) -> dict[str, Any] | None:
+    """Return what the file with the model's configuration holds; None where it is not known.
+
+    That is a model of the Hub, which its revision names; and a run with a checkpoint of its own,
+    whatever became of its --init_from: that one's configuration is held to its manifest.
+    """
+    model = settings.model
+    if model.model_config is not None:
+        return read_config_file(Path(model.model_config))
+    if model.init_from is None:
+        directory = Path(_model_path(model))
+    elif not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
+        return None
+    else:
+        directory = weights_directory(settings)
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    values = read_config_file(path, "init_from" if model.init_from else "model_name_or_path")
+    return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
+
+
+def first_other_shape(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Say which tensor has another shape in the second of two configurations; None: none has."""
+    old_shapes, new_shapes = _shapes(old), _shapes(new)
+    for name in [*old_shapes, *(name for name in new_shapes if name not in old_shapes)]:
+        was, now = old_shapes.get(name), new_shapes.get(name)
+        if was != now:
+            return f"its {name} was {was or 'not there'} and would be {now or 'not there'}"
+    return None
+
+
+def _shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    values = dict(contents)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        built: Any = causal_lm_class(config)(config)
+    return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+
+
+def load_model(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    attention: AttentionChoice | None,
+    new_tokens: Sequence[int],
+    weights_from: str | None,
+) -> PreTrainedModel:
+    """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
+
+    `new_tokens` have no row in the weights: they get one (see `add_rows`), and the model remembers
+    them as its attribute of that name, for LoRA. `weights_from` is the directory of the earlier
+    stage that this start takes weights from. None where it takes none: Trainer loads the run's own
+    checkpoint over random weights. Collective over ranks; raises ConfigurationError for weights
+    that do not fit.
+    """
+    assert attention is not None, "only a dry run leaves it open"
+    model, dtype = settings.model, weights_dtype(settings.model, config)
+    weights = weights_from
+    if model.init_from is None and model.model_config is None:
+        weights = _model_path(model)
+    if weights is None:
+        torch.manual_seed(settings.training.seed)
+        # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
+        built: Any = causal_lm_class(config)(config)
+        built.set_attn_implementation(attention.name)
+        built.generation_config = generation_settings(settings, config)
+        freeze_unused(built)
+        return built.to(dtype)
+    published = config
+    if new_tokens:
+        published = copy.deepcopy(config)
+        of_weights = AutoConfig.from_pretrained(weights, revision=model.model_revision)
+        published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
+    loaded = load_strictly(
+        weights,
+        exact=model.init_from is not None,
+        revision=model.model_revision,
+        config=published,
+        dtype=dtype,
+        attn_implementation=attention.name,
+    )
+    if new_tokens:
+        add_rows(loaded, list(new_tokens), config.get_text_config().vocab_size)
+        loaded.new_tokens = list(new_tokens)  # type: ignore[assignment] # no module's attribute
+    loaded.generation_config = generation_settings(settings, config)
+    if settings.training.device.type == "cpu":
+        align_weights(loaded)
+    freeze_unused(loaded)
+    return loaded
+
+
+def _model_path(model: ModelArguments) -> str:
+    assert model.model_name_or_path is not None, "checked with the settings"
+    return model.model_name_or_path
+
+
+def _config_of_model(setting: str, path: str, revision: str | None = None) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, *UNUSABLE) as error:
+        if (Path(path) / "final" / "config.json").is_file():
+            raise ConfigurationError(
+                f"--{setting} {path} is the directory of a run: its model is in "
+                f"{Path(path) / 'final'}."
+            ) from error
+        raise ConfigurationError(
+            f"no model could be found at --{setting} {path}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,89 @@
+"""Collectives: ranks that act for each other, and the gloo group they talk over.
+
+What one rank finds or refuses, all ranks return or raise, at one place.
+"""
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.support.host import host_name
+from utils.support.notes import storage_error
+
+Answer = TypeVar("Answer")
+Refusal = tuple[type[ConfigurationError], list[str]]
+
+
+def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
+    """Let rank 0 act; return its answer on every rank, or raise its refusal on every rank.
+
+    Collective over the ranks of `group` (None: all). Errors that are the user's or the storage's
+    are refusals: an OSError becomes a StorageError. The answer is pickled between our own ranks.
+    """
+    leads = not _connected() or torch.distributed.get_rank() == 0
+    outcome = _attempt(action) if leads else None
+    answer, refusal = gathered(outcome, group)[0]
+    if refusal is not None:
+        _raise([refusal])
+    return answer
+
+
+def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
+    """Let every rank act; return all answers by rank, or raise all refusals on every rank."""
+    outcomes = gathered(_attempt(action), group)
+    _raise([refusal for _, refusal in outcomes if refusal is not None])
+    return [answer for answer, _ in outcomes]
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's value, by rank; collective."""
+    if not _connected():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def _attempt(action: Callable[[], Answer]) -> tuple[Answer | None, Refusal | None]:
+    """Return what `action` returns, or what it refuses: other ranks wait for either of them."""
+    try:
+        return action(), None
+    except ConfigurationError as error:
+        return None, (type(error), error.problems)
+    except OSError as error:
+        found = storage_error(error) or StorageError(f"{host_name()}: {error}.")
+        return None, (StorageError, found.problems)
+
+
+def _raise(refusals: list[Refusal]) -> None:
+    if refusals:
+        problems = [problem for _, problems in refusals for problem in problems]
+        raise refusals[0][0](list(dict.fromkeys(problems)))
+
+
+def _connected() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def cpu_group(timeout_s: float) -> Any:
+    """Make a gloo group of all ranks, whatever the devices talk over; None for one process alone.
+
+    Collective over ranks. Raises UnfitClusterError.
+    """
+    if not _connected() or torch.distributed.get_world_size() == 1:
+        return None
+    try:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return torch.distributed.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+        raise UnfitClusterError(
+            f"{host_name()}: the ranks cannot reach each other over gloo (GLOO_SOCKET_IFNAME "
+            f"is {interface}): {error}. Set it to the interface that the nodes share, in "
+            "slurm/cluster.env."
+        ) from error

@@ -1,0 +1,236 @@
+"""Names the place in the code where something happened, in one short phrase."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.config.errors import StorageError
+from utils.support.host import host_name
+
+_ROOT = Path(__file__).parents[2]
+
+
+def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
+    """Return `file:line in function` of the innermost frame of this repository.
+
+    Frames of the installed `packages` count too. Without any of those the innermost frame of all
+    is named. `frames` come as `traceback.extract_tb` gives them, the innermost last.
+    """
+    for frame in reversed(frames):
+        name = _shown_path(frame.filename, packages)
+        if name:
+            return f"{name}:{frame.lineno} in {frame.name}"
+    if not frames:
+        return "no Python code"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
+    _, installed, name = filename.rpartition("/site-packages/")
+    if installed:  # looked at first: the virtual environment may lie in the repository
+        return name if name.split("/")[0] in packages else None
+    path = Path(filename)
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else None
+
+
+def thread_frames(thread: int) -> list[traceback.FrameSummary]:
+    """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return list(reversed(summary))
+
+
+def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the stack is inside a collective: a call of one, or a backward pass that makes them.
+
+    A rank that only waits for the device shows no frame for it and does not count.
+    """
+    collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+    return any(name in frame.filename for frame in frames for name in collectives)
+
+
+def last_line(error: BaseException) -> str:
+    """Return `Type: message`, the first line of it, and where in this repository it came from."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{lines[0]} ({place(frames)})" if frames else lines[0]
+
+
+# What each rank leaves behind when it ends early, for the launcher to read: one file a rank.
+
+NOTES_DIR = "STOKER_NOTES_DIR"
+VERDICT = "verdict.txt"
+EXIT_CODE = "exit_code"
+RUN_STARTED = "run_started"
+
+
+@dataclass(frozen=True)
+class Note:
+    """How one rank ended. `text` is one line for people; `time` is seconds since the epoch.
+
+    `kind` is "stopped" (a checkpoint was written), "refused" (the text is the first problem),
+    "failed" (the text is the traceback's last line), "hung" (where it stood, after how many
+    `beats`, and whether it was `waiting` for other ranks there) or, written by the launcher for a
+    rank that could not, "killed" (by which signal).
+    """
+
+    kind: str
+    exit_code: int
+    text: str
+    rank: int
+    host: str
+    time: float
+    beats: int | None = None
+    waiting: bool = False
+
+
+def notes_directory() -> Path | None:
+    """Return where notes go; None where nobody reads them."""
+    directory = os.environ.get(NOTES_DIR)
+    return Path(directory) if directory else None
+
+
+def leave_note(
+    kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
+) -> None:
+    """Write this rank's note, with further fields of a Note; the first one of a rank stays.
+
+    Does nothing without a directory, and never raises for storage that takes no note: what made
+    the process end matters more.
+    """
+    directory = notes_directory()
+    if directory is None:
+        return
+    if rank is None:
+        rank = int(os.environ.get("RANK", "0"))
+    note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
+    _create(directory / f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+
+
+def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
+    """Return all notes in a directory, the earliest first."""
+    texts = [path.read_text(encoding="utf-8") for path in Path(directory).glob("rank-*.json")]
+    return sorted((Note(**json.loads(text)) for text in texts), key=lambda note: note.time)
+
+
+def leave_verdict(text: str, exit_code: int) -> bool:
+    """Write why the whole job ends and its exit code; return whether this was the first verdict.
+
+    Only the first one of a job counts. False, too, without a directory.
+    """
+    directory = notes_directory()
+    if directory is None or not _create(directory / VERDICT, text.rstrip() + "\n"):
+        return False
+    return _create(directory / EXIT_CODE, f"{int(exit_code)}\n")
+
+
+def mark_run_started() -> None:
+    """Say that this start got as far as the run itself, which counts starts without progress.
+
+    The job script counts those that did not (slurm/training_job.sh).
+    """
+    directory = notes_directory()
+    if directory is not None:
+        _create(directory / RUN_STARTED, "")
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a file that is whole as soon as it is there; False where there is one already."""
+    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        try:
+            os.link(draft, path)  # fails where a file is: who wrote first knows best
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        sys.stderr.write(f"{path} cannot be written ({error.strerror}); it would say: {text}\n")
+        sys.stderr.flush()
+        return False
+    return True
+
+
+# Recognizes, in the words of any library, that storage took no more, and says where.
+
+_NO_SPACE = "no space (or no inode) is left on the device"
+_QUOTA = "the disk quota is used up"
+_READ_ONLY = "the file system is read-only"
+_BROKEN = "the storage failed (input/output error)"
+_CUT_OFF = "a file could not be written to its end"
+_ERRNOS = {
+    errno.ENOSPC: _NO_SPACE, errno.EDQUOT: _QUOTA, errno.EROFS: _READ_ONLY, errno.EIO: _BROKEN,
+}  # fmt: skip
+# safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
+# says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
+_TEXTS = {
+    "No space left on device": _NO_SPACE,
+    "Disk quota exceeded": _QUOTA,
+    "Read-only file system": _READ_ONLY,
+    "Input/output error": _BROKEN,
+    "PytorchStreamWriter failed writing": _CUT_OFF,
+    "iostream error": _CUT_OFF,
+}
+
+
+def storage_error(error: BaseException) -> StorageError | None:
+    """Return `error` as a StorageError when storage is its cause; None when it is not.
+
+    Looks through what it was raised from: torch closes a half-written archive with another error.
+    """
+    link: BaseException | None = error
+    while link is not None and (fault := _fault(link)) is None:
+        link = link.__cause__ or link.__context__
+    if link is None or fault is None:
+        return None
+    where = place(traceback.extract_tb(error.__traceback__))
+    remedy = "Make room (df -h, df -i, your site's quota command), or lower save_total_limit,"
+    if fault == _BROKEN:
+        remedy = "See whether the storage is sound (the administrators' logs know),"
+    return StorageError(
+        f"{host_name()}: {fault}{_target(link, error)} (at {where}). {remedy} and start the same "
+        "command again: it resumes from the newest checkpoint."
+    )
+
+
+def _fault(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return _ERRNOS[error.errno]
+    untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
+    if untyped or "safetensors" in type(error).__module__.lower():
+        return next((fault for text, fault in _TEXTS.items() if text in str(error)), None)
+    return None
+
+
+def _target(fault: BaseException, error: BaseException) -> str:
+    """Name what was written, with its free space: a file, or the directory a frame wrote into."""
+    target = getattr(fault, "filename", None)
+    if not isinstance(target, str):
+        # From the outermost frame of all on: the trace of a fault begins where it was caught.
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        folders = [
+            names[name] for names in frames for name in ("output_dir", "save_directory")
+            if isinstance(names.get(name), str | Path)
+        ]  # fmt: skip
+        if not folders:
+            return ""
+        target = folders[-1]
+    path = Path(target).absolute()
+    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
+    try:
+        return f", writing {target} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free)"
+    except OSError:
+        return f", writing {target}"
