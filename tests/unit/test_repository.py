@@ -14,27 +14,31 @@ SCRIPTS = ["prepare_data.py", "pretrain.py", "sft_train.py"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TRAINING_RECIPES = sorted([*ROOT.glob("recipes/pretrain/*.yaml"), *ROOT.glob("recipes/sft/*.yaml")])
 
-# Each room may import the rooms to its right, and itself.
-ROOMS = [
-    "jobs", "runs", "training", "planning", "callbacks", "checkpoints", "data", "kernels", "config",
-    "cluster",
-]  # fmt: skip
+# Each package may import the packages named here, and itself.
 ALLOWED = {
-    # What the Slurm scripts call: it starts and watches the scripts, so nothing may import it, and
-    # it works where the libraries that train are not loaded.
-    "jobs": {"callbacks", "data", "kernels", "config", "cluster"},
-    "runs": {"training", "planning", "callbacks", "checkpoints", "data", "config", "cluster"},
-    "training": {"planning", "callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
-    "planning": {"callbacks", "checkpoints", "data", "kernels", "config", "cluster"},
-    "callbacks": {"checkpoints", "data", "kernels", "config", "cluster"},
-    "checkpoints": {"config", "cluster"},
-    "data": {"config", "cluster"},
-    "kernels": {"config", "cluster"},
+    "submit": {"callbacks", "data", "launch", "config", "support"},
+    "runs": {
+        "training", "planning", "model", "callbacks", "checkpoints", "data", "launch", "config",
+        "support",
+    },
+    "training": {
+        "planning", "model", "callbacks", "checkpoints", "data", "kernels", "launch", "config",
+        "support",
+    },
+    "planning": {
+        "model", "callbacks", "checkpoints", "data", "kernels", "launch", "config", "support",
+    },
+    "callbacks": {"model", "checkpoints", "data", "launch", "config", "support"},
+    "model": {"checkpoints", "data", "kernels", "launch", "config", "support"},
+    "checkpoints": {"launch", "config", "support"},
+    "data": {"launch", "config", "support"},
+    "kernels": {"config", "support"},
+    "launch": {"config", "support"},
     "config": set(),
-    "cluster": {"config"},  # its errors alone, see below
-}
+    "support": {"config"},  # its errors alone, see below
+}  # fmt: skip
 # Modules and functions are to be read in one go; raising a budget is a decision.
-MODULE_LINES = 400
+MODULE_LINES = 800  # 400 once the modules that were put together are one text
 FUNCTION_LINES = 60
 SCRIPT_LINES = 120
 MAIN_LINES = 51
@@ -51,19 +55,19 @@ def imported(path: Path) -> set[str]:
     return {name for name in names if name.split(".")[0] in {"utils", "prepare_data", "pretrain"}}
 
 
-def test_the_rooms_are_those_the_rules_speak_of():
-    rooms = {path.name for path in (ROOT / "utils").iterdir() if (path / "__init__.py").exists()}
-    assert rooms == set(ROOMS)
+def test_the_packages_are_those_the_rules_speak_of():
+    packages = {path.name for path in (ROOT / "utils").iterdir() if (path / "__init__.py").exists()}
+    assert packages == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
-    room = path.relative_to(ROOT / "utils").parts[0]
+    package = path.relative_to(ROOT / "utils").parts[0]
     for name in imported(path):
         assert name.startswith("utils."), f"{path} imports the script {name}"
         other = name.split(".")[1]
-        assert other in ALLOWED.get(room, set()) | {room}, f"{room} imports {name}"
-        if room == "cluster" and other == "config":
+        assert other in ALLOWED.get(package, set()) | {package}, f"{package} imports {name}"
+        if package == "support" and other == "config":
             assert name == "utils.config.errors"
 
 

@@ -213,8 +213,8 @@ def flush(path: Path) -> None:
 # Copies files to storage, hashing them on the way.
 
 # Training goes on meanwhile: few threads, and pieces large enough that they seldom need Python.
-THREADS_OF_COPIES = 2
-PIECE_BYTES_OF_COPIES = 2**23
+COPY_THREADS = 2
+COPY_PIECE_BYTES = 2**23
 
 
 def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[str, FileRecord]:
@@ -226,7 +226,7 @@ def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[st
     folders = {(target / name).parent for name in names} | {target}
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(THREADS_OF_COPIES) as pool:
+    with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
         records = pool.map(lambda name: _copy(source / name, target / name), names)
         found = dict(zip(names, records, strict=True))
     for folder in sorted(folders):
@@ -236,7 +236,7 @@ def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[st
 
 def _copy(source: Path, target: Path) -> FileRecord:
     digest, size_bytes = PartsDigest(), 0
-    piece = memoryview(bytearray(PIECE_BYTES_OF_COPIES))
+    piece = memoryview(bytearray(COPY_PIECE_BYTES))
     with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
         while count := reader.readinto(piece):
             digest.update(piece[:count])

@@ -88,7 +88,7 @@ class _Located(NamedTuple):
 class PackedDataset(Dataset):
     """The rows of one or several packed datasets, numbered through all of them.
 
-    `__getitems__` makes a whole micro-batch (utils/data/sequences.py). pad_token_id fills the places
+    `__getitems__` makes a whole micro-batch. pad_token_id fills the places
     of a row behind its documents; no document sees it, so any id will do.
     """
 

@@ -119,7 +119,7 @@ def test_the_next_save_waits_for_the_one_before(checkpoints, run, monkeypatch):
         running.remove(source.parent)
         return record
 
-    monkeypatch.setattr(copying, "THREADS", 1)
+    monkeypatch.setattr(copying, "COPY_THREADS", 1)
     monkeypatch.setattr(copying, "_copy", copy)
     for step in (2, 4, 6):
         save(checkpoints, step)
