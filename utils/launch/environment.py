@@ -83,7 +83,7 @@ def configure_environment() -> None:
     """Set the switches that libraries read once, when they are imported.
 
     Call it before huggingface_hub, transformers or datasets is imported. Telemetry is off (TRL
-    reports each trainer to the Hub otherwise), and so are progress bars where stderr is no terminal.
+    reports each trainer to the Hub otherwise), and so are progress bars without a terminal.
     A Slurm job is offline: its nodes seldom have internet and would wait for time-outs. What the
     user set stays: HF_HUB_OFFLINE=0 keeps a job online.
 
