@@ -1,39 +1,39 @@
-"""Progress of a preparation: a bar on a terminal, a plain line every ten seconds elsewhere."""
+"""The preparation of token datasets: plan, tokenizer, work units, and their assembly."""
 
+import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import cached_property
-from multiprocessing.sharedctypes import SynchronizedArray
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation, shard_of
-from utils.data.description import DESCRIPTION_FILE
-from utils.data.prepare import assembly
-from utils.data.prepare.assembly import report_lines, source_lines, total_counts
+from utils.data.prepare.assembly import (
+    decoded_example,
+    read_example,
+    report_lines,
+    source_lines,
+    split_figures,
+)
+from utils.data.prepare.chats import end_of_turn_id, masks_from
 from utils.data.prepare.plan import (
+    TRAIN,
     given_tokenizer,
     plan_preparation,
     save_tokenizer,
     tokenizer_identity,
     trained_tokenizer,
 )
-from utils.data.prepare.sources import WorkUnit
-from utils.data.prepare.tokenization import DocumentTokenizer, choose_backend
-from utils.data.prepare.unit import TRAIN, VALIDATION, UnitCounts, UnitPreparation, UnitSettings
-from utils.data.prepare.workspace import Workspace
+from utils.data.prepare.pool import UnitJob, run_units
+from utils.data.prepare.tokenization import MASK_COLUMNS, choose_backend
+from utils.data.prepare.units import SplitCounts, UnitCounts, token_features
+from utils.data.prepare.workspace import Workspace, is_already_prepared
+from utils.data.token_dataset import TokenDataset, describe_split
+from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,231 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LINES = 10.0
-
-
-class PreparationProgress:
-    """Shows documents/s and tokens/s; a context manager.
-
-    total_bytes: size of the sources still to be read; `done_bytes` is counted unit by unit.
-    """
-
-    def __init__(self, total_bytes: int):
-        self.documents = self.tokens = self.done_bytes = 0
-        self._total_bytes = total_bytes
-        self._start = self._shown = time.monotonic()
-        self._bar = (
-            tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing")
-            if sys.stderr.isatty()
-            else None
-        )
-
-    def show(self, documents: int, tokens: int, done_bytes: int) -> None:
-        """Take the totals so far and show them, when it is time."""
-        moved = done_bytes - self.done_bytes
-        self.documents, self.tokens, self.done_bytes = documents, tokens, done_bytes
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._rates(), refresh=False)
-            self._bar.update(moved)
-        elif time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            logger.info("%s", self._line())
-
-    def __enter__(self) -> "PreparationProgress":
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if error_type is None:
-            logger.info("%s", self._line())
-
-    def _rates(self) -> str:
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        return f"{self.documents / seconds:,.0f} documents/s, {self.tokens / seconds:,.0f} tokens/s"
-
-    def _line(self) -> str:
-        return (
-            f"{self.done_bytes / 2**20:,.1f} of {self._total_bytes / 2**20:,.1f} MiB, "
-            f"{self.documents:,} documents, {self.tokens:,} tokens "
-            f"({self._rates()}, {time.monotonic() - self._start:.0f} s)"
-        )
-
-
-# The pool that prepares work units, in this process or in several.
-
-SECONDS_BETWEEN_LOOKS = 0.5
-# What one process does in the seconds that a worker takes to start.
-LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
-
-
-@dataclass(frozen=True)
-class UnitJob:
-    """What a worker needs: the very tokenizer object, the settings and where results go."""
-
-    tokenizer: "PreTrainedTokenizerBase"
-    backend: str
-    settings: UnitSettings
-    workspace: Workspace
-
-    def run(self, unit: WorkUnit, progress: Callable[[int, int], None]) -> UnitCounts:
-        """Prepare one unit into the workspace."""
-        preparation = UnitPreparation(self._document_tokenizer, self.settings)
-        splits = [unit.split]
-        if unit.split == TRAIN and self.settings.validation_fraction > 0:
-            splits.append(VALIDATION)
-
-        def prepare(unit: WorkUnit, files: dict[str, Path]) -> UnitCounts:
-            return preparation(unit, files, progress)
-
-        return self.workspace.prepare(unit, splits, prepare)
-
-    @cached_property
-    def _document_tokenizer(self) -> DocumentTokenizer:
-        """Made once a process: gigatoken grows quicker with what it has seen."""
-        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
-
-
-def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:
-    """Prepare all units, in at most `num_proc` workers; the result does not depend on it.
-
-    Little work is done in this process, by as many threads of the tokenizer.
-
-    Raises ConfigurationError with the first fault of the sources, or when a worker was killed.
-    Units that were finished by then stay finished.
-    """
-    if not units:
-        return
-    size = sum(unit.size for unit in units)
-    workers = min(num_proc, len(units), size // LEAST_BYTES_A_WORKER[job.backend])
-    with PreparationProgress(size) as progress:
-        if workers < 2:
-            _run_here(units, job, progress)
-        else:
-            _run_in_processes(units, job, workers, progress)
-
-
-def _run_here(units: Sequence[WorkUnit], job: UnitJob, progress: PreparationProgress) -> None:
-    def advance(documents: int, tokens: int) -> None:
-        progress.show(progress.documents + documents, progress.tokens + tokens, progress.done_bytes)
-
-    for unit in units:
-        job.run(unit, advance)
-        progress.show(progress.documents, progress.tokens, progress.done_bytes + unit.size)
-
-
-def _run_in_processes(
-    units: Sequence[WorkUnit], job: UnitJob, num_proc: int, progress: PreparationProgress
-) -> None:
-    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
-    context = multiprocessing.get_context("spawn")
-    totals = context.Array("q", 2)
-    executor = ProcessPoolExecutor(
-        num_proc, mp_context=context, initializer=_start_worker, initargs=(job, totals)
-    )
-    try:
-        futures = {executor.submit(_run_unit, unit): unit for unit in units}
-        pending: set[Future[list[str]]] = set(futures)
-        done_bytes = 0
-        while pending:
-            done, pending = wait(pending, SECONDS_BETWEEN_LOOKS, return_when=FIRST_EXCEPTION)
-            for future in sorted(done, key=lambda f: futures[f].index):
-                problems = future.result()
-                if problems:
-                    raise ConfigurationError(problems)
-                done_bytes += futures[future].size
-            progress.show(totals[0], totals[1], done_bytes)
-    except BrokenProcessPool as error:
-        raise ConfigurationError(
-            "a worker process was killed, most likely because the machine ran out of memory: run "
-            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-_worker: tuple[UnitJob, "SynchronizedArray[int]"] | None = None
-
-
-def _start_worker(job: UnitJob, totals: "SynchronizedArray[int]") -> None:
-    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
-    # One process per core already: threads inside the tokenizer would fight over them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (job, totals)
-
-
-def _run_unit(unit: WorkUnit) -> list[str]:
-    """Prepare a unit in a worker; returns the problems, because a list survives pickling."""
-    assert _worker is not None
-    job, totals = _worker
-
-    def advance(documents: int, tokens: int) -> None:
-        with totals.get_lock():
-            totals[0] += documents
-            totals[1] += tokens
-
-    try:
-        job.run(unit, advance)
-    except ConfigurationError as error:
-        return error.problems
-    return []
-
-
-# The output directory of a preparation: whether it is vacant, unfinished or already done.
-
-
-def is_already_prepared(output_dir: Path, workspace: Workspace, used_tokenizer: str | None) -> bool:
-    """Return whether `output_dir` holds the finished result of this very preparation.
-
-    False for a vacant directory and for unfinished work. Raises ConfigurationError when anything
-    else is in it: nothing is written over. `used_tokenizer`: a tokenizer that lies in
-    `output_dir` may stay if it is the one in use.
-    """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigurationError(f"output_dir: {output_dir}: is a file, not a folder")
-    prepared = _prepared_digest(output_dir)
-    if workspace.root.exists():
-        return False
-    if prepared == workspace.digest:
-        return True
-    if prepared is not None:
-        raise ConfigurationError(
-            f"output_dir: {output_dir}: holds a dataset that was prepared with other settings or "
-            "from sources that have changed since; nothing is written over: choose another "
-            "--output_dir, or remove it first"
-        )
-    own = {"tokenizer"} if _is_same(used_tokenizer, output_dir / "tokenizer") else set()
-    others = sorted(entry.name for entry in _entries(output_dir) if entry.name not in own)
-    if others:
-        raise ConfigurationError(
-            f"output_dir: {output_dir}: holds other files ({', '.join(others[:5])}); nothing is "
-            "written over: choose a new or empty folder"
-        )
-    return False
-
-
-def _prepared_digest(output_dir: Path) -> str | None:
-    try:
-        content = json.loads((output_dir / TRAIN / DESCRIPTION_FILE).read_text(encoding="utf-8"))
-        return str(content["preparation"]["settings_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.exists() else []
-
-
-def _is_same(used: str | None, placed: Path) -> bool:
-    return used is not None and Path(used).resolve() == placed.resolve()
-
-
-# The preparation of token datasets: plan, tokenizer, work units, assembly.
+SOURCES_LISTED = 100
 
 
 class Preparation:
@@ -282,16 +58,10 @@ class Preparation:
         self.output_dir = Path(arguments.output_dir)
         self.plan = plan_preparation(arguments)
         self._given = given_tokenizer(arguments, self.plan)
-        digest = self.plan.digest(tokenizer_identity(self._given, arguments))
-        self.workspace = Workspace(self.output_dir, digest)
-        self.is_finished = is_already_prepared(
-            self.output_dir, self.workspace, arguments.tokenizer_name_or_path
-        )
-        if (
-            arguments.merge is not None
-            and not self.is_finished
-            and not self.workspace.root.exists()
-        ):
+        self.digest = self.plan.digest(tokenizer_identity(self._given, arguments))
+        self.workspace = Workspace(self.output_dir, self.digest)
+        self.is_finished = is_already_prepared(self.workspace, arguments.tokenizer_name_or_path)
+        if arguments.merge and not self.is_finished and not self.workspace.root.exists():
             raise ConfigurationError(
                 f"merge: {self.output_dir}: no shard has been run into this folder"
             )
@@ -300,19 +70,19 @@ class Preparation:
         """Write the tokenizer into the workspace, training it if asked to, and return it."""
         # Threads of the tokenizer in this process; worker processes use one each.
         os.environ.setdefault("RAYON_NUM_THREADS", str(self.arguments.num_proc))
-        self.workspace.open()
-        folder, placed = self.workspace.tokenizer, self.output_dir / "tokenizer"
+        self.workspace.open(may_discard=not self.arguments.shard and not self.arguments.merge)
+        folder, final = self.workspace.tokenizer, self.output_dir / "tokenizer"
         # An assembly that was interrupted may have moved it already.
-        is_placed = placed.exists() and not folder.exists()
+        is_moved = final.exists() and not folder.exists()
         if self._given is None:
-            return trained_tokenizer(self.plan, self.arguments, placed if is_placed else folder)
-        if not is_placed and not folder.exists():
+            return trained_tokenizer(self.plan, self.arguments, final if is_moved else folder)
+        if not is_moved and not folder.exists():
             save_tokenizer(self._given, folder)
         return self._given
 
     def finish_with_tokenizer(self) -> None:
         """End here: move the tokenizer to OUT/tokenizer."""
-        assembly.place_tokenizer(self.workspace, self.output_dir)
+        self._move_tokenizer()
         self.workspace.remove()
         logger.info("the tokenizer is in %s", self.output_dir / "tokenizer")
 
@@ -326,18 +96,18 @@ class Preparation:
         left = [unit for unit in own if self.workspace.counts_of(unit.index) is None]
         if len(left) < len(own):
             logger.info("%d of %d work units are finished already", len(own) - len(left), len(own))
+        settings = self.plan.settings
         backend = choose_backend(
-            self.arguments.tokenizer_backend, tokenizer, self.plan.settings.document_format
+            self.arguments.tokenizer_backend, tokenizer, settings.document_format
         )
-        job = UnitJob(tokenizer, backend, self.plan.settings, self.workspace)
+        job = UnitJob(tokenizer, backend, settings, self.workspace)
         run_units(left, job, self.arguments.num_proc)
         if shards > 1:
             done = [self.workspace.counts_of(unit.index) for unit in own]
-            self._report(total_counts(counts for counts in done if counts is not None))
+            self._report(UnitCounts.total(counts for counts in done if counts is not None))
             logger.info(
-                "shard %d/%d is complete; when every shard is, run the same settings with "
-                "--merge %d in place of --shard",
-                *(index, shards, shards),
+                f"shard {index}/{shards} is complete; when every shard is, run the same settings "
+                f"with --merge {shards} in place of --shard"
             )
 
     def assemble(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -346,16 +116,21 @@ class Preparation:
         Raises ConfigurationError naming the shards that are incomplete, or a split that is left
         without documents.
         """
-        shards = self.arguments.merge or 1
-        counts = assembly.finished_counts(self.plan.units, self.workspace, shards)
-        self._report(total_counts(counts.values()))
+        counts = self._finished_counts()
+        self._report(UnitCounts.total(counts.values()))
         for line in source_lines(self.plan.units, counts):
             logger.info("%s", line)
-        assembly.check_every_split_has_documents(self.plan.splits, counts)
+        problems = [
+            f"{split}: no document is left for this split; give more documents, another "
+            "--validation_fraction, or see above what was dropped"
+            for split in self.plan.splits
+            if not any(split in unit.splits for unit in counts.values())
+        ]
+        if problems:
+            raise ConfigurationError(problems)
         for split in self.plan.splits:
-            files = assembly.move_files(split, self.output_dir, self.workspace, counts)
-            assembly.describe(self.plan, self.workspace.digest, split, files, counts, tokenizer)
-        assembly.place_tokenizer(self.workspace, self.output_dir)
+            self._assemble_split(split, counts, tokenizer)
+        self._move_tokenizer()
         self.workspace.remove()
         written = ", ".join(str(self.output_dir / split) for split in self.plan.splits)
         logger.info("written: %s", written)
@@ -363,3 +138,144 @@ class Preparation:
     def _report(self, counts: UnitCounts) -> None:
         for line in report_lines(counts, self.plan.splits):
             logger.info("%s", line)
+
+    def _finished_counts(self) -> dict[int, UnitCounts]:
+        shards = self.arguments.merge or 1
+        counts = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
+        missing = Counter(index % shards for index, found in counts.items() if found is None)
+        if missing:
+            raise ConfigurationError(
+                [
+                    f"shard {shard}/{shards} is incomplete, {number} of its work units are "
+                    f"missing: run it (again) with --shard {shard}/{shards}"
+                    for shard, number in sorted(missing.items())
+                ]
+            )
+        return {index: found for index, found in counts.items() if found is not None}
+
+    def _assemble_split(
+        self, split: str, counts: Mapping[int, UnitCounts], tokenizer: "PreTrainedTokenizerBase"
+    ) -> None:
+        """Make a dataset of the files of a split: layout, statistics and stoker.json."""
+        files = self._move_files(split, counts)
+        mask_column = MASK_COLUMNS[self.plan.settings.document_format]
+        # Each split has a fingerprint of its own: `datasets` keys its caches by it.
+        fingerprint = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
+        features = token_features(id_type(tokenizer), mask_column)
+        _write_layout(self.output_dir / split, files, features, fingerprint)
+        ids, is_trained = read_example(files[0], mask_column)
+        example = decoded_example(tokenizer, ids, is_trained)
+        if split == TRAIN:
+            logger.info("an example, with [[ ]] around what is trained on:\n%s", example)
+        counted = UnitCounts.total(counts.values()).splits[split]
+        is_chat = self.plan.needs_chat_template
+        preparation = {
+            "settings_sha256": self.digest,
+            "settings": asdict(self.plan.settings),
+            "sources": self._origin(split, counts),
+            **split_figures(counted),
+            "example": example,
+            "loss_masks": masks_from(tokenizer) if is_chat else None,
+            "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
+        }
+        dataset = describe_split(
+            self.output_dir / split,
+            tokenizer={
+                "path": "../tokenizer",
+                "sha256": tokenizer_sha256(tokenizer),
+                "vocabulary_size": vocabulary_size(tokenizer),
+            },
+            chat_template_sha256=chat_template_sha256(tokenizer) if is_chat else None,
+            preparation=preparation,
+        )
+        _check_against_counts(dataset, counted)
+
+    def _move_files(self, split: str, counts: Mapping[int, UnitCounts]) -> list[Path]:
+        """Move the Arrow files of a split to its folder, in the order of the units.
+
+        Safe to repeat: a file that an interrupted run has moved already stays. Raises
+        ConfigurationError when a file is missing or not as long as it was written.
+        """
+        units = [unit for unit in sorted(counts) if split in counts[unit].splits]
+        directory = self.output_dir / split
+        directory.mkdir(parents=True, exist_ok=True)
+        moved = []
+        for number, unit in enumerate(units):
+            target = directory / f"data-{number:05d}-of-{len(units):05d}.arrow"
+            source = self.workspace.unit_file(unit, split)
+            found = source if source.exists() else target
+            expected = counts[unit].splits[split].file_bytes
+            actual = found.stat().st_size if found.exists() else 0
+            if actual != expected:
+                raise ConfigurationError(
+                    f"{found}: has {actual:,} bytes where {expected:,} were written: remove "
+                    f"{self.workspace.root} and {directory} and prepare again"
+                )
+            if source.exists():
+                source.replace(target)
+            moved.append(target)
+        return moved
+
+    def _move_tokenizer(self) -> None:
+        """Move the tokenizer beside the splits, unless an interrupted run has done so."""
+        target = self.output_dir / "tokenizer"
+        if self.workspace.tokenizer.exists() and not target.exists():
+            self.workspace.tokenizer.replace(target)
+
+    def _origin(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
+        """Return where the documents of a split come from and what was left out on the way.
+
+        The validation split shares the sources of the training split.
+        """
+        origin = split if split in self.plan.sources else TRAIN
+        files = self.plan.sources[origin]
+        total = UnitCounts.total(counts[u.index] for u in self.plan.units if u.split == origin)
+        return {
+            "files": len(files),
+            "bytes": sum(file.size for file in files),
+            "first_files": {file.path: file.size for file in files[:SOURCES_LISTED]},
+            "dropped": total.dropped,
+            "dropped_examples": total.examples,
+            "truncated": total.truncated,
+            "continued": total.continued,
+            "without_earlier_thinking": total.without_earlier_thinking,
+        }
+
+
+def _write_layout(
+    directory: Path, files: list[Path], features: dict[str, Any], fingerprint: str
+) -> None:
+    """Write dataset_info.json and state.json, which make the Arrow files a `datasets` folder."""
+    info = {
+        "citation": "",
+        "description": "",
+        "features": features,
+        "homepage": "",
+        "license": "",
+    }
+    state: dict[str, object] = {
+        "_data_files": [{"filename": file.name} for file in files],
+        "_fingerprint": fingerprint[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (directory / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+    (directory / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+
+def _check_against_counts(dataset: TokenDataset, counted: SplitCounts) -> None:
+    """Compare what a split's files hold with what was counted as they were written."""
+    found = dataset.statistics
+    if (found.documents, found.tokens) != (counted.documents, counted.tokens):
+        raise ConfigurationError(
+            f"{dataset.path}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
+            f"{counted.documents:,} and {counted.tokens:,} were counted as they were written: the "
+            "storage changed or lost data; remove the folder and prepare again"
+        )
+    logger.info(
+        f"{dataset.path.name}: {found.documents:,} documents, {found.tokens:,} tokens, as counted "
+        f"while tokenizing; fingerprint {dataset.fingerprint[:16]}"
+    )

@@ -1,39 +1,52 @@
-"""Records: what the pieces of a source hold, read as a stream with the place of each one."""
+"""Records: files cut into parts that can be read independently, and the records of each part.
 
-import codecs
+One table, READERS, says for each kind of file how its records are read; `cut` says into which
+parts it may be divided.
+"""
+
 import csv
 import io
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.sources import JSON_ARRAY_OPENS, Piece, SourceFile, open_source
+from utils.data.prepare.sources import SourceFile, open_source
 
-# A document longer than this is cut at line ends. It is some hundred times any sequence length,
-# and what bounds the memory of a worker: a tokenizer needs about 100 bytes per token.
+# A longer document is cut at line ends. This bounds the memory of a worker: a tokenizer needs
+# about 100 bytes per token.
 LARGEST_DOCUMENT_BYTES = 4 << 20
-LARGEST_LINE_BYTES = 256 << 20
 ROWS_PER_READ = 64
-JSON_BLOCK_BYTES = 1 << 20
-_JSON_GAP = re.compile(r"[\s,]+")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a record stands: its file and its line (from 1), row (from 0) or byte.
+class FilePart:
+    """A part [start, stop) of one file; `size` is in bytes on disk.
 
-    `number` counts from byte `offset` of the file, where the piece starts: the line number in
-    the file is looked up only when it is shown.
+    Bytes of an uncompressed JSONL file, row groups of a Parquet file, rows of a datasets folder;
+    (0, 1) stands for any other file as a whole.
+    """
+
+    file: SourceFile
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Location:
+    """The file of a record, and its line (from 1) or row (from 0).
+
+    `number` counts from byte `offset` of the file, where the part starts: the line number in the
+    file is computed only when it is shown.
     """
 
     path: str
@@ -52,7 +65,7 @@ class Record:
     """The fields of one record; `part` > 0 continues the text of the record before it."""
 
     fields: Mapping[str, Any]
-    place: Place
+    location: Location
     part: int = 0
 
 
@@ -62,174 +75,155 @@ class BadRow:
 
     reason: str
     message: str
-    place: Place
+    location: Location
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.message}"
+        return f"{self.location}: {self.message}"
 
 
-def read_records(piece: Piece, columns: Sequence[str]) -> Iterator[Record | BadRow]:
-    """Yield the records of a piece in order, in bounded memory.
+Records = Iterator[Record | BadRow]
 
-    Only `columns` of Parquet files and datasets folders are read; a text file gives records with
-    one field, the first of `columns`. Raises ConfigurationError when the file is damaged.
+
+def cut(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+    """Cut a file into parts of about `part_bytes`, as far as its kind allows.
+
+    Raises ArrowException, OSError or ValueError when the file cannot be opened.
     """
-    read_kind: dict[str, Callable[[Piece], Iterator[Record | BadRow]]] = {
-        "jsonl": _read_jsonl,
-        "json": _read_json,
-        "csv": _read_csv,
-        "parquet": partial(_read_parquet, columns=columns),
-        "datasets": partial(_read_datasets, columns=columns),
-        "text": partial(_read_text, column=columns[0]),
-    }
+    if file.kind == "jsonl" and file.compression is None:
+        for start in range(0, file.size, part_bytes):
+            stop = min(start + part_bytes, file.size)
+            yield FilePart(file, start, stop, stop - start)
+    elif file.kind == "parquet":
+        yield from _row_groups(file, part_bytes)
+    elif file.kind == "datasets":
+        rows = len(_load_folder(file.path))
+        rows_per_part = max(1, rows * part_bytes // max(file.size, 1))
+        for start in range(0, rows, rows_per_part):
+            stop = min(start + rows_per_part, rows)
+            yield FilePart(file, start, stop, file.size * (stop - start) // rows)
+    else:
+        yield FilePart(file, 0, 1, file.size)
+
+
+def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+    metadata = pq.read_metadata(file.path)
+    start = size = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        group_bytes = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+        if size and size + group_bytes > part_bytes:
+            yield FilePart(file, start, index, size)
+            start, size = index, 0
+        size += group_bytes
+    if metadata.num_row_groups:
+        yield FilePart(file, start, metadata.num_row_groups, size)
+
+
+def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
+    """Yield the records of a part in order.
+
+    columns: the columns of Parquet files and datasets folders to read, None for all; a text file
+    gives records with one field, the first of them. Memory is bounded except for JSON arrays, which
+    are loaded whole. Raises ConfigurationError when the file is damaged.
+    """
     damage = (OSError, EOFError, UnicodeError, zlib.error, zstandard.ZstdError, pa.ArrowException)
     try:
-        yield from read_kind[piece.file.kind](piece)
+        yield from READERS[part.file.kind](part, columns)
     except damage as error:
         raise ConfigurationError(
-            f"{piece.file.path}: cannot be read, the file is damaged or was cut short ({error})"
+            f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
 
 
-def _read_text(piece: Piece, column: str) -> Iterator[Record | BadRow]:
+def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the file as one record, or as several cut at line ends when it is very long."""
-    file = piece.file
-    place, offset, part, rest = Place(file.path), 0, 0, b""
+    file, column = part.file, columns[0] if columns else "text"
+    location, offset, number, rest = Location(file.path), 0, 0, b""
     with open_source(file.path, file.compression) as stream:
         while True:
             block = rest + stream.read(LARGEST_DOCUMENT_BYTES - len(rest))
-            # A full block may have more behind it: keep what follows its last line end.
-            cut = len(block) if len(block) < LARGEST_DOCUMENT_BYTES else _last_line_end(block)
+            is_last = len(block) < LARGEST_DOCUMENT_BYTES
+            end = len(block) if is_last else _last_line_end(block)
             try:
-                text = block[:cut].decode("utf-8")
+                text = block[:end].decode("utf-8")
             except UnicodeDecodeError as error:
-                yield BadRow("invalid_utf8", f"not UTF-8 at byte {offset + error.start}", place)
+                yield BadRow("invalid_utf8", f"not UTF-8 at byte {offset + error.start}", location)
                 return
-            if text or part == 0:
-                yield Record({column: text.removeprefix("\ufeff")}, place, part)
-            if len(block) < LARGEST_DOCUMENT_BYTES:
+            if text or number == 0:
+                yield Record({column: text.removeprefix("\ufeff")}, location, number)
+            if is_last:
                 return
-            rest, offset, part = block[cut:], offset + cut, part + 1
+            rest, offset, number = block[end:], offset + end, number + 1
 
 
 def _last_line_end(block: bytes) -> int:
     """Return where to cut: behind the last line end, else before the last UTF-8 character."""
-    cut = block.rfind(b"\n") + 1
-    if cut == 0:
-        cut = len(block)
-        while cut > len(block) - 4 and block[cut - 1] & 0xC0 == 0x80:
-            cut -= 1
-        cut -= 1
-    return cut
+    end = block.rfind(b"\n") + 1
+    if end == 0:
+        end = len(block)
+        while end > len(block) - 4 and block[end - 1] & 0xC0 == 0x80:
+            end -= 1
+        end -= 1
+    return end
 
 
-def _read_jsonl(piece: Piece) -> Iterator[Record | BadRow]:
-    path = piece.file.path
-    with open_source(path, piece.file.compression) as stream:
+def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
+    path = part.file.path
+    with open_source(path, part.file.compression) as stream:
         position = number = 0
-        if piece.start:
-            # The line that runs across the cut belongs to the piece before this one.
-            stream.seek(piece.start - 1)
-            position = piece.start - 1 + _skip_line(stream)
+        if part.start:
+            # The line that runs across the cut belongs to the part before this one.
+            stream.seek(part.start - 1)
+            position = part.start - 1 + len(stream.readline())
         offset = position
-        while piece.file.compression or position < piece.stop:
-            line = stream.readline(LARGEST_LINE_BYTES)
+        while part.file.compression or position < part.stop:
+            line = stream.readline()
             if not line:
                 return
-            number += 1
-            place = Place(path, "line", number, offset)
-            position += len(line)
-            if len(line) == LARGEST_LINE_BYTES and not line.endswith(b"\n"):
-                position += _skip_line(stream)
-                limit = LARGEST_LINE_BYTES >> 20
-                yield BadRow("line_too_long", f"the line is longer than {limit} MiB", place)
-            elif line.strip():
-                yield _parse_line(line, place)
+            number, position = number + 1, position + len(line)
+            if line.strip():
+                yield _parse_line(line, Location(path, "line", number, offset))
 
 
-def _skip_line(stream: IO[bytes]) -> int:
-    """Read to the end of the line; return the number of bytes read."""
-    skipped = 0
-    while block := stream.readline(1 << 20):
-        skipped += len(block)
-        if block.endswith(b"\n"):
-            break
-    return skipped
-
-
-def _parse_line(line: bytes, place: Place) -> Record | BadRow:
+def _parse_line(line: bytes, location: Location) -> Record | BadRow:
     try:
         value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
-        return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", place)
+        return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
     except json.JSONDecodeError as error:
-        return BadRow(
-            "malformed_json", f"malformed JSON at column {error.colno} ({error.msg})", place
-        )
+        message = f"malformed JSON at column {error.colno} ({error.msg})"
+        return BadRow("malformed_json", message, location)
     except (RecursionError, ValueError) as error:  # nested too deep; a number too long
-        return BadRow("malformed_json", f"malformed JSON ({error})", place)
-    if not isinstance(value, dict):
-        kind = type(value).__name__
-        return BadRow("not_an_object", f"a JSON object is needed on each line, found {kind}", place)
-    return Record(value, place)
+        return BadRow("malformed_json", f"malformed JSON ({error})", location)
+    return _object(value, location)
 
 
-def _read_json(piece: Piece) -> Iterator[Record | BadRow]:
+def _object(value: Any, location: Location) -> Record | BadRow:
+    if isinstance(value, dict):
+        return Record(value, location)
+    message = f"a record must be a JSON object, found {type(value).__name__}"
+    return BadRow("not_an_object", message, location)
+
+
+def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
     """Yield the objects of a JSON array, or of the array `data` of an object."""
-    path = piece.file.path
-    with open_source(path, piece.file.compression) as stream:
-        for number, value in enumerate(_json_values(stream, path)):
-            place = Place(path, "record", number)
-            if isinstance(value, dict):
-                yield Record(value, place)
-            else:
-                message = f"a JSON object is needed, found {type(value).__name__}"
-                yield BadRow("not_an_object", message, place)
+    path = part.file.path
+    with open_source(path, part.file.compression) as stream:
+        try:
+            content = json.loads(stream.read().decode("utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigurationError(f"{path}: malformed JSON ({error}); repair the file") from None
+    values = content.get("data") if isinstance(content, dict) else content
+    for number, value in enumerate(values if isinstance(values, list) else [values]):
+        yield _object(value, Location(path, "record", number))
 
 
-def _json_values(stream: IO[bytes], path: str) -> Iterator[Any]:
-    """Yield the values of the array in a stream, of which one block and one value are held.
-
-    Raises ConfigurationError where the text is no JSON: nothing tells where the next value is.
-    """
-    decode, scan = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
-    text, is_open, number = "", False, 0
-    while True:
-        block = stream.read(max(JSON_BLOCK_BYTES, len(text)))
-        text += decode(block, not block)
-        position, fault = 0, "it ends before its array does"
-        if not is_open and (opening := JSON_ARRAY_OPENS.match(text)):
-            is_open, position = True, opening.end()
-        while is_open:
-            gap = _JSON_GAP.match(text, position)
-            position = gap.end() if gap else position
-            if text.startswith("]", position):
-                return
-            try:
-                value, end = scan(text, position)
-            except json.JSONDecodeError as error:
-                # An error far from the end of what was read is none of reading on.
-                is_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - 16
-                fault = f"{error.msg} in record {number}"
-                block = block if is_cut else b""
-                break
-            except RecursionError:
-                raise ConfigurationError(f"{path}: record {number} is nested too deep") from None
-            if end == len(text) and block:
-                break  # a number may have more digits
-            yield value
-            position, number = end, number + 1
-        text = text[position:]
-        if not block or len(text) > LARGEST_LINE_BYTES:
-            raise ConfigurationError(f"{path}: malformed JSON: {fault}; repair the file")
-
-
-def _read_csv(piece: Piece) -> Iterator[Record | BadRow]:
+def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
     """Yield the rows below the header of a CSV or TSV file; every field is a string."""
-    path = piece.file.path
-    csv.field_size_limit(LARGEST_LINE_BYTES)
+    path = part.file.path
+    csv.field_size_limit(1 << 28)
     with (
-        open_source(path, piece.file.compression) as raw,
+        open_source(path, part.file.compression) as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
     ):
         delimiter = "\t" if ".tsv" in path.lower()[-8:] else ","
@@ -237,43 +231,46 @@ def _read_csv(piece: Piece) -> Iterator[Record | BadRow]:
         try:
             names = next(rows, [])
             for row in rows:
-                place = Place(path, "line", rows.line_num)
+                location = Location(path, "line", rows.line_num)
                 if len(row) == len(names):
-                    yield Record(dict(zip(names, row, strict=True)), place)
+                    yield Record(dict(zip(names, row, strict=True)), location)
                 elif row:
                     message = f"{len(row)} cells where the header names {len(names)} columns"
-                    yield BadRow("malformed_csv", message, place)
+                    yield BadRow("malformed_csv", message, location)
         except csv.Error as error:
             raise ConfigurationError(
                 f"{path}:{rows.line_num}: malformed CSV ({error}); repair the file"
             ) from error
 
 
-def _read_parquet(piece: Piece, columns: Sequence[str]) -> Iterator[Record | BadRow]:
-    with pq.ParquetFile(piece.file.path) as parquet:
-        metadata = parquet.metadata
-        row = sum(metadata.row_group(i).num_rows for i in range(piece.start))
-        wanted = [name for name in parquet.schema_arrow.names if name in columns]
+def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
+    with pq.ParquetFile(part.file.path) as parquet:
+        row = sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
+        names = parquet.schema_arrow.names
         for batch in parquet.iter_batches(
             batch_size=ROWS_PER_READ,
-            row_groups=list(range(piece.start, piece.stop)),
-            columns=wanted,
+            row_groups=list(range(part.start, part.stop)),
+            columns=[name for name in names if columns is None or name in columns],
             use_threads=False,
         ):
-            yield from _rows(pa.Table.from_batches([batch]), piece.file.path, row)
+            yield from _rows(pa.Table.from_batches([batch]), part.file.path, row)
             row += batch.num_rows
 
 
-def _read_datasets(piece: Piece, columns: Sequence[str]) -> Iterator[Record | BadRow]:
+def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
+    dataset = _load_folder(part.file.path)
+    names = [name for name in dataset.column_names if columns is None or name in columns]
+    dataset = dataset.select_columns(names).select(range(part.start, part.stop))
+    row = part.start
+    for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+        yield from _rows(table, part.file.path, row)
+        row += table.num_rows
+
+
+def _load_folder(path: str) -> Any:
     from datasets import load_from_disk
 
-    dataset = load_from_disk(piece.file.path, keep_in_memory=False)
-    dataset = dataset.select_columns([c for c in dataset.column_names if c in columns])
-    dataset = dataset.select(range(piece.start, piece.stop)).with_format("arrow")
-    row = piece.start
-    for table in dataset.iter(batch_size=ROWS_PER_READ):
-        yield from _rows(table, piece.file.path, row)
-        row += table.num_rows
+    return load_from_disk(path, keep_in_memory=False)
 
 
 def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
@@ -282,7 +279,7 @@ def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
     for row, fields in enumerate(rows, start=first_row):
         for field in nested:
             fields[field.name] = _as_json(fields[field.name], field.type)
-        yield Record(fields, Place(path, "row", row))
+        yield Record(fields, Location(path, "row", row))
 
 
 def _is_nested(kind: pa.DataType) -> bool:
@@ -290,10 +287,10 @@ def _is_nested(kind: pa.DataType) -> bool:
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return a value of Arrow as the JSON it was made from.
+    """Return an Arrow value as the JSON it was made from.
 
     `Json()` features of `datasets` are decoded. Keys of a struct that are null are left out: Arrow
-    gives every row the keys of all rows, so that nothing tells them from a null that was written.
+    gives every row the keys of all rows, and a null that was written looks the same.
     """
     if value is None:
         return None
@@ -309,45 +306,21 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def column_names(file: SourceFile) -> list[str]:
-    """Return the columns of a Parquet file or datasets folder; [] where each record tells."""
-    schema = _arrow_schema(file)
-    return [] if schema is None else list(schema.names)
-
-
-def keys_that_arrow_adds(file: SourceFile, columns: Sequence[str]) -> list[str]:
-    """Return the columns whose tool calls or schemas are structs, which fill up absent keys."""
-    schema = _arrow_schema(file) or []
-    return [field.name for field in schema if field.name in columns and _fills_keys(field.type)]
-
-
-def _arrow_schema(file: SourceFile) -> pa.Schema | None:
-    if file.kind == "parquet":
-        return pq.read_schema(file.path)
-    if file.kind == "datasets":
-        from datasets import load_from_disk
-
-        return load_from_disk(file.path, keep_in_memory=False).data.schema
-    return None
-
-
-def _fills_keys(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(
-            (field.name in ("arguments", "parameters") and pa.types.is_struct(field.type))
-            or _fills_keys(field.type)
-            for field in kind
-        )
-    return pa.types.is_nested(kind) and hasattr(kind, "value_type") and _fills_keys(kind.value_type)
+READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "datasets": _read_datasets,
+    "text": _read_text,
+}
 
 
 @lru_cache(maxsize=64)
 def _lines_before(path: str, offset: int) -> int:
     """Count the line ends in the first `offset` bytes of a file."""
-    lines, left = 0, offset
-    if left:
-        with Path(path).open("rb") as stream:
-            while left and (block := stream.read(min(left, 1 << 20))):
-                lines += block.count(b"\n")
-                left -= len(block)
-    return lines
+    if not offset:
+        return 0
+    with Path(path).open("rb") as stream:
+        blocks = iter(lambda: stream.read(min(1 << 20, offset - stream.tell())), b"")
+        return sum(block.count(b"\n") for block in blocks)

@@ -84,12 +84,12 @@ class RowSettings:
         """Return the fields under our names."""
         return renamed(fields, self.columns)
 
-    def keeps(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters keep a row; raises UnusableRowError without their column."""
-        return all(_keeps(name, wanted, fields) for name, wanted in self.filters)
+    def selects(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether the filters select a row; raises UnusableRowError without their column."""
+        return all(_selects(name, wanted, fields) for name, wanted in self.filters)
 
 
-def _keeps(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
+def _selects(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
     if name not in fields:
         raise UnusableRowError(
             "missing_field",

@@ -4,36 +4,35 @@ import glob
 import gzip
 import io
 import json
-import logging
 import os
 import re
-import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
-from utils.config.errors import ConfigurationError
-
-logger = logging.getLogger(__name__)
-
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
+Compression = Literal["gzip", "zstd"]
 
-JSONL_SUFFIXES = {".jsonl", ".json-lines", ".jsonlines", ".ndjson"}
-CSV_SUFFIXES = {".csv", ".tsv"}
-TEXT_SUFFIXES = {
+TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".html", ".htm", ".xml", ".org"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go"),
     *(".rs", ".rb", ".php", ".sh", ".sql", ".jl", ".r", ".scala", ".kt", ".swift", ".lua"),
+)
+KINDS: dict[str, SourceKind] = {
+    **dict.fromkeys(TEXT_SUFFIXES, "text"),
+    **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson"), "jsonl"),
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
 }
-Compression = Literal["gzip", "zstd"]
-COMPRESSION_SUFFIXES: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+RECORD_SUFFIXES = {suffix for suffix, kind in KINDS.items() if kind != "text"}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 # What comes before the first record: an array, or an object with scalars before its array `data`.
 JSON_ARRAY_OPENS = re.compile(
     r"""\s*(?:\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\w.+-]+)\s*,\s*)*"data"\s*:\s*)?\["""
@@ -67,7 +66,7 @@ class SourceFile:
 
 @dataclass
 class SourceListing:
-    """The files found, what was passed over (by suffix), what to know of it, and what is wrong."""
+    """The files found, what was skipped (by suffix), notes for the log, and faults."""
 
     files: list[SourceFile] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
@@ -98,7 +97,11 @@ def list_sources(
                 seen.add(real)
                 _add(path, given, document_format, listing)
         if len(listing.files) + len(listing.problems) == before:
-            listing.problems.append(_nothing_found(given, listing))
+            skipped = ", ".join(sorted(listing.ignored)) or "nothing"
+            listing.problems.append(
+                f"{given}: empty source, no file in it can be read (skipped: {skipped}); "
+                "give --format text to read any suffix as text"
+            )
     return listing
 
 
@@ -115,14 +118,76 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
     return raw
 
 
+# --- paths to files
+
+
+def _expand(given: str, listing: SourceListing) -> Iterator[str]:
+    if os.path.lexists(given):
+        yield from _walk(given)
+    elif glob.has_magic(given):
+        matches = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - keeps absolute globs
+        if not matches:
+            listing.problems.append(f"{given}: no file matches this pattern")
+        for match in matches:
+            # A recursive pattern lists folders next to the files inside them.
+            if not Path(match).is_dir() or "**" not in given:
+                yield from _walk(match)
+    else:
+        hint = ""
+        if _HUB_NAME.fullmatch(given):
+            folder = f"data/{given.split('/')[1]}"
+            hint = (
+                "; if it is a dataset of the Hub, fetch its files where there is a network: hf "
+                f"download --repo-type dataset {given} --local-dir {folder}, and give --sources "
+                f"{folder}"
+            )
+        listing.problems.append(f"{given}: no such file or folder{hint}")
+
+
+def _walk(path: str) -> Iterator[str]:
+    """Yield the files below a path, sorted; a datasets folder counts as one file."""
+    if not Path(path).is_dir() or is_datasets_folder(path):
+        yield path
+        return
+    found = []
+    visited = set()
+    for folder, names, files in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in visited:  # a symbolic link back up
+            names.clear()
+        elif is_datasets_folder(folder):
+            names.clear()
+            found.append(folder)
+        else:
+            names[:] = [name for name in names if not name.startswith(".")]
+            found.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
+        visited.add(real)
+    yield from sorted(found)
+
+
+def is_datasets_folder(path: str) -> bool:
+    """Tell whether `datasets` wrote this folder (save_to_disk of a Dataset or DatasetDict)."""
+    folder = Path(path)
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
 def _without_readmes(given: str, paths: list[str], listing: SourceListing) -> list[str]:
-    """Leave out what describes a folder of records: it is no document of it."""
+    """Leave out the files that describe a folder of records."""
     if not any(_holds_records(path) for path in paths if path != given):
         return paths
-    kept = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
-    if len(kept) < len(paths):
-        listing.ignored["README or the like"] += len(paths) - len(kept)
-    return kept
+    records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
+    if len(records) < len(paths):
+        listing.ignored["README or the like"] += len(paths) - len(records)
+    return records
+
+
+def _holds_records(path: str) -> bool:
+    suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    return bool(suffixes & RECORD_SUFFIXES) or Path(path).is_dir()
+
+
+# --- files of one split
 
 
 def _of_split(
@@ -149,29 +214,14 @@ def _of_split(
             )
         return _in_one_format(given, by_split[wanted], listing)
     if is_named or not glob.has_magic(given):
+        example = named[-1] if named else ""
         listing.problems.append(
             f"{given}: has no split {split!r}; its files are of {', '.join(named) or 'no split'}: "
-            f"name files, as in {Path(by_split[named[-1] if named else ''][0])}, or in a recipe "
-            f"give sources: [{{path: {given}, split: {named[-1] if named else 'NAME'}}}]"
+            f"name files, as in {by_split[example][0]}, or in a recipe give "
+            f"sources: [{{path: {given}, split: {example or 'NAME'}}}]"
         )
         return []
     return paths
-
-
-def _in_one_format(given: str, paths: list[str], listing: SourceListing) -> list[str]:
-    """Return the files of a split in one format: some datasets are published in several."""
-    by_suffix: dict[str, list[str]] = {}
-    for path in paths:
-        by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
-    if len(by_suffix) < 2:
-        return paths
-    chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
-    others = ", ".join(f"{len(by_suffix[s])} .{s}" for s in by_suffix if s != chosen)
-    listing.notes.append(
-        f"{given}: the split is there in several formats; .{chosen} is taken, not used: {others}; "
-        "name files to choose others"
-    )
-    return by_suffix[chosen]
 
 
 def _split_of_dict(path: str, split: str, listing: SourceListing) -> str:
@@ -179,8 +229,7 @@ def _split_of_dict(path: str, split: str, listing: SourceListing) -> str:
     folder = Path(path)
     if not (folder / "dataset_dict.json").is_file() or not (folder / split).is_dir():
         return path
-    others = [each.name for each in sorted(folder.iterdir()) if each.is_dir()]
-    others.remove(split)
+    others = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name != split)
     if others:
         listing.notes.append(
             f"{path}: split {split} is taken; not used: {', '.join(others)}; to evaluate on one: "
@@ -206,310 +255,108 @@ def _split_name(path: str, given: str) -> str:
     return ""
 
 
-def _holds_records(path: str) -> bool:
-    suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
-    return (
-        bool(suffixes & {*JSONL_SUFFIXES, *CSV_SUFFIXES, ".json", ".parquet"})
-        or Path(path).is_dir()
+def _in_one_format(given: str, paths: list[str], listing: SourceListing) -> list[str]:
+    """Return the files of a split in one format: some datasets are published in several."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
+    if len(by_suffix) < 2:
+        return paths
+    chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
+    others = ", ".join(f"{len(by_suffix[s])} .{s}" for s in by_suffix if s != chosen)
+    listing.notes.append(
+        f"{given}: the split is there in several formats; .{chosen} is taken, not used: {others}; "
+        "name files to choose others"
     )
+    return by_suffix[chosen]
 
 
-def _nothing_found(given: str, listing: SourceListing) -> str:
-    passed_over = ", ".join(sorted(listing.ignored)) or "nothing"
-    return (
-        f"{given}: empty source, no file in it can be read (passed over: {passed_over}); "
-        "give --format text to read any suffix as text"
-    )
-
-
-def _expand(given: str, listing: SourceListing) -> Iterator[str]:
-    if os.path.lexists(given):
-        yield from _walk(given)
-    elif glob.has_magic(given):
-        matches = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - keeps absolute globs
-        if not matches:
-            listing.problems.append(f"{given}: no file matches this pattern")
-        for match in matches:
-            # A recursive pattern lists folders next to the files inside them.
-            if not Path(match).is_dir() or "**" not in given:
-                yield from _walk(match)
-    elif _HUB_NAME.fullmatch(given):
-        listing.problems.append(
-            f"{given}: no such file or folder; if it is a dataset of the Hub, fetch its files "
-            f"where there is a network: hf download --repo-type dataset {given} --local-dir "
-            f"data/{given.split('/')[1]}, and give --sources data/{given.split('/')[1]}"
-        )
-    else:
-        listing.problems.append(f"{given}: no such file or folder")
-
-
-def _walk(path: str) -> Iterator[str]:
-    """Yield the files below a path, sorted; a datasets folder counts as one file."""
-    if not Path(path).is_dir() or is_datasets_folder(path):
-        yield path
-        return
-    visited: set[str] = set()
-    found = []
-    for folder, names, files in os.walk(path, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in visited:  # a symbolic link back up: without this the walk never ends
-            names.clear()
-            continue
-        visited.add(real)
-        if is_datasets_folder(folder):
-            names.clear()
-            found.append(folder)
-            continue
-        names[:] = [name for name in names if not name.startswith(".")]
-        found.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
-    yield from sorted(found)
-
-
-def is_datasets_folder(path: str) -> bool:
-    """Tell whether `datasets` wrote this folder (save_to_disk of a Dataset or DatasetDict)."""
-    folder = Path(path)
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
+# --- the kind of a file
 
 
 def _add(path: str, given: str, document_format: str, listing: SourceListing) -> None:
+    """Add a file to the listing, to what was skipped, or to the faults."""
     kind, compression = _kind_of(path)
     if kind is None and document_format == "text":
         kind = "text"
-    suffix = Path(path).suffix or "no suffix"
-    try:
-        found = _stat(path, kind)
-    except OSError as error:
-        listing.problems.append(f"{path}: cannot be read ({error.strerror})")
-        return
-    if found is None:
-        listing.problems.append(f"{path}: not a regular file")
-    elif (Path(path) / "dataset_dict.json").is_file():
-        splits = sorted(entry.name for entry in Path(path).iterdir() if entry.is_dir())
-        listing.problems.append(
-            f"{path}: a DatasetDict of {len(splits)} splits; name one, as in {path}/{splits[0]}"
-            if splits
-            else f"{path}: a DatasetDict without splits"
-        )
-    elif kind is not None:
-        if path == given and found[0] == 0:
-            listing.problems.append(f"{path}: empty source, the file has 0 bytes")
-        elif found[0] < 1024 and _head(path, None, 40).startswith("version https://git-lfs"):
-            listing.problems.append(
-                f"{path}: is a pointer of Git LFS, not the file: fetch it with git lfs pull"
-            )
-        else:
-            listing.files.append(SourceFile(str(Path(path).absolute()), kind, compression, *found))
-    elif path == given:
-        listing.problems.append(
-            f"{path}: "
-            + (
-                'JSON that is no array of records, no {"data": [...]} and not one record a line'
-                if ".json" in suffix
-                else f"unknown file type {suffix!r}; records come as .jsonl, .json, .csv, .tsv or "
-                ".parquet"
-            )
-            + "; give --format text to read the whole file as one document"
-        )
+    problem = _problem(path, kind, is_given=path == given)
+    if problem:
+        listing.problems.append(f"{path}: {problem}")
+    elif kind is None:
+        listing.ignored[Path(path).suffix or "no suffix"] += 1
     else:
-        listing.ignored[suffix] += 1
+        files = sorted(Path(path).glob("*.arrow")) if kind == "datasets" else [Path(path)]
+        stats = [file.stat() for file in files]
+        size, mtime_ns = (
+            sum(s.st_size for s in stats),
+            max((s.st_mtime_ns for s in stats), default=0),
+        )
+        listing.files.append(
+            SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
+        )
+
+
+def _problem(path: str, kind: SourceKind | None, *, is_given: bool) -> str | None:
+    """Return why a file cannot be read, if the user named it or its suffix is known."""
+    file = Path(path)
+    problem = None
+    if (file / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in file.iterdir() if entry.is_dir())
+        example = f"; name one, as in {path}/{splits[0]}" if splits else ""
+        problem = f"a DatasetDict of {len(splits)} splits{example}"
+    elif kind != "datasets" and not file.is_file():
+        problem = "not a regular file" if file.exists() else "cannot be read (a broken link)"
+    elif kind is None and is_given:
+        what = (
+            'JSON that is no array of records, no {"data": [...]} and not one record a line'
+            if ".json" in file.suffix
+            else f"unknown file type {file.suffix or 'no suffix'!r}; records come as .jsonl, "
+            ".json, .csv, .tsv or .parquet"
+        )
+        problem = f"{what}; give --format text to read the whole file as one document"
+    elif is_given and file.stat().st_size == 0:
+        problem = "empty source, the file has 0 bytes"
+    elif file.stat().st_size < 1024 and _head(path, None).startswith("version https://git-lfs"):
+        problem = "is a pointer of Git LFS, not the file: fetch it with git lfs pull"
+    return problem
 
 
 def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
     if Path(path).is_dir():
         return "datasets", None
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    compression = COMPRESSION_SUFFIXES.get(suffixes[-1]) if suffixes else None
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
-    suffix = suffixes[-1] if suffixes else ""
-    if suffix in JSONL_SUFFIXES:
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    if kind == "jsonl":
         # Arrays under this name are met often enough.
-        is_array = _head(path, compression, 256).lstrip().startswith("[")
+        is_array = _head(path, compression).lstrip().startswith("[")
         return "json" if is_array else "jsonl", compression
-    if suffix == ".json":
-        return _kind_of_json(path, compression), compression
-    if suffix in CSV_SUFFIXES:
-        return "csv", compression
-    if suffix == ".parquet" and not compression:
-        return "parquet", None
-    return ("text", compression) if suffix in TEXT_SUFFIXES else (None, compression)
+    if kind == "json":
+        return _kind_of_json(_head(path, compression)), compression
+    return (None if kind == "parquet" and compression else kind), compression
 
 
-def _kind_of_json(path: str, compression: Compression | None) -> SourceKind | None:
+def _kind_of_json(text: str) -> SourceKind | None:
     """Tell an array of records from one record a line; None for any other JSON."""
-    text = _head(path, compression, SNIFFED_BYTES)
     if not text.strip() or JSON_ARRAY_OPENS.match(text):
         return "json"
     line, end, _ = text.lstrip().partition("\n")
-    if not end:
-        return "jsonl"
     try:
-        json.loads(line)
+        if end:
+            json.loads(line)
     except (ValueError, RecursionError):
         return None
     return "jsonl"
 
 
-def _head(path: str, compression: Compression | None, size: int) -> str:
-    """Return how a file begins; "" where it cannot be read, which its reader will say."""
+def _head(path: str, compression: Compression | None) -> str:
+    """Return how a file begins; "" where it cannot be read, which its reader will report."""
     if not Path(path).is_file():  # a pipe would block
         return ""
     try:
         with open_source(path, compression) as stream:
-            return stream.read(size).decode("utf-8-sig", errors="replace")
+            return stream.read(SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
     except (OSError, EOFError, zlib.error, zstandard.ZstdError):
         return ""
-
-
-def _stat(path: str, kind: SourceKind | None) -> tuple[int, int] | None:
-    """Return (bytes, mtime in ns) of a file or datasets folder; None if it is something else."""
-    if kind == "datasets":
-        found = [entry.stat() for entry in sorted(Path(path).glob("*.arrow"))]
-        return sum(s.st_size for s in found), max((s.st_mtime_ns for s in found), default=0)
-    status = Path(path).stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would block the reader for ever
-        return None
-    if not os.access(path, os.R_OK):
-        raise PermissionError(13, "permission denied")
-    return status.st_size, status.st_mtime_ns
-
-
-# Work units: the sources cut into pieces that are prepared independently of each other.
-
-SMALLEST_UNIT_BYTES = 1 << 20
-LARGEST_UNIT_BYTES = 64 << 20
-UNITS_WANTED = 64
-# A source of which little is wanted is read in few places, so that each holds whole documents.
-LEAST_TOKENS_OF_A_UNIT = 1 << 13
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part [start, stop) of one file.
-
-    Bytes of an uncompressed JSONL file, row groups of a Parquet file, rows of a datasets folder;
-    (0, 1) stands for any other file as a whole. `size` is in bytes on disk.
-    """
-
-    file: SourceFile
-    start: int
-    stop: int
-    size: int
-
-
-@dataclass(frozen=True)
-class WorkUnit:
-    """Consecutive pieces of one source; `index` counts over all sources, as `source` does.
-
-    `max_tokens`: the unit ends before the document that would go beyond it.
-    """
-
-    index: int
-    split: str
-    pieces: tuple[Piece, ...]
-    size: int
-    source: int = 0
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class SourceOfUnits:
-    """The files of one source, the split they go to, and how many tokens may be taken of them."""
-
-    split: str
-    files: Sequence[SourceFile]
-    max_tokens: int | None = None
-
-
-def cut_into_units(sources: Sequence[SourceOfUnits]) -> list[WorkUnit]:
-    """Cut the files of every source into work units of about equal size.
-
-    A cap in tokens is shared out over units spread evenly over the source, so that what is taken
-    depends on no other unit. Raises ConfigurationError naming every Parquet file or datasets folder
-    that cannot be opened.
-    """
-    total = sum(file.size for source in sources for file in source.files)
-    unit_bytes = min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
-    units: list[WorkUnit] = []
-    problems: list[str] = []
-    for number, source in enumerate(sources):
-        groups = list(_groups(_pieces(source.files, unit_bytes, problems), unit_bytes))
-        for group, max_tokens in _capped(groups, source.max_tokens):
-            size = sum(piece.size for piece in group)
-            units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
-    if problems:
-        raise ConfigurationError(problems)
-    return units
-
-
-def _groups(pieces: Iterable[Piece], unit_bytes: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and sum(p.size for p in group) + piece.size > unit_bytes:
-            yield group
-            group = []
-        group.append(piece)
-    if group:
-        yield group
-
-
-def _capped(
-    groups: Sequence[list[Piece]], max_tokens: int | None
-) -> Iterator[tuple[list[Piece], int | None]]:
-    """Yield the groups that are read, each with its share of the tokens."""
-    if max_tokens is None:
-        yield from ((group, None) for group in groups)
-        return
-    read = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT)) if groups else 0
-    for number in range(read):
-        share = max_tokens * (number + 1) // read - max_tokens * number // read
-        yield groups[(2 * number + 1) * len(groups) // (2 * read)], share
-
-
-def _pieces(files: Sequence[SourceFile], unit_bytes: int, problems: list[str]) -> Iterator[Piece]:
-    for file in files:
-        try:
-            if file.kind == "jsonl" and file.compression is None:
-                yield from _byte_ranges(file, unit_bytes)
-            elif file.kind == "parquet":
-                yield from _row_groups(file, unit_bytes)
-            elif file.kind == "datasets":
-                yield from _row_ranges(file, unit_bytes)
-            else:
-                yield Piece(file, 0, 1, file.size)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            problems.append(f"{file.path}: cannot be opened ({error})")
-
-
-def _byte_ranges(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
-    for start in range(0, file.size, unit_bytes):
-        stop = min(start + unit_bytes, file.size)
-        yield Piece(file, start, stop, stop - start)
-
-
-def _row_groups(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
-    """Group consecutive row groups up to the unit size (their compressed bytes)."""
-    with pq.ParquetFile(file.path) as parquet:
-        metadata = parquet.metadata
-    start = size = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        group_bytes = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-        if size and size + group_bytes > unit_bytes:
-            yield Piece(file, start, index, size)
-            start, size = index, 0
-        size += group_bytes
-    if metadata.num_row_groups:
-        yield Piece(file, start, metadata.num_row_groups, size)
-
-
-def _row_ranges(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
-    from datasets import load_from_disk
-
-    rows = len(load_from_disk(file.path, keep_in_memory=False))
-    rows_per_piece = max(1, rows * unit_bytes // max(file.size, 1))
-    for start in range(0, rows, rows_per_piece):
-        stop = min(start + rows_per_piece, rows)
-        yield Piece(file, start, stop, file.size * (stop - start) // rows)

@@ -272,11 +272,11 @@ class DocumentTokenizer:
                     document.first_trained,
                 )
             except ChatRefused as refused:
-                found[place] = BadRow(refused.reason, str(refused), document.place)
+                found[place] = BadRow(refused.reason, str(refused), document.location)
         tokenized = tokenize(self.tokenizer, list(rendered.values())) if rendered else []
         for place, chat, pair in zip(rendered, rendered.values(), tokenized, strict=True):
             if isinstance(pair, ChatRefused):
-                found[place] = BadRow(pair.reason, str(pair), documents[place].place)
+                found[place] = BadRow(pair.reason, str(pair), documents[place].location)
             else:
                 checked = self._checked(documents[place], *pair)
                 if isinstance(checked, TokenizedDocument):
@@ -292,5 +292,5 @@ class DocumentTokenizer:
         )
         if not tokenized.has_target:
             message = "no assistant token: nothing in this conversation bears loss"
-            return BadRow("no_assistant_tokens", message, document.place)
+            return BadRow("no_assistant_tokens", message, document.location)
         return tokenized

@@ -3,14 +3,13 @@
 import preparation_samples as samples
 import pytest
 
-from utils.data.prepare import pipeline as unit_pool
-from utils.data.prepare import sources as work_units
+from utils.data.prepare import plan, pool
 
 
 @pytest.fixture
 def small_units(monkeypatch):
     """Let the few documents here make several units."""
-    monkeypatch.setattr(work_units, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 2000)
 
 
 @pytest.fixture
@@ -26,5 +25,5 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def workers_for_little(monkeypatch):
     """Let the few documents here be enough work for worker processes."""
-    worth = dict.fromkeys(unit_pool.LEAST_BYTES_A_WORKER, 1)
-    monkeypatch.setattr(unit_pool, "LEAST_BYTES_A_WORKER", worth)
+    worth = dict.fromkeys(pool.LEAST_BYTES_A_WORKER, 1)
+    monkeypatch.setattr(pool, "LEAST_BYTES_A_WORKER", worth)

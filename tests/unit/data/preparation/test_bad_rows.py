@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("small_units")
 
 BAD_LINES = {
     "malformed_json": (b'{"text": ', r"malformed JSON"),
-    "not_an_object": (b"[1]", r"a JSON object is needed on each line, found list"),
+    "not_an_object": (b"[1]", r"a record must be a JSON object, found list"),
     "missing_field": (b'{"messages": []}', r"no 'text', which the format text needs"),
     "wrong_type": (b'{"text": 7}', r"'text' must be a string, found int"),
     "empty": (b'{"text": " \\n"}', r"empty document"),

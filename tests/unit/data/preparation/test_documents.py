@@ -9,15 +9,15 @@ from utils.data.prepare.documents import (
     parse_documents,
     texts_of,
 )
-from utils.data.prepare.records import BadRow, Place, Record
-from utils.data.prepare.rows import detect_formats
+from utils.data.prepare.records import BadRow, Location, Record
+from utils.data.prepare.rows import RowSettings, detect_formats
 
-PLACE = Place("a.jsonl", "line", 3)
+PLACE = Location("a.jsonl", "line", 3)
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def parse(fields, document_format):
-    (found,) = parse_documents(Record(fields, PLACE), document_format)
+    (found,) = parse_documents(Record(fields, PLACE), RowSettings(document_format))
     return found
 
 
@@ -85,7 +85,7 @@ def test_good_records_become_documents():
 def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):
     monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 100)
     text = "some words\n" * 40
-    parts = list(parse_documents(Record({"text": text}, PLACE), "text"))
+    parts = list(parse_documents(Record({"text": text}, PLACE), RowSettings("text")))
     assert "".join(part.text for part in parts) == text
     assert [part.part for part in parts] == list(range(len(parts)))
     assert all(part.text.endswith("\n") for part in parts)
@@ -93,7 +93,7 @@ def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):
 
 def test_the_digest_follows_content_and_seed_and_not_the_place():
     one = TextDocument("a", PLACE)
-    assert content_digest(one, 0) == content_digest(TextDocument("a", Place("b")), 0)
+    assert content_digest(one, 0) == content_digest(TextDocument("a", Location("b")), 0)
     assert content_digest(one, 0) != content_digest(one, 1)
     assert content_digest(one, 0) != content_digest(TextDocument("b", PLACE), 0)
     reordered = [{"content": "q", "role": "user"}, MESSAGES[1]]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from utils.data.prepare.unit import UnitPreparation
+from utils.data.prepare.units import UnitPreparation
 from utils.data.prepare.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("small_units")

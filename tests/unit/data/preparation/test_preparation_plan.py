@@ -86,7 +86,7 @@ def test_files_that_are_passed_over_are_said(tmp_path, text, caplog):
     (tmp_path / "x.weird").write_text("x")
     with caplog.at_level(logging.WARNING):
         plan(tmp_path)
-    assert "train: files passed over: 1 x .weird" in caplog.text
+    assert "train: files skipped: 1 x .weird" in caplog.text
 
 
 def test_a_file_of_blank_lines_is_an_empty_source(tmp_path):

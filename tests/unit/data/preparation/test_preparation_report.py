@@ -1,22 +1,17 @@
-import logging
 from collections import Counter
 
 import numpy as np
 import preparation_samples as samples
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.data.prepare import pipeline as progress_module
 from utils.data.prepare.assembly import (
     PERCENTILES,
     decoded_example,
     length_percentiles,
     report_lines,
-    total_counts,
 )
-from utils.data.prepare.pipeline import PreparationProgress
-from utils.data.prepare.unit import SplitCounts, UnitCounts
+from utils.data.prepare.units import SplitCounts, UnitCounts
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300))
@@ -29,7 +24,7 @@ def test_percentiles_of_the_histogram_are_those_of_the_lengths(lengths):
 def test_counts_of_units_add_up():
     one = UnitCounts({"train": SplitCounts(2, 10, 5, 30, 99, {4: 1, 6: 1})}, {"empty": 1}, ["a"])
     two = UnitCounts({"train": SplitCounts(1, 4, 4, 9, 50, {4: 1})}, {"empty": 2, "overlong": 1})
-    total = total_counts([one, two])
+    total = UnitCounts.total([one, two])
     assert total.splits["train"] == SplitCounts(3, 14, 9, 39, 149, {4: 2, 6: 1})
     assert total.dropped == {"empty": 3, "overlong": 1}
     lines = "\n".join(report_lines(total, ["train"]))
@@ -45,25 +40,3 @@ def test_an_example_marks_what_bears_loss_and_escapes_what_steers_a_terminal():
     bears = [False] * len(prompt) + [True] * len(answer)
     shown = decoded_example(tokenizer, [*prompt, *answer], bears)
     assert shown == "say \\x1b[31m[[red\n\\u202e<|im_end|>]]"
-
-
-def test_progress_is_a_plain_line_with_rates_where_there_is_no_terminal(caplog, monkeypatch):
-    monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_LINES", 0.0)
-    with caplog.at_level(logging.INFO), PreparationProgress(2 << 20) as progress:
-        progress.show(1000, 50_000, 1 << 20)
-    line = caplog.messages[0]
-    assert line.startswith("1.0 of 2.0 MiB, 1,000 documents, 50,000 tokens (")
-    assert "documents/s" in line
-    assert "tokens/s" in line
-
-
-@pytest.mark.parametrize("error", [None, ValueError])
-def test_the_last_line_is_left_out_when_the_work_failed(caplog, error):
-    caplog.set_level(logging.INFO)
-    try:
-        with PreparationProgress(1):
-            if error:
-                raise error
-    except ValueError:
-        pass
-    assert len(caplog.messages) == (0 if error else 1)

@@ -13,7 +13,7 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare import pipeline as unit_pool
+from utils.data.prepare import pool
 
 pytestmark = pytest.mark.usefixtures("small_units")
 REPOSITORY = Path(__file__).parents[4]
@@ -27,7 +27,7 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source):
     ]
     first = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stderr
-    for part in ("documents/s", "tokens/s", "loss-bearing", "p50", "[[0 ", "dropped: none"):
+    for part in ("documents/s", "tokens/s", "loss tokens", "p50", "[[0 ", "dropped: none"):
         assert part in first.stderr
     again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert again.returncode == 0
@@ -43,7 +43,7 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source):
 def test_a_killed_worker_ends_the_run_with_advice(
     tmp_path, source, tokenizer, workers_for_little, monkeypatch
 ):
-    monkeypatch.setattr(unit_pool, "_run_unit", _killed)
+    monkeypatch.setattr(pool, "_run_unit", _killed)
     with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
         samples.prepare(
             sources=[source],

@@ -5,13 +5,13 @@ import zstandard
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare import records
-from utils.data.prepare.records import BadRow, Record, read_records
-from utils.data.prepare.sources import Piece, list_sources
+from utils.data.prepare.records import BadRow, FilePart, Record, read_records
+from utils.data.prepare.sources import list_sources
 
 
 def read(path, columns=("text",)) -> list[Record | BadRow]:
     (file,) = list_sources([str(path)], "text").files
-    return list(read_records(Piece(file, 0, file.size, file.size), columns))
+    return list(read_records(FilePart(file, 0, file.size, file.size), columns))
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
@@ -33,17 +33,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path):
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
     found = read(path)
     assert [record.fields["text"] for record in found] == ["a", "b"]
-    assert str(found[1].place).endswith("a.jsonl:4")
-
-
-def test_a_line_that_is_too_long_is_a_bad_row_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LARGEST_LINE_BYTES", 1000)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "' + "x" * 5000 + '"}\n{"text": "b"}\n')
-    bad, good = read(path)
-    assert bad.reason == "line_too_long"
-    assert good.fields == {"text": "b"}
-    assert str(good.place).endswith("a.jsonl:2")
+    assert str(found[1].location).endswith("a.jsonl:4")
 
 
 def test_json_nested_without_end_is_a_bad_row(tmp_path):
@@ -83,7 +73,6 @@ def tokens_of(found):
     return [record.fields.get("text") for record in found]
 
 
-@pytest.mark.parametrize("block", [1, 7, 1 << 20])
 @pytest.mark.parametrize(
     "text",
     [
@@ -91,21 +80,19 @@ def tokens_of(found):
         '\ufeff {"version": "1.0", "data": [{"text": "ß, ] {"},{"text": "b\\n"}, {"text": "c"}]}',
     ],
 )
-def test_a_json_array_is_read_as_a_stream(tmp_path, monkeypatch, text, block):
-    monkeypatch.setattr(records, "JSON_BLOCK_BYTES", block)
+def test_a_json_array_is_read(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     found = read(tmp_path / "a.json")
     assert tokens_of(found) == ["ß, ] {", "b\n", "c"]
-    assert str(found[2].place).endswith("a.json record 2")
+    assert str(found[2].location).endswith("a.json record 2")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"text": "a"}, {"text": oops}, {"text": "' + "b" * 99 + '"}]', "in record 1"),
-        ('[{"text": "a"}, {"text": "b"}', "it ends before its array does|record 2"),
-        ('[{"text": "a"}, {"text": "b', "Unterminated string .* in record 1"),
-        ("[" * 100_000, "nested too deep"),
+        ('[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
+        ('[{"text": "a"}, {"text": "b', "Unterminated string"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_a_broken_json_array_is_refused(tmp_path, text, message):

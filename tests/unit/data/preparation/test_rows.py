@@ -220,7 +220,7 @@ def test_filters_keep_values_lists_and_ranges():
     row = {"language": "en", "score": "3.5", "level": "3"}  # as CSV has it
 
     def keeps(**filters):
-        return RowSettings("text", filters=tuple(filters.items())).keeps(row)
+        return RowSettings("text", filters=tuple(filters.items())).selects(row)
 
     assert keeps(language="en", score={"min": 3, "max": 4})
     assert keeps(language=["de", "en"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.plan import plan_preparation
-from utils.data.prepare.unit import read_documents
+from utils.data.prepare.units import read_documents
 
 # A key has one type and keys come in one order: that is all that Arrow can hold.
 SCALARS = {"city": st.text(max_size=3), "days": st.integers(0, 9), "metric": st.booleans()}

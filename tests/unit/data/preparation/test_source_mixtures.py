@@ -14,7 +14,7 @@ import yaml
 from prepare_data import main
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, sources_of
-from utils.data.prepare import sources as work_units
+from utils.data.prepare import plan as plan_module
 from utils.data.prepare.plan import plan_preparation
 
 
@@ -83,7 +83,7 @@ def test_filters_keep_rows_and_are_counted_without_being_faults(tmp_path, tokeni
 @pytest.mark.parametrize("cap", [50, 700, 3000])
 def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, small_units, cap):
     out = tmp_path / "out"
-    work_units.LEAST_TOKENS_OF_A_UNIT, kept = 200, work_units.LEAST_TOKENS_OF_A_UNIT
+    plan_module.LEAST_TOKENS_OF_A_UNIT, kept = 200, plan_module.LEAST_TOKENS_OF_A_UNIT
     try:
         samples.prepare(
             sources=[{"path": two[0], "max_tokens": cap}],
@@ -91,7 +91,7 @@ def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, sm
             tokenizer_name_or_path=tokenizer,
         )
     finally:
-        work_units.LEAST_TOKENS_OF_A_UNIT = kept
+        plan_module.LEAST_TOKENS_OF_A_UNIT = kept
     rows = samples.rows(out / "train")
     longest = max(map(len, rows))
     assert cap - 15 * longest <= sum(map(len, rows)) <= cap
@@ -194,7 +194,7 @@ def test_pictures_beside_the_texts_are_named(tmp_path, caplog):
     rows = [{**samples.chat("q <image>", "a"), "images": ["x.png"]}]
     with caplog.at_level("WARNING"):
         plan([str(samples.write_jsonl(tmp_path / "a.jsonl", rows))])
-    assert "column images is not used: the texts alone" in caplog.text
+    assert "column images is not used: only the texts" in caplog.text
 
 
 def test_a_file_in_two_entries_needs_a_weight_instead(two):

@@ -4,10 +4,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, TextDocument
-from utils.data.prepare.records import BadRow, Place
+from utils.data.prepare.records import BadRow, Location
 from utils.data.prepare.tokenization import DocumentTokenizer
 
-PLACE = Place("a.jsonl", "line", 1)
+PLACE = Location("a.jsonl", "line", 1)
 
 
 def tokenize(tokenizer, document):

@@ -7,15 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare import sources as work_units
-from utils.data.prepare.records import Record, read_records
-from utils.data.prepare.sources import (
-    Piece,
-    SourceFile,
-    SourceOfUnits,
-    cut_into_units,
-    list_sources,
-)
+from utils.config.preparation import Source
+from utils.data.prepare import plan
+from utils.data.prepare.plan import cut_into_units
+from utils.data.prepare.records import FilePart, Record, read_records
+from utils.data.prepare.sources import SourceFile, list_sources
 
 
 @given(
@@ -33,50 +29,47 @@ def test_every_line_is_in_exactly_one_piece_wherever_the_cuts_fall(
     file = SourceFile(str(path), "jsonl", None, size, 0)
     found = []
     for start in range(0, size, cut):
-        piece = Piece(file, start, min(start + cut, size), cut)
+        piece = FilePart(file, start, min(start + cut, size), cut)
         for record in read_records(piece, ["text"]):
             assert isinstance(record, Record)
-            found.append((record.fields["text"], str(record.place)))
+            found.append((record.fields["text"], str(record.location)))
     assert found == [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
 def test_units_cover_all_files_of_all_splits_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(work_units, "SMALLEST_UNIT_BYTES", 1000)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 1000)
     for number in range(20):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 300)
     (tmp_path / "big.jsonl").write_text('{"text": "' + "x" * 5000 + '"}\n')
     train = list_sources([str(tmp_path)], "auto").files
     (tmp_path / "eval.txt").write_text("y")
     held_out = list_sources([str(tmp_path / "eval.txt")], "auto").files
-    units = cut_into_units([SourceOfUnits("train", train), SourceOfUnits("held", held_out)])
+    units = cut_into_units([(Source((), "train"), train), (Source((), "held"), held_out)])
     assert [unit.index for unit in units] == list(range(len(units)))
     assert [unit.split for unit in units] == ["train"] * (len(units) - 1) + ["held"]
-    pieces = [piece for unit in units for piece in unit.pieces]
+    pieces = [piece for unit in units for piece in unit.parts]
     assert sum(piece.size for piece in pieces) == sum(f.size for f in [*train, *held_out])
     assert all(unit.size <= 1000 for unit in units)
     assert len(units) == 7 + 6 + 1
 
 
 def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(work_units, "SMALLEST_UNIT_BYTES", 100)
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 100)
     table = pa.table({"text": [f"row {i}" for i in range(40)], "other": range(40)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
     units = cut_into_units(
-        [SourceOfUnits("train", list_sources([str(tmp_path / "a.parquet")], "auto").files)]
+        [(Source((), "train"), list_sources([str(tmp_path / "a.parquet")], "auto").files)]
     )
     assert len(units) > 2
     records = [
-        record
-        for unit in units
-        for piece in unit.pieces
-        for record in read_records(piece, ["text"])
+        record for unit in units for piece in unit.parts for record in read_records(piece, ["text"])
     ]
     assert [record.fields for record in records] == [{"text": f"row {i}"} for i in range(40)]
-    assert str(records[33].place).endswith("a.parquet row 33")
+    assert str(records[33].location).endswith("a.parquet row 33")
 
 
 def test_a_damaged_parquet_file_is_named_before_any_work(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     files = list_sources([str(tmp_path / "bad.parquet")], "auto").files
     with pytest.raises(ConfigurationError, match=r"bad\.parquet: cannot be opened"):
-        cut_into_units([SourceOfUnits("train", files)])
+        cut_into_units([(Source((), "train"), files)])
