@@ -16,12 +16,9 @@ from utils.launch.script import run_script
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the datasets; returns the exit code."""
-    from utils.config.command_line import parse_arguments
-    from utils.config.preparation import PreparationArguments
+    from utils.config.preparation import parse_preparation
 
-    (arguments,) = parse_arguments(
-        (PreparationArguments,), argv, description=__doc__.splitlines()[0]
-    )
+    arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
     # Imported here so that --help answers at once.

@@ -1,12 +1,29 @@
-"""The settings that argument classes declare: name, type, default, and which are refused."""
+"""The settings that argument classes declare: name, type, default; and a value checked by them."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from utils.config.errors import ConfigurationError
+
+# Defaults that mean "nothing": null says the same.
+NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
+_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    NoneType: "null",
+}
+
+
+class WrongValueError(ValueError):
+    """A value that its setting cannot take; the text says what was expected and what came."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +38,8 @@ class Declaration:
     @property
     def required(self) -> bool:
         """Whether the user has to give it."""
-        return (
-            self.field.default is dataclasses.MISSING
-            and self.field.default_factory is dataclasses.MISSING
-        )
+        missing = dataclasses.MISSING
+        return self.field.default is missing and self.field.default_factory is missing
 
     @property
     def default(self) -> Any:
@@ -38,21 +53,26 @@ class Declaration:
 
     @property
     def help(self) -> str:
-        """The help text, with argparse's doubled percent signs undone."""
+        """The help text, with the doubled percent signs of the libraries undone."""
         return str(self.field.metadata.get("help", "see --help")).replace("%%", "%")
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types that a value may have: `int | None` as its members."""
+        return union_members(self.hint)
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
         """The values allowed besides null, None when any value of the type is.
 
-        As in transformers' HfArgumentParser, `SomeEnum | str` means the values of the enum.
+        `SomeEnum | str`, as transformers writes it, means the values of the enum.
         """
         if "choices" in self.field.metadata:
             return tuple(self.field.metadata["choices"])
-        for member in union_members(self.hint):
+        for member in self.types:
             if isinstance(member, type) and issubclass(member, Enum):
                 return tuple(item.value for item in member)
-        named = [member for member in union_members(self.hint) if member is not NoneType]
+        named = [member for member in self.types if member is not NoneType]
         if all(get_origin(member) is Literal for member in named):
             return tuple(choice for member in named for choice in get_args(member))
         return None
@@ -70,89 +90,181 @@ def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration
         refused = refused_settings([owner])
         hints = get_type_hints(owner)
         for field in dataclasses.fields(owner):
-            if not field.init or field.name in refused:
-                continue
-            assert field.name not in declared, f"two argument classes declare {field.name}"
-            declared[field.name] = Declaration(field.name, owner, hints[field.name], field)
+            if field.init and field.name not in refused:
+                assert field.name not in declared, f"two argument classes declare {field.name}"
+                declared[field.name] = Declaration(field.name, owner, hints[field.name], field)
     return declared
 
 
-def refused_settings(argument_classes: Sequence[type]) -> dict[str, str]:
-    """Return the inherited settings that have no place here, with what to use instead.
+def refused_settings(argument_classes: Iterable[type]) -> dict[str, str]:
+    """Return the inherited settings that the user may not give, each with the reason.
 
-    An argument class lists them in a class variable `refused_settings`, a mapping from the name
-    to the reason. They are no flags and keep the default of the class.
+    An argument class lists them in its class variable `refused_settings`; they keep their defaults.
     """
     refused: dict[str, str] = {}
     for owner in argument_classes:
-        listed: Mapping[str, str] = getattr(owner, "refused_settings", {})
-        refused.update(listed)
+        refused |= getattr(owner, "refused_settings", {})
     return refused
 
 
-# The settings of one start: their values, where each came from, and the objects built of them.
+def checked_value(declaration: Declaration, value: Any) -> Any:
+    """Return the value as the type of the setting, raise WrongValueError where it is none.
 
-DEFAULT_SOURCE = "default"
+    Nothing is converted that could hide a mistake: an integer may stand for a number and one
+    value for a list of one, but 4.0 is no integer, 1 is not true, and "3" is no number. Null
+    empties what has a default of nothing: an empty list, 0, false, -1 of max_steps.
+    """
+    if value is None and NoneType in declaration.types:
+        return None
+    if value is None and not declaration.required:
+        if declaration.default in NOTHING:
+            return declaration.default
+        raise WrongValueError(f"it cannot be null; leave it out for {declaration.default}")
+    if declaration.choices is not None:
+        # 1 and true are equal, and one of them is no choice of the other.
+        if any(type(value) is type(choice) and value == choice for choice in declaration.choices):
+            return value
+        allowed = ", ".join(_plain(choice) for choice in declaration.choices)
+        raise WrongValueError(f"expected one of {allowed}; got {_shown(value)}")
+    types = declaration.types
+    if dict in map(_origin, types):
+        # transformers writes `dict | str`, the string being JSON or a file: JSON alone is taken.
+        types = tuple(each for each in types if each is not str)
+    try:
+        return _as_one_of(types, value)
+    except WrongValueError:
+        expected = " or ".join(dict.fromkeys(map(_described, types)))
+        raise WrongValueError(f"expected {expected}, got {_shown(value)}") from None
+
+
+def _as_one_of(types: Iterable[Any], value: Any) -> Any:
+    for each in types:
+        try:
+            return _as_type(each, value)
+        except WrongValueError:
+            continue
+    raise WrongValueError
+
+
+def _as_type(hint: Any, value: Any) -> Any:
+    """Return the value as the hinted type; raises WrongValueError."""
+    origin = _origin(hint)
+    if origin is list:
+        element = union_members(*get_args(hint)) if get_args(hint) else (str,)
+        items = value if isinstance(value, list) else [value]
+        return [_as_one_of(element, item) for item in items]
+    if origin is Literal:
+        fits = any(type(value) is type(each) and value == each for each in get_args(hint))
+    elif origin is dict and isinstance(value, str):
+        try:
+            value = json.loads(value)  # as flags have it
+        except json.JSONDecodeError:
+            raise WrongValueError from None
+        fits = isinstance(value, dict)
+    elif origin is float and type(value) is int:
+        return float(value)
+    else:
+        fits = isinstance(value, origin) and isinstance(value, bool) == (origin is bool)
+    if not fits:
+        raise WrongValueError
+    return value
+
+
+def _origin(hint: Any) -> Any:
+    return get_origin(hint) or hint
+
+
+def _described(hint: Any) -> str:
+    origin = _origin(hint)
+    if origin is list:
+        plurals = {str: "strings", int: "integers", float: "numbers"}
+        return f"a list of {plurals.get(next(iter(get_args(hint)), str), 'values')}"
+    if origin is Literal:
+        return " or ".join(map(_plain, get_args(hint)))
+    return _NAMES.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    """Write a value as a recipe would, with its type where that is not plain to see."""
+    if isinstance(value, str):
+        return f"the string {value!r}"
+    kind = "the list " if isinstance(value, list) else "the mapping "
+    return (kind if isinstance(value, list | dict) else "") + json.dumps(value, default=str)
+
+
+# The values of all settings of one start, each with its source.
+
+FLAGS_RANK = 10**6  # above any number of recipe files
+Arguments = TypeVar("Arguments")
 
 
 class UnusableSettingError(LookupError):
     """A check read a setting that is missing or at fault itself: the check has nothing to say."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """A value that is not the default, and its source: "recipes/demo.yaml:3", "--seed" or why.
+
+    rank: 0 for what follows from other settings, then each recipe file in the order it was read;
+    flags are above all.
+    """
+
+    value: Any
+    source: str
+    rank: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before any object is built of them.
 
-    `sources` says where a value came from: "recipes/demo.yaml:7", "--seed" or "default". `ranks`
-    orders the sources: 0 for defaults and what follows from other settings, then each recipe file
-    in the order it was read, flags above all. Reading a setting in `unusable` raises
-    UnusableSettingError.
+    Reading a setting in `unusable` raises UnusableSettingError. `notes` are lines to log: what
+    was overruled by a stronger source, and what was derived.
     """
 
-    def __init__(
-        self,
-        declared: Mapping[str, Declaration],
-        given: Mapping[str, Any],
-        sources: Mapping[str, str],
-        unusable: frozenset[str] = frozenset(),
-        ranks: Mapping[str, int] | None = None,
-    ) -> None:
-        self.declared = declared
-        self.unusable = unusable
-        self.given = dict(given)
-        self.ranks = dict(ranks or {})
-        self.sources = {name: sources.get(name, DEFAULT_SOURCE) for name in declared}
-        self._values = {
-            name: given.get(name, declaration.default) for name, declaration in declared.items()
-        }
+    declared: Mapping[str, Declaration]
+    given: Mapping[str, Given]
+    unusable: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         if name in self.unusable:
             raise UnusableSettingError(name)
-        return self._values[name]
+        return self.given[name].value if name in self.given else self.declared[name].default
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self.declared)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.declared)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value came from: file and line, flag, why it was derived, or "default"."""
+        return {name: self.source(name) for name in self.declared}
+
+    def source(self, name: str) -> str:
+        """Return where the value of a setting came from, "default" where nobody gave it."""
+        return self.given[name].source if name in self.given else "default"
 
     def rank(self, name: str) -> int:
         """Return the rank of the source of a setting: 0 where nobody gave it."""
-        return self.ranks.get(name, 0)
+        return self.given[name].rank if name in self.given else 0
 
-    def replaced(self, changes: Mapping[str, tuple[Any, str]]) -> "SettingValues":
-        """Return the values with some others, each with why, that nobody gave."""
-        given = self.given | {name: value for name, (value, _) in changes.items()}
-        sources = self.sources | {name: why for name, (_, why) in changes.items()}
-        ranks = {name: rank for name, rank in self.ranks.items() if name not in changes}
-        return SettingValues(self.declared, given, sources, self.unusable - changes.keys(), ranks)
+    def replaced(self, changes: Mapping[str, Given], notes: Iterable[str] = ()) -> "SettingValues":
+        """Return the values with some others, and more notes."""
+        return replace(self, given={**self.given, **changes}, notes=(*self.notes, *notes))
 
-    def without(self, names: Collection[str]) -> "SettingValues":
-        """Return the values with some settings back at their defaults."""
-        given = {name: value for name, value in self.given.items() if name not in names}
-        sources = {name: source for name, source in self.sources.items() if name not in names}
-        ranks = {name: rank for name, rank in self.ranks.items() if name not in names}
-        return SettingValues(self.declared, given, sources, self.unusable, ranks)
+    def without(self, names: Iterable[str], notes: Iterable[str] = ()) -> "SettingValues":
+        """Return the values with some settings back at their defaults, and more notes."""
+        names = set(names)
+        given = {name: entry for name, entry in self.given.items() if name not in names}
+        return replace(self, given=given, notes=(*self.notes, *notes))
 
     def changed(self, name: str) -> bool:
         """Whether a setting that exists has another value than its default."""
@@ -160,40 +272,25 @@ class SettingValues(Mapping[str, Any]):
 
     def shown(self, name: str) -> str:
         """Write a setting for a message: "seed 7 (recipes/demo.yaml:3)"."""
-        value = self[name]
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        if isinstance(value, list):
-            text = " ".join(map(str, value)) or "null"
-        return f"{name} {text} ({self.sources[name]})"
+        return f"{name} {shown(self[name])} ({self.source(name)})"
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What a start was given, and one instance per argument class, in the order of the classes.
-
-    Unpacks into the instances: `run, data, model, training = settings`. `notes` are lines to log:
-    what has no effect because a flag or a later recipe says otherwise, and what was derived.
-    """
-
-    instances: tuple[Any, ...]
-    values: SettingValues
-    notes: tuple[str, ...] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.instances)
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """Where the value of each setting came from: file and line, flag, or "default"."""
-        return self.values.sources
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return every setting as plain data."""
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in self.values.items()
+    def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
+        """Build an argument class of its given settings; its ValueError is a ConfigurationError."""
+        own = {
+            name: entry.value
+            for name, entry in self.given.items()
+            if self.declared[name].owner is argument_class
         }
+        try:
+            return argument_class(**{**own, **instead})
+        except ConfigurationError:
+            raise
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
 
-    def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults."""
-        return {name: value for name, value in self.values.items() if self.values.changed(name)}
+
+def shown(value: Any) -> str:
+    """Write a value for a message, about as a flag would have it."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "null"
+    return f"{value:g}" if isinstance(value, float) else str(value)

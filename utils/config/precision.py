@@ -1,4 +1,4 @@
-"""Contradictions in what is computed, and what weights and Adam's states are kept as."""
+"""Mixed precision that nobody decided on: bf16 where a CPU multiplies it fast, else float32."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,53 +7,7 @@ from typing import Any
 
 from accelerate.utils.environment import str_to_bool
 
-from utils.config.declarations import SettingValues
-
-OUR_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-
-
-def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse two mixed precisions, and weights of a type that cannot be trained."""
-    if values["bf16"] and values["fp16"]:
-        yield f"{values.shown('bf16')} and {values.shown('fp16')}: choose one mixed precision"
-    if values["dtype"] == "float16" and not values["use_peft"]:
-        yield (
-            "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
-            "at null, and set fp16: true for mixed precision"
-        )
-
-
-def check_optimizer_states(values: SettingValues) -> Iterator[str]:
-    """Refuse `optim_states` beside other optimizers, and rounding without weights to round."""
-    given = [name for name in ("optim_states", "stochastic_rounding") if values.changed(name)]
-    for shown in map(values.shown, given):
-        if values["optim"] not in OUR_OPTIMIZERS:
-            yield f"{shown} is for {' and '.join(OUR_OPTIMIZERS)}, not for {values.shown('optim')}"
-        if values["fp16"]:
-            yield f"{shown} knows nothing of the loss scaler of fp16: use bf16"
-        if values["optim_args"]:
-            yield f"{values.shown('optim_args')} has no effect with {shown}"
-    if values["stochastic_rounding"]:
-        yield from _rounding_problems(values)
-
-
-def _rounding_problems(values: SettingValues) -> Iterator[str]:
-    shown = values.shown("stochastic_rounding")
-    if values["use_peft"]:
-        yield f"{shown} has no effect with use_peft: adapters are kept in float32"
-    elif values["dtype"] not in ("bfloat16", "auto"):
-        yield (
-            f"{shown} has no effect on weights in float32 (dtype {values['dtype'] or 'null'}): set "
-            "dtype: bfloat16 to keep them in 2 bytes"
-        )
-    if values["bf16"]:
-        yield (
-            f"{shown} goes without mixed precision ({values.shown('bf16')}): weights in bfloat16 "
-            "are computed with as they are"
-        )
-
-
-# Mixed precision that nobody decided on: bf16 where a CPU multiplies it fast, else float32.
+from utils.config.declarations import Given, SettingValues
 
 AMX, AVX512_BF16 = "this CPU has AMX", "this CPU has AVX512-BF16"
 FAST_BF16 = (AMX, AVX512_BF16)
@@ -63,17 +17,21 @@ NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run ma
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
-def with_precision(values: SettingValues) -> tuple[SettingValues, list[str]]:
+def with_precision(values: SettingValues) -> SettingValues:
     """Return the values with the precision that launch or machine decide; the plan logs it.
 
-    Where the settings decide otherwise than the accelerate config, a line says so.
+    Where the settings decide otherwise than the accelerate config, a note says so.
     """
-    values = values.replaced(settled_precision(values, os.environ))
+    values = values.replaced(
+        {name: Given(*entry) for name, entry in settled_precision(values, os.environ).items()}
+    )
     by_launch = os.environ.get(MIXED_PRECISION, "no")
     if by_launch == "no" or values["bf16" if by_launch != "fp16" else "fp16"]:
-        return values, []
+        return values
     shown = values.shown("fp16" if values["fp16"] else "bf16")
-    return values, [f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"]
+    return values.replaced(
+        {}, [f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"]
+    )
 
 
 @contextmanager
@@ -110,7 +68,7 @@ def settled_precision(
     if by_launch in ("bf16", "fp16") and not values["fp16"] and not refused:
         taken = {name: (name == by_launch, BY_LAUNCH) for name in ("bf16", "fp16")}
         if by_launch == "bf16" and computes_on_cpu(values, environment):
-            taken["use_cpu"] = (True, values.sources["use_cpu"])
+            taken["use_cpu"] = (True, values.source("use_cpu"))
         return taken
     weights = values.get("dtype")
     if values["fp16"] or weights not in (None, "float32"):
@@ -120,7 +78,7 @@ def settled_precision(
     why = fast_bf16()
     if why is None:
         return {"bf16": (False, "this CPU has neither AMX nor AVX512-BF16")}
-    return {"bf16": (True, why), "use_cpu": (True, values.sources["use_cpu"])}
+    return {"bf16": (True, why), "use_cpu": (True, values.source("use_cpu"))}
 
 
 def computes_on_cpu(values: SettingValues, environment: Mapping[str, str]) -> bool:

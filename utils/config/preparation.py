@@ -1,11 +1,12 @@
 """What the user may set for `prepare_data.py`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
+from utils.config.command_line import read_settings
 from utils.config.errors import ConfigurationError
 
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
@@ -111,6 +112,16 @@ class PreparationArguments:
     merge: int | None = _setting(
         None, "check that all N shards are complete and assemble the datasets"
     )
+
+
+def parse_preparation(
+    argv: Sequence[str] | None, description: str | None = None
+) -> PreparationArguments:
+    """Read the settings of `prepare_data.py`; raises ConfigurationError with every fault."""
+    values = read_settings(
+        (PreparationArguments,), argv, prog="prepare_data.py", description=description
+    )
+    return values.build(PreparationArguments)
 
 
 @dataclass(frozen=True)

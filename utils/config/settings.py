@@ -1,55 +1,43 @@
 """What nobody set and what follows from the rest: the batch's sizes, when and by what to judge."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
 from utils.config.arguments import DataArguments, ModelArguments, RunArguments, eval_splits
 from utils.config.batch import fitting_micro_batch
-from utils.config.checks import (
-    FINE_TUNING_CHECKS,
-    LORA_SETTINGS,
-    PRETRAINING_CHECKS,
-    Check,
-    unknown_keywords,
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check, schedule_keywords
+from utils.config.command_line import read_settings
+from utils.config.declarations import Given, SettingValues, UnusableSettingError, shown
+from utils.config.precision import with_precision
+from utils.config.trainer_arguments import (
+    FineTuneConfig,
+    PretrainConfig,
+    TrainingClass,
+    training_arguments,
 )
-from utils.config.command_line import parse_arguments
-from utils.config.declarations import SettingValues, UnusableSettingError
-from utils.config.precision import OUR_OPTIMIZERS, with_precision
-from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
 Found = Iterator[tuple[str, Any, str]]  # setting, value, why
 
 
-def with_derived(values: SettingValues) -> tuple[SettingValues, list[str]]:
-    """Return the values with what follows from them, and a line for each."""
-    lines = []
+def with_derived(values: SettingValues) -> SettingValues:
+    """Return the values with what follows from them, and a note for each."""
     for derive in (_batch_sizes, _when_to_evaluate, _best_metric):
-        found = list(_found(derive, values, os.environ))
-        lines += [f"{name} {_shown(value)}: {why}" for name, value, why in found]
-        values = values.replaced({name: (value, why) for name, value, why in found})
-    return values, lines
+        found = {}
+        try:
+            for name, value, why in derive(values):
+                found[name] = Given(value, why)
+        except UnusableSettingError:
+            pass  # a fault that was found says why
+        notes = [f"{name} {shown(entry.value)}: {entry.source}" for name, entry in found.items()]
+        values = values.replaced(found, notes)
+    return values
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _found(
-    derive: Callable[[SettingValues, Mapping[str, str]], Found],
-    values: SettingValues,
-    environment: Mapping[str, str],
-) -> Found:
-    try:
-        yield from derive(values, environment)
-    except UnusableSettingError:
-        return  # that fault is said
-
-
-def _batch_sizes(values: SettingValues, environment: Mapping[str, str]) -> Found:
+def _batch_sizes(values: SettingValues) -> Found:
     """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
 
     A micro-batch only says how much is computed at once, so a smaller one trains the same. One
@@ -57,7 +45,7 @@ def _batch_sizes(values: SettingValues, environment: Mapping[str, str]) -> Found
     the number of ranks of this launch.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
-    ranks = int(environment.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     given = values.rank("per_device_train_batch_size") > 0
     if total is None:
         if given and micro > 0:
@@ -82,9 +70,8 @@ def _batch_sizes(values: SettingValues, environment: Mapping[str, str]) -> Found
         )  # fmt: skip
 
 
-def _when_to_evaluate(values: SettingValues, environment: Mapping[str, str]) -> Found:
+def _when_to_evaluate(values: SettingValues) -> Found:
     """Derive the rhythm of evaluations from that of the checkpoints."""
-    del environment
     strategy = values["eval_strategy"]
     by_steps = values["save_strategy"] == "steps"
     if values["eval_data"] and values.rank("eval_strategy") == 0 and not values["eval_on_start"]:
@@ -94,9 +81,8 @@ def _when_to_evaluate(values: SettingValues, environment: Mapping[str, str]) -> 
         yield "eval_steps", values["save_steps"], f"with each of {values.shown('save_steps')}"
 
 
-def _best_metric(values: SettingValues, environment: Mapping[str, str]) -> Found:
+def _best_metric(values: SettingValues) -> Found:
     """Derive what the best model is judged by, where there is one split, and which way round."""
-    del environment
     metric = values["metric_for_best_model"]
     judge = next((name for name in ("save_best", "load_best_model_at_end") if values[name]), None)
     try:
@@ -110,132 +96,141 @@ def _best_metric(values: SettingValues, environment: Mapping[str, str]) -> Found
         yield "greater_is_better", False, f"a lower {metric} is better"
 
 
-# What a stronger source makes moot: `--eval_strategy no` on a recipe that evaluates.
+# Settings that have no effect because of another one: `--eval_strategy no` beside eval_steps.
 
-JUDGED = ("load_best_model_at_end", "save_best", "metric_for_best_model", "greater_is_better")
-EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", *JUDGED)
-ADAM_SETTINGS = ("optim_states", "stochastic_rounding")
+OUR_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
+LORA = (
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
+    "lora_modules_to_save use_rslora use_dora"
+)
+
+Condition = Callable[[Any, SettingValues], bool]  # of the cause's value, and of all
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A setting that, where `holds`, leaves no effect to the settings that it makes moot."""
+class Rule(NamedTuple):
+    """While the value of `cause` meets the condition, the settings in `moot` have no effect."""
 
     cause: str
-    holds: Callable[[SettingValues], bool]
-    moot: tuple[str, ...]
+    condition: Condition
+    moot: str
 
 
-def _is(name: str, *words: object) -> Callable[[SettingValues], bool]:
-    return lambda values: values[name] in words
+def _is(*words: object) -> Condition:
+    return lambda value, _: value in words
 
 
-def _given(name: str) -> Callable[[SettingValues], bool]:
-    return lambda values: values[name] not in (None, [], "")
+def _is_not(*words: object) -> Condition:
+    return lambda value, _: value not in words
 
 
-def _never_evaluates(values: SettingValues) -> bool:
-    return values["eval_strategy"] == "no" and not values["eval_on_start"]
+_is_given = _is_not(None, [], "")
 
 
-def _checkpointing_is_not_full(values: SettingValues) -> bool:
-    return values["activation_checkpointing"] not in (True, "full")
+def _never_evaluates(strategy: str, values: SettingValues) -> bool:
+    return strategy == "no" and not values["eval_on_start"]
 
 
+def _recomputes_no_layers(word: bool | str | None, values: SettingValues) -> bool:
+    return word not in (True, "full") and values["gradient_checkpointing"] is not True
+
+
+def _takes_other_keywords(schedule: str, values: SettingValues) -> bool:
+    accepted, _, is_open_ended = schedule_keywords(schedule)
+    return not is_open_ended and not set(values["lr_scheduler_kwargs"] or ()) <= set(accepted)
+
+
+STEPS_COUNT = Rule("max_steps", _is_not(-1), "num_train_epochs")  # as transformers documents it
+# Both may stand in one source.
+PREFERENCES = (
+    Rule("eval_strategy", _is("no"), "eval_on_start"),
+    STEPS_COUNT,
+    Rule("num_train_epochs", _is_given, "max_steps"),
+    Rule("lr_scheduler_type", _takes_other_keywords, "lr_scheduler_kwargs"),
+)
 RULES = (
-    Rule("eval_strategy", _is("eval_strategy", "no"), ("eval_steps", "eval_on_start", *JUDGED)),
-    Rule("eval_strategy", _never_evaluates, ("eval_data",)),
-    Rule("eval_strategy", _is("eval_strategy", "epoch"), ("eval_steps",)),
-    Rule("eval_data", _is("eval_data", []), EVALUATION),
-    Rule("save_strategy", _is("save_strategy", "no"), ("save_steps", "save_minutes", "save_best")),
-    Rule("save_strategy", _is("save_strategy", "epoch"), ("save_steps",)),
-    Rule("logging_strategy", _is("logging_strategy", "no", "epoch"), ("logging_steps",)),
-    # Where the weights come from.
-    Rule(
-        "model_name_or_path",
-        _given("model_name_or_path"),
-        ("model_config", "init_from", "init_optimizer"),
-    ),
-    Rule("init_from", _given("init_from"), ("model_name_or_path", "model_revision")),
-    Rule("init_from", _is("init_from", None), ("init_optimizer",)),
-    Rule("model_config", _given("model_config"), ("model_name_or_path", "model_revision")),
-    Rule("use_peft", _is("use_peft", False), LORA_SETTINGS),
-    Rule("use_peft", _is("use_peft", True), ("stochastic_rounding", "init_optimizer")),
+    # When to evaluate, save and log.
+    Rule("eval_strategy", _never_evaluates, "eval_data"),
+    Rule("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
+    Rule("eval_strategy", _is("no"), f"eval_steps {BEST_MODEL}"),
+    Rule("eval_strategy", _is("epoch"), "eval_steps"),
+    Rule("save_strategy", _is("no"), "save_steps save_minutes save_best"),
+    Rule("save_strategy", _is("epoch"), "save_steps"),
+    Rule("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    # Where the weights come from; a model_config with init_from changes positions and the like.
+    Rule("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
+    Rule("init_from", _is_given, "model_name_or_path model_revision"),
+    Rule("init_from", _is(None), "init_optimizer"),
+    Rule("model_config", _is_given, "model_name_or_path model_revision"),
+    Rule("use_peft", _is(False), LORA),
+    Rule("use_peft", _is(True), "stochastic_rounding init_optimizer"),
     # In which types it is computed.
-    Rule("bf16", _is("bf16", True), ("fp16", "stochastic_rounding")),
-    Rule("fp16", _is("fp16", True), ("bf16", *ADAM_SETTINGS)),
-    Rule("dtype", _is("dtype", None, "float32"), ("stochastic_rounding",)),
-    Rule("stochastic_rounding", _is("stochastic_rounding", True), ("bf16",)),
-    Rule("use_cpu", _is("use_cpu", True), ("tf32",)),
-    Rule("optim", lambda values: values["optim"] not in OUR_OPTIMIZERS, ADAM_SETTINGS),
-    Rule("optim_states", _given("optim_states"), ("optim_args",)),
-    # How long, and along which curve.
-    Rule("max_steps", lambda values: values["max_steps"] != -1, ("num_train_epochs",)),
-    Rule("num_train_epochs", _given("num_train_epochs"), ("max_steps",)),
-    Rule("lr_scheduler_type", _is("lr_scheduler_type", "constant"), ("warmup_steps",)),
-    Rule(
-        "lr_scheduler_type", lambda values: bool(unknown_keywords(values)), ("lr_scheduler_kwargs",)
-    ),
-    # What is computed again.
+    Rule("bf16", _is(True), "fp16 stochastic_rounding"),
+    Rule("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
+    Rule("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
+    Rule("stochastic_rounding", _is(True), "bf16 optim_args"),
+    Rule("use_cpu", _is(True), "tf32"),
+    Rule("optim", _is_not(*OUR_OPTIMIZERS), "optim_states stochastic_rounding"),
+    Rule("optim_states", _is_given, "optim_args"),
+    Rule("lr_scheduler_type", _is("constant"), "warmup_steps"),
+    # What is computed again in the backward pass.
     Rule(
         "activation_checkpointing",
-        _given("activation_checkpointing"),
-        ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    ),
-    Rule(
-        "activation_checkpointing", _checkpointing_is_not_full, ("activation_checkpointing_kwargs",)
-    ),
-    Rule(
-        "activation_checkpointing",
-        _is("activation_checkpointing", "auto"),
-        ("activation_offloading",),
+        _is_given,
+        "gradient_checkpointing gradient_checkpointing_kwargs",
     ),
     Rule(
         "gradient_checkpointing",
-        _given("gradient_checkpointing"),
-        ("activation_checkpointing", "activation_checkpointing_kwargs"),
+        _is_given,
+        "activation_checkpointing activation_checkpointing_kwargs",
     ),
     Rule(
-        "dataloader_num_workers",
-        _is("dataloader_num_workers", 0),
-        ("dataloader_persistent_workers", "dataloader_prefetch_factor"),
+        "activation_checkpointing",
+        _recomputes_no_layers,
+        "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
     ),
-)  # fmt: skip
+    Rule("activation_checkpointing", _is("auto"), "activation_offloading"),
+    Rule(
+        "dataloader_num_workers",
+        _is(0),
+        "dataloader_persistent_workers dataloader_prefetch_factor",
+    ),
+)
 
 
-def without_overruled(values: SettingValues) -> tuple[SettingValues, list[str]]:
-    """Return the values without what a stronger source makes moot, and a line for each."""
-    lines = []
+def without_overruled(values: SettingValues) -> SettingValues:
+    """Return the values without what a stronger source leaves no effect, and a note for each."""
+    for rule in (*PREFERENCES, *RULES):
+        found = _without_effect(rule, values)
+        moot = [name for name in found if 0 < values.rank(name) < values.rank(rule.cause)]
+        values = values.without(moot, [found[name] for name in moot])
+    return values.replaced({}, _without_effect(STEPS_COUNT, values).values())
+
+
+def check_effects(values: SettingValues) -> Iterator[str]:
+    """Refuse settings that have no effect; of two that exclude each other the second only."""
+    refused: set[str] = set()
     for rule in RULES:
-        moot = list(_moot(rule, values))
-        lines += [
-            f"{values.shown(name)} has no effect: {values.shown(rule.cause)}" for name in moot
-        ]
-        values = values.without(moot)
-    if {"max_steps", "num_train_epochs"} <= values.keys():
-        lines += _both_durations(values)
-    return values, lines
+        if rule.cause not in refused:
+            found = _without_effect(rule, values)
+            # What is off or null has no effect anyway.
+            found = {name: line for name, line in found.items() if values[name]}
+            yield from (line for name, line in found.items() if name not in refused)
+            refused |= found.keys()
 
 
-def _moot(rule: Rule, values: SettingValues) -> list[str]:
+def _without_effect(rule: Rule, values: SettingValues) -> dict[str, str]:
+    """Return the settings that somebody changed and a rule makes moot, each with a line."""
     try:
-        if rule.cause not in values or not rule.holds(values):
-            return []
-        stronger = values.rank(rule.cause)
-        changed = [name for name in rule.moot if values.changed(name)]
-        return [name for name in changed if 0 < values.rank(name) < stronger]
+        if not rule.condition(values[rule.cause], values):
+            return {}
+        return {
+            name: f"{values.shown(name)} has no effect: {values.shown(rule.cause)}"
+            for name in rule.moot.split()
+            if values.changed(name)
+        }
     except UnusableSettingError:
-        return []  # that fault is said
-
-
-def _both_durations(values: SettingValues) -> Iterator[str]:
-    """Say which of two durations in one source counts, as transformers documents it."""
-    try:
-        if values["max_steps"] != -1 and values.changed("num_train_epochs"):
-            shown = values.shown("max_steps")
-            yield f"{values.shown('num_train_epochs')} has no effect: {shown} counts"
-    except UnusableSettingError:
-        return
+        return {}  # a fault above says why
 
 
 # The settings of a training run by room, as both scripts read them.
@@ -246,9 +241,9 @@ SETTLE = (without_overruled, with_derived, with_precision)
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the user set: one object a room, and every value by name with where it came from.
+    """What the user set, one object each for run, data, model and training.
 
-    `notes` are lines to log: what was overruled by a stronger source, and what was derived.
+    values: every setting by name with its source. resolved: the same as plain data.
     """
 
     run: RunArguments
@@ -257,7 +252,6 @@ class RunSettings:
     training: TrainingArguments
     values: SettingValues
     resolved: dict[str, Any]
-    notes: tuple[str, ...] = ()
 
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
@@ -271,22 +265,25 @@ def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettin
 
 
 def _parse(
-    training_class: type,
+    training_class: type[TrainingClass],
     checks: Sequence[Check],
     argv: Sequence[str] | None,
     prog: str,
     description: str,
 ) -> RunSettings:
-    classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    settings = parse_arguments(
-        classes,
+    values = read_settings(
+        (RunArguments, DataArguments, ModelArguments, training_class),
         argv,
-        checks=checks,
         settle=SETTLE,
+        checks=(check_effects, *checks),
         prog=prog,
         description=description,
     )
-    run, data, model, training = settings
     return RunSettings(
-        run, data, model, training, settings.values, settings.as_dict(), settings.notes
+        values.build(RunArguments),
+        values.build(DataArguments),
+        values.build(ModelArguments),
+        training_arguments(training_class, values),
+        values,
+        dict(values),
     )

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -74,31 +74,6 @@ class _ChangedDefaults:
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
 
-    @classmethod
-    def from_settings(cls, given: Mapping[str, Any], values: SettingValues) -> Self:
-        """Build it; a dry run on a machine without accelerator is built for the CPU.
-
-        That is how a recipe for bf16 on GPUs is checked on a login node. Raises UnfitClusterError
-        for a process without a device, before building it takes that device.
-        """
-        import torch
-
-        given = dict(given)
-        if torch.cuda.is_available() and not (values["dry_run"] or values["use_cpu"]):
-            problem = missing_devices(os.environ, torch.cuda.device_count())
-            if problem:
-                raise UnfitClusterError(problem)
-        if not values["dry_run"]:
-            with decided_precision():
-                return cls(**given)
-        if not torch.accelerator.is_available():
-            given |= {"use_cpu": True, "tf32": None}
-        with (
-            decided_precision(),
-            alone(),
-        ):  # the processes that WORLD_SIZE stands for are not there to be met
-            return cls(**given)
-
     def _name_checkpointing(self) -> None:
         """Turn the two words that transformers has as booleans into them."""
         known = {"none": False, "full": True}
@@ -145,3 +120,28 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
         self._name_checkpointing()
         SFTConfig.__post_init__(self)
         self._settle(self.device.type)
+
+
+TrainingClass = TypeVar("TrainingClass", PretrainConfig, FineTuneConfig)
+
+
+def training_arguments(training_class: type[TrainingClass], values: SettingValues) -> TrainingClass:
+    """Build them; a dry run on a machine without accelerator is built for the CPU.
+
+    That is how a recipe for bf16 on GPUs is checked on a login node. Raises UnfitClusterError
+    for a process without a device, before building it takes that device.
+    """
+    import torch
+
+    if values["dry_run"]:
+        elsewhere = not torch.accelerator.is_available()
+        with decided_precision(), alone():  # no process of the WORLD_SIZE it plans for is there
+            return values.build(
+                training_class, **({"use_cpu": True, "tf32": None} if elsewhere else {})
+            )
+    if torch.cuda.is_available() and not values["use_cpu"]:
+        problem = missing_devices(os.environ, torch.cuda.device_count())
+        if problem:
+            raise UnfitClusterError(problem)
+    with decided_precision():
+        return values.build(training_class)

@@ -101,7 +101,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     describe. Raises ConfigurationError.
     """
     configure_logging()
-    for note in settings.notes:
+    for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()
     if not settings.run.dry_run:

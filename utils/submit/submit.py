@@ -681,10 +681,9 @@ def _array_option(sweep: "Sweep", request: JobRequest) -> list[str] | None:
 
 def _check_preparation(submission: Submission, facts: Path) -> int:
     """Check the settings of prepare_data.py; the job gives each task its share."""
-    from utils.config.command_line import parse_arguments
-    from utils.config.preparation import PreparationArguments, check_preparation
+    from utils.config.preparation import check_preparation, parse_preparation
 
-    (arguments,) = parse_arguments((PreparationArguments,), submission.arguments)
+    arguments = parse_preparation(submission.arguments)
     check_preparation(arguments)
     say(f"prepare_data.py: the settings are in order; writes {arguments.output_dir}")
     given = {option.name: option.value for option in submission.options}

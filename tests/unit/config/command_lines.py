@@ -1,13 +1,9 @@
-"""Command lines of both scripts, parsed and checked as the scripts do."""
+"""Command lines of both scripts, read and checked as the scripts do."""
 
 import pytest
 
-from utils.config.arguments import DataArguments, ModelArguments, RunArguments
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS
-from utils.config.command_line import parse_arguments
 from utils.config.errors import ConfigurationError
-from utils.config.settings import SETTLE
-from utils.config.trainer_arguments import PretrainConfig
+from utils.config.settings import parse_fine_tuning, parse_pretraining
 
 BASE = {
     "global_batch_size": "8",
@@ -16,12 +12,6 @@ BASE = {
     "model_config": "model.yaml",
     "use_cpu": "true",
 }
-
-
-def parse_training_settings(training_class, argv):
-    checks = PRETRAINING_CHECKS if training_class is PretrainConfig else FINE_TUNING_CHECKS
-    classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    return parse_arguments(classes, argv, checks=checks, settle=SETTLE)
 
 
 def words(changes):
@@ -34,16 +24,16 @@ def words(changes):
     ]
 
 
-def parse(training_class=PretrainConfig, **changes):
-    return parse_training_settings(training_class, words(changes))
+def parse(parse_argv=parse_pretraining, **changes):
+    return parse_argv(words(changes), description="")
 
 
-def problems_of(training_class=PretrainConfig, **changes):
+def problems_of(parse_argv=parse_pretraining, **changes):
     with pytest.raises(ConfigurationError) as caught:
-        parse(training_class, **changes)
+        parse(parse_argv, **changes)
     return caught.value.problems
 
 
+BOTH = pytest.mark.parametrize("parse_argv", [parse_pretraining, parse_fine_tuning])
 EVALUATED = {"eval_data": ["a=data/a", "b=data/b"], "eval_strategy": "steps", "eval_steps": "10"}
-
 METRICS = "one of eval_a_loss, eval_a_perplexity, eval_b_loss, eval_b_perplexity"

@@ -1,8 +1,81 @@
-"""Recipes: later files win, `extends` goes depth first, every fault names file and line."""
+"""Recipes: YAML 1.2 without surprises, later files win, every fault names file and line."""
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from utils.config.recipes import read_recipes
+from utils.config.recipes import YamlError, dump_yaml, load_mapping, read_recipes
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4), ("3E5", 3e5), ("-1.5e+3", -1500.0), (".5", 0.5), ("5.", 5.0), ("7", 7),
+        ("-1", -1), ("1_000_000", 1_000_000), ("010", "010"), ("1:30", "1:30"), ("0x10", "0x10"),
+        ("2024-01-31", "2024-01-31"), ("no", "no"), ("on", "on"), ("yes", "yes"), ("true", True),
+        ("False", False), ("null", None), ("~", None), ("", None), ("none", "none"), ("e5", "e5"),
+        ("'1e-4'", "1e-4"), ("<<", "<<"), (".inf", float("inf")),
+        ("[a, 1, 2.0]", ["a", 1, 2.0]), ("{a: {b: 1e-1}}", {"a": {"b": 0.1}}),
+    ],
+)  # fmt: skip
+def test_plain_scalars_follow_yaml_1_2(text, value):
+    values, faults = load_mapping(f"# comment\nkey: {text}")
+    assert (values, faults) == ({"key": (value, 2)}, [])
+    assert type(values["key"][0]) is type(value)
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(blacklist_categories=("Cs", "Cc")))
+    | st.sampled_from(["1e-4", "no", "1:30", "010", "null", "2024-01-31", "~", "=", "0o7", "1_0"]),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text("abc_no1e-", min_size=1), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from(["a", "no", "1e-4", "b_c"]), PLAIN, min_size=1))
+def test_what_is_written_is_read_back_by_us_and_by_yaml_1_1(values):
+    text = dump_yaml(values)
+    read, faults = load_mapping(text)
+    assert faults == []
+    assert {key: value for key, (value, _) in read.items()} == values
+    assert yaml.safe_load(text) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# only a comment\n", r"^: it is empty"),
+        ("- a\n- b\n", r"^:1: expected settings as `name: value` lines"),
+        ("a: 1\nb: [1, 2\n", r"^:3: not valid YAML: expected ',' or ']'"),
+        ("a: 1\n---\nb: 2\n", r"not valid YAML: but found another document"),
+        ("a: !!python/object/apply:os.system [ls]\n", r"^:1: not valid YAML: could not determine"),
+        ("a: &x [*x]\n", r"^:1: not valid YAML: found unconstructable recursive node"),
+        ("a: \x00\n", r"not valid YAML: special characters are not allowed"),
+    ],
+)
+def test_unreadable_text_names_its_line(text, message):
+    with pytest.raises(YamlError, match=message):
+        load_mapping(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: 1\nb: 2\na: 3\n", ":3: a is given twice, first in line 1"),
+        ("a:\n  - {c: 1, c: 2}\n", ":2: c is given twice, first in line 2"),
+        ("1: x\n", ":1: a key has to be a plain name"),
+        ("? [1]\n: x\n", ":1: a key has to be a plain name"),
+        ("a:\n  null: x\n", ":2: a key has to be a plain name"),
+    ],
+)
+def test_bad_keys_are_faults_at_any_depth(text, fault):
+    assert load_mapping(text)[1] == [fault]
 
 
 @pytest.fixture
@@ -18,92 +91,47 @@ def recipe(tmp_path, monkeypatch):
     return write
 
 
-def values(reading):
-    assert reading.problems == []
-    return {name: recipe.value for name, recipe in reading.values.items()}
+def read(*paths):
+    given, problems = read_recipes(paths)
+    assert problems == []
+    return {name: (entry.value, entry.source) for name, entry in given.items()}
 
 
-def test_later_files_win_and_each_value_keeps_file_and_line(recipe):
-    reading = read_recipes([recipe("a.yaml", "x: 1\ny: 2\n"), recipe("b.yaml", "\ny: 3\n")])
-    assert values(reading) == {"x": 1, "y": 3}
-    assert reading.values["x"].source == "a.yaml:1"
-    assert reading.values["y"].source == "b.yaml:2"
-
-
-def test_lists_and_mappings_are_replaced_as_a_whole(recipe):
-    first = recipe("a.yaml", "l: [1, 2]\nm: {min_lr: 1, cycles: 2}\n")
-    assert values(read_recipes([first, recipe("b.yaml", "l: [3]\nm: {min_lr: 2}\n")])) == {
-        "l": [3],
-        "m": {"min_lr": 2},
-    }
+def test_later_files_replace_whole_values_and_each_keeps_file_and_line(recipe):
+    first = recipe("a.yaml", "x: 1\nl: [1, 2]\nm: {min_lr: 1, cycles: 2}\n")
+    later = recipe("b.yaml", "\ufeff\nl: [3]\nm: {min_lr: 2}\n")
+    assert read(first, later) == {
+        "x": (1, "a.yaml:1"), "l": ([3], "b.yaml:2"), "m": ({"min_lr": 2}, "b.yaml:3"),
+    }  # fmt: skip
 
 
 def test_the_extending_file_wins_over_what_it_extends_in_order_and_depth(recipe):
-    recipe("base/root.yaml", "who: root\nroot: 1\nkept: root\n")
-    recipe("base/left.yaml", "extends: [root.yaml]\nwho: left\nleft: 1\nkept: left\n")
+    recipe("base/root.yaml", "who: root\nroot: 1\ndeep: root\n")
+    recipe("base/left.yaml", "extends: root.yaml\nwho: left\nleft: 1\ndeep: left\n")
     recipe("base/right.yaml", "who: right\nright: 1\n")
-    top = recipe("top.yaml", "extends: [base/left.yaml, base/right.yaml]\ntop: 1\n")
-    reading = read_recipes([top])
-    assert values(reading) == {
-        "who": "right",
-        "kept": "left",
-        "root": 1,
-        "left": 1,
-        "right": 1,
-        "top": 1,
-    }
-    assert reading.values["root"].source == "base/root.yaml:2"
+    top = recipe("top.yaml", "extends: [base/left.yaml, base/right.yaml, base/right.yaml]\ntop: 1")
+    found = read(top)
+    assert found["root"] == (1, "base/root.yaml:2")
+    assert {name: value for name, (value, _) in found.items()} == {
+        "who": "right", "deep": "left", "root": 1, "left": 1, "right": 1, "top": 1,
+    }  # fmt: skip
 
 
-def test_one_extended_file_needs_no_list_and_may_be_shared(recipe):
-    recipe("base.yaml", "x: 1\n")
-    left = recipe("left.yaml", "extends: base.yaml\n")
-    right = recipe("right.yaml", "extends: [base.yaml, base.yaml]\ny: 2\n")
-    assert values(read_recipes([left, right])) == {"x": 1, "y": 2}
-
-
-def test_a_circle_is_refused_with_its_files(recipe):
-    a = recipe("a.yaml", "extends: b.yaml\nx: 1\n")
+def test_faults_of_files_are_all_named(recipe, tmp_path):
+    recipe("a.yaml", "extends: b.yaml\nx: 1\n")
     recipe("b.yaml", "extends: sub/../a.yaml\n")
-    (problem,) = read_recipes([a]).problems
-    assert problem == ("a.yaml: recipes extend each other in a circle: a.yaml -> b.yaml -> a.yaml")
-
-
-def test_a_recipe_that_extends_itself_is_a_circle(recipe):
-    (problem,) = read_recipes([recipe("a.yaml", "extends: a.yaml\n")]).problems
-    assert "in a circle: a.yaml -> a.yaml" in problem
-
-
-@pytest.mark.parametrize("extends", ["3", "[1]", "{a: b}", "null"])
-def test_extends_names_files(recipe, extends):
-    (problem,) = read_recipes([recipe("a.yaml", f"x: 1\nextends: {extends}\n")]).problems
-    assert problem == ("a.yaml:2: extends: expected a list of recipe files, relative to this file")
-
-
-def test_unreadable_files_are_all_named(recipe, tmp_path):
+    recipe("sub/c.yaml", "extends: ../gone.yaml\nseed: 1\nseed: 2\n")
+    recipe("d.yaml", "x: 1\nextends: [1]\n")
+    recipe("bad.yaml", "a: [\n")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     (tmp_path / "folder.yaml").mkdir()
-    paths = ["missing.yaml", "latin.yaml", "folder.yaml", recipe("bad.yaml", "a: [\n"), "empty"]
-    recipe("empty", "")
-    assert read_recipes(paths).problems == [
-        "missing.yaml: cannot read the recipe: No such file or directory",
+    paths = ["a.yaml", "sub/c.yaml", "d.yaml", "latin.yaml", "folder.yaml", "bad.yaml"]
+    assert read_recipes(paths)[1] == [
+        "a.yaml: recipes extend each other in a circle: a.yaml -> b.yaml -> a.yaml",
+        "sub/c.yaml:3: seed is given twice, first in line 2",
+        "gone.yaml: cannot read the recipe: No such file or directory",
+        "d.yaml:2: extends: expected a list of recipe files, relative to this file",
         "latin.yaml: the recipe is not UTF-8 text (byte 3)",
         "folder.yaml: cannot read the recipe: Is a directory",
         "bad.yaml:2: not valid YAML: expected the node content, but found '<stream end>'",
-        "empty: it is empty",
     ]
-
-
-def test_a_missing_extended_file_is_named_relative_to_the_working_directory(recipe):
-    recipe("sub/a.yaml", "extends: ../gone.yaml\n")
-    (problem,) = read_recipes(["sub/a.yaml"]).problems
-    assert problem.startswith("gone.yaml: cannot read the recipe")
-
-
-def test_a_byte_order_mark_is_no_key(recipe):
-    assert values(read_recipes([recipe("a.yaml", "\ufeffx: 1\n")])) == {"x": 1}
-
-
-def test_duplicate_keys_are_a_problem_with_both_lines(recipe):
-    reading = read_recipes([recipe("a.yaml", "seed: 1\nseed: 2\n")])
-    assert reading.problems == ["a.yaml:2: seed is given twice, first in line 1"]

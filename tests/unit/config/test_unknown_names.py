@@ -1,75 +1,103 @@
-"""Unknown settings: another toolkit's name, a typing error, or nothing that could be meant."""
+"""Settings that do not exist here: another toolkit's name, a typing error, or a refused one."""
+
+import dataclasses
 
 import pytest
-from command_lines import parse, parse_training_settings, problems_of
+from command_lines import problems_of
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig
 
-from utils.config.errors import ConfigurationError
-from utils.config.trainer_arguments import FineTuneConfig
-from utils.config.unknown_names import OTHER_NAMES, unknown_name
+from utils.config.arguments import DataArguments, ModelArguments, RunArguments
+from utils.config.command_line import read_settings
+from utils.config.declarations import declared_settings
+from utils.config.errors import (
+    REFUSED_FINE_TUNING_SETTINGS,
+    REFUSED_MODEL_SETTINGS,
+    REFUSED_TRAINING_SETTINGS,
+    ConfigurationError,
+)
+from utils.config.settings import parse_fine_tuning
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
+from utils.config.unknown_names import ADVICE, OTHER_NAMES, unknown_name
 
 pytestmark = pytest.mark.usefixtures("started_alone")
-
-
-@pytest.fixture(scope="module")
-def known():
-    return parse(FineTuneConfig).values.declared
+KNOWN = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))
 
 
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
         ("dataset_name", "prepare_data.py --sources tokenizes it once, then train_data names"),
-        ("max_eval_batches", "every evaluation reads all of its split"),
-        ("use_liger", "the loss is fused"),
-        ("epochs", "here it is --num_train_epochs"),
-        ("lr", "here it is --learning_rate"),
-        ("batch_size", "here it is --per_device_train_batch_size"),
         ("per_device_batch_size", "here it is --per_device_train_batch_size"),
-        ("micro_batch_size", "here it is --per_device_train_batch_size"),
-        ("max_seq_length", "here it is --sequence_length"),
         ("training.steps", "here it is --max_steps"),
-        ("lora_rank", "here it is --lora_r"),
         ("warmup_ratio", "warmup_steps (below 1 it is a share of all steps)"),
         ("learning_rte", "did you mean --learning_rate?"),
         ("learningrate", "did you mean --learning_rate?"),
-        ("save_step", "did you mean --save_steps?"),
-        ("no_use_peft", "use --use_peft false"),
+        ("device_eval_size", "--help lists all settings"),  # likeness alone suggests nothing
+        ("steps_eval", "--help lists all settings"),
     ],
 )
-def test_what_was_meant_is_named(known, flag, said):
-    assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", flag, known).message
+def test_what_was_meant_is_named(flag, said):
+    assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", flag, KNOWN)
 
 
-@pytest.mark.parametrize("name", ["train_batch", "device_eval_size", "save_data", "steps_eval"])
-def test_likeness_alone_suggests_nothing(known, name):
-    assert "did you mean" not in unknown_name(name, name, known).message
+def test_other_names_are_none_of_ours_and_lead_to_one_of_ours():
+    assert not {*OTHER_NAMES, *ADVICE} & KNOWN.keys()
+    assert set(OTHER_NAMES.values()) <= KNOWN.keys()
+    preparation = ["sources", "seed", "tokenizer_name_or_path"]
+    assert "here it is --sources" in unknown_name("--dataset_name", "dataset_name", preparation)
+    assert "--help lists all" in unknown_name("--lr", "lr", preparation)
 
 
-def test_other_names_are_none_of_ours_and_lead_to_one_of_ours(known):
-    for name, ours in OTHER_NAMES.items():
-        assert name not in known
-        assert " " in ours or ours.partition(":")[0] in known, name
+@pytest.mark.parametrize(
+    ("missing", "given"),
+    [
+        ("train_data", "dataset_name"),
+        ("sequence_length", "max_seq_length"),
+        ("sequence_length", "max_length"),  # refused, with what to use
+        ("model_config", "model_name"),
+    ],
+)
+def test_what_an_unknown_name_stands_for_is_not_called_missing(missing, given):
+    (problem,) = problems_of(parse_fine_tuning, **{missing: None, given: "5"})
+    assert given in problem
 
 
-def test_a_name_of_prepare_data_is_not_answered_with_one_of_training():
-    known = ["sources", "seed", "tokenizer_name_or_path"]
-    assert "here it is --sources" in unknown_name("--dataset_name", "dataset_name", known).message
-    assert "--help lists all" in unknown_name("--lr", "lr", known).message
+def names(argument_class):
+    return {field.name for field in dataclasses.fields(argument_class)}
 
 
-def test_what_follows_from_an_unknown_name_is_not_listed():
-    (problem,) = problems_of(train_data=None, dataset_name="d")
-    assert "unknown setting --dataset_name" in problem
-    (problem,) = problems_of(sequence_length=None, max_seq_length="5")
-    assert "here it is --sequence_length" in problem
-    (problem,) = problems_of(FineTuneConfig, sequence_length=None, max_length="5")
-    assert "max_length cannot be set here" in problem
-    (problem,) = problems_of(model_config=None, model_name="m")
-    assert "here it is --model_name_or_path" in problem
+def test_refused_settings_and_changed_defaults_exist_in_the_libraries():
+    # trust_remote_code is SFTConfig's alone among the training settings.
+    assert REFUSED_TRAINING_SETTINGS.keys() - names(TrainingArguments) == {"trust_remote_code"}
+    assert REFUSED_FINE_TUNING_SETTINGS.keys() <= names(SFTConfig)
+    assert REFUSED_MODEL_SETTINGS.keys() <= names(ModelConfig)
+    own = {"compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"}
+    assert names(PretrainConfig) == names(TrainingArguments)
+    assert names(FineTuneConfig) == names(SFTConfig)
+    assert names(ModelArguments) == names(ModelConfig) | own
+    added = names(SFTConfig) - names(TrainingArguments) - REFUSED_FINE_TUNING_SETTINGS.keys()
+    assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
+    assert not [name for name in KNOWN if "token" in name and "tokenizer" not in name]
 
 
-def test_nothing_is_said_to_miss_where_a_recipe_could_not_be_read(tmp_path):
-    with pytest.raises(ConfigurationError) as caught:
-        parse_training_settings(FineTuneConfig, ["--config", str(tmp_path / "none.yaml")])
-    (problem,) = caught.value.problems
-    assert "cannot read the recipe" in problem
+@pytest.mark.parametrize(
+    ("training_class", "refused"),
+    [
+        (PretrainConfig, REFUSED_TRAINING_SETTINGS | REFUSED_MODEL_SETTINGS),
+        (FineTuneConfig, REFUSED_FINE_TUNING_SETTINGS | REFUSED_MODEL_SETTINGS),
+    ],
+)
+def test_giving_a_refused_setting_is_answered_with_its_reason(training_class, refused, tmp_path):
+    # fine-tuning has a --packing of ours in place of TRL's
+    refused = {name: reason for name, reason in refused.items() if name != "packing"}
+    path = tmp_path / "all.yaml"
+    path.write_text("".join(f"{name}: 1\n" for name in refused))
+    flags = [word for name in refused for word in (f"--{name}", "1")]
+    classes = (DataArguments, ModelArguments, training_class)
+    for argv in (["--config", str(path)], flags):
+        with pytest.raises(ConfigurationError) as caught:
+            read_settings(classes, argv)
+        for line, (name, reason) in enumerate(refused.items(), 1):
+            given = f"{path}:{line}: {name}" if argv[0] == "--config" else f"--{name}"
+            assert f"{given} cannot be set here: {reason}" in caught.value.problems

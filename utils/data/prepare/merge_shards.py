@@ -9,8 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from utils.config.command_line import parse_arguments
-from utils.config.preparation import PreparationArguments
+from utils.config.preparation import parse_preparation
 from utils.launch.script import run_script
 
 logger = logging.getLogger(__name__)
@@ -18,9 +17,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Note that this task's shard is complete; merge if all are. Returns the exit code."""
-    (arguments,) = parse_arguments(
-        (PreparationArguments,), argv, description=__doc__.splitlines()[0]
-    )
+    arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     assert arguments.merge is not None, "prepare_job.sh gives it"
 

@@ -1,0 +1,290 @@
+"""Recipes and flags become typed values, in a fixed precedence, with every fault at once."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from utils.config.command_line import read_settings
+from utils.config.declarations import WrongValueError, checked_value, declared_settings
+from utils.config.errors import ConfigurationError
+from utils.config.recipes import dump_yaml
+
+
+@dataclass
+class First:
+    sources: list[str] = field(metadata={"help": "what to read, 5% of it"})
+    learning_rate: float = field(default=1e-3, metadata={"help": "step size"})
+    seed: int = field(default=0, metadata={"help": "key"})
+    limit: int | None = field(default=7, metadata={"help": "null: none"})
+    loud: bool = field(default=False, metadata={"help": "say more"})
+    careful: bool = field(default=True, metadata={"help": "take care"})
+
+
+@dataclass
+class Second:
+    refused_settings: ClassVar[dict[str, str]] = {"old": "set kind instead"}
+
+    kind: Literal["plain", "none"] = field(default="plain", metadata={"help": "which"})
+    name: str | None = field(default=None, metadata={"help": "what to call it"})
+    options: dict | str | None = field(default=None, metadata={"help": "keywords"})
+    reports: str | list[str] | None = None
+    old: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name == "bad":
+            raise ValueError("bad name")
+
+
+CLASSES = (First, Second)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbers = itertools.count()
+
+    def write(text):
+        name = f"recipe{next(numbers)}.yaml"
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+def read(*argv, **options):
+    return read_settings(CLASSES, ["--sources", "a", *argv], **options)
+
+
+def problems_of(*argv, classes=CLASSES, **options):
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings(classes, argv, **options)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], {}),
+        (["--learning_rate", "1e-4", "--limit", "null"], {"learning_rate": 1e-4, "limit": None}),
+        (["--kind=none", "--seed=-3"], {"kind": "none", "seed": -3}),
+        (["--loud", "--no_careful"], {"loud": True, "careful": False}),
+        (["--loud", "yes", "--careful", "False"], {"loud": True, "careful": False}),
+        (["--learning-rate", "2"], {"learning_rate": 2.0}),
+        (["--options", '{"a": [1]}'], {"options": {"a": [1]}}),
+        (["--reports", "x"], {"reports": "x"}),
+        (["--reports", "x", "y"], {"reports": ["x", "y"]}),
+        (["--name", "1e-4"], {"name": "1e-4"}),
+    ],
+)
+def test_flags_have_the_type_of_their_setting(argv, expected):
+    values = read(*argv)
+    assert {name: values[name] for name in values if values.changed(name)} == {
+        "sources": ["a"], **expected,
+    }  # fmt: skip
+    assert values.build(First) == First(
+        **{name: values[name] for name in values if hasattr(First, name) or name == "sources"}
+    )
+
+
+KEYS = st.sampled_from(["learning_rate", "seed", "limit"])
+VALUES = st.dictionaries(KEYS, st.integers(1, 99))
+
+
+@settings(max_examples=30, deadline=None)
+@given(files=st.lists(VALUES, max_size=3), flags=VALUES)
+def test_defaults_then_files_in_order_then_flags(tmp_path_factory, files, flags):
+    folder = tmp_path_factory.mktemp("recipes")
+    paths = []
+    for number, content in enumerate(files):
+        path = folder / f"{number}.yaml"
+        path.write_text("kind: plain\n" + "".join(f"{k}: {v}\n" for k, v in content.items()))
+        paths.append(str(path))
+    argv = ["--config", *paths] if paths else []
+    argv += [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    values = read(*argv)
+    expected: dict[str, Any] = {"learning_rate": 1e-3, "seed": 0, "limit": 7}
+    for layer in (*files, flags):
+        expected |= layer
+    assert {key: values[key] for key in expected} == expected
+    for key in expected:
+        holders = [path for path, content in zip(paths, files, strict=True) if key in content]
+        if key in flags:
+            assert values.source(key) == f"--{key}"
+        else:
+            found = values.source(key).rpartition(":")[0] or values.source(key)
+            assert found == (holders[-1] if holders else "default")
+
+
+def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
+    path = recipe("learning_rte: 1\nseed: 4.5\nloud: 1\nkind: fancy\nconfig: x\nold: 3\n")
+    assert problems_of(
+        "stray", "--config", path, "gone.yaml", "--learning_rate", "fast", "--sed", "3",
+        "--options", "[1]", "--limit", "1", "2", "--old", "1", "--zzz", "1", "--name",
+    ) == [
+        "unexpected argument 'stray': give it as --NAME VALUE",
+        "gone.yaml: cannot read the recipe: No such file or directory",
+        f"{path}:1: unknown setting learning_rte: did you mean learning_rate?",
+        f"{path}:2: seed: expected an integer, got 4.5",
+        f"{path}:3: loud: expected true or false, got 1",
+        f"{path}:4: kind: expected one of plain, none; got the string 'fancy'",
+        f"{path}:5: a recipe names others with extends",
+        "--old cannot be set here: set kind instead",
+        "--learning_rate: expected a number, got the string 'fast'",
+        "unknown setting --sed: did you mean --seed?",
+        "--options: expected a mapping or null, got the string '[1]'",
+        "--limit: unexpected argument '2' after its value",
+        "unknown setting --zzz: --help lists all settings",
+        "--name: expected a value",
+    ]  # fmt: skip
+    assert problems_of("--sources", "a", "--config", recipe("old: 3\n")) == [
+        "recipe1.yaml:1: old cannot be set here: set kind instead"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--seed", "1", "--seed", "2"], "--seed is given twice"),
+        (["--careful", "--no_careful"], "--careful is given twice"),
+        (["--kind", "null"], "--kind: it cannot be null; leave it out for plain"),
+        (["--kind"], "--kind: expected one of plain, none"),
+        (["--seed", "1.5"], "--seed: expected an integer, got the string '1.5'"),
+        (["--config"], "--config: expected at least one recipe file"),
+    ],
+)
+def test_flags_at_fault(argv, problem):
+    assert problems_of("--sources", "a", *argv) == [problem]
+
+
+def test_only_what_is_surely_missing_is_called_missing(recipe):
+    assert problems_of() == ["sources is required: what to read, 5% of it"]
+    for argv in (
+        ["--config", "gone.yaml"], ["--config", recipe("sources: {a: b}\n")], ["--sources"],
+        ["--source", "x"],
+    ):  # fmt: skip
+        assert len(problems_of(*argv)) == 1
+
+
+def test_checks_see_all_values_and_their_faults_join_the_others():
+    def check_seed(values):
+        if values["seed"] > values["learning_rate"]:
+            yield f"{values.shown('seed')} is above {values.shown('learning_rate')}"
+
+    def check_sources(values):
+        yield f"reads {values['sources']}"
+
+    checks = (check_seed, check_sources)
+    assert problems_of("--seed", "3", "--zzz", "x", checks=checks) == [
+        "unknown setting --zzz: --help lists all settings",
+        "sources is required: what to read, 5% of it",
+        "seed 3 (--seed) is above learning_rate 0.001 (default)",
+    ]
+    faulty = problems_of("--sources", "a", "--seed", "x", checks=checks)
+    assert faulty[1:] == ["reads ['a']"], "a check that reads a faulty setting is left out"
+
+
+def test_a_value_error_of_a_constructor_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match="bad name"):
+        read("--name", "bad").build(Second)
+
+
+def test_two_classes_must_not_share_a_setting_and_defaults_are_not_shared():
+    with pytest.raises(AssertionError, match="two argument classes declare"):
+        read_settings((First, First), [])
+
+    @dataclass
+    class Listed:
+        items: list[str] = field(default_factory=list)
+
+    values = read_settings((Listed,), [])
+    values["items"].append("x")
+    assert values["items"] == values.build(Listed).items == []
+
+
+def test_the_written_settings_are_a_recipe_of_the_same_settings(recipe):
+    first = read("--learning_rate", "1e-4", "--name", "1e-4", "--options", '{"no": "on"}')
+    second = read_settings(CLASSES, ["--config", recipe(dump_yaml(first))])
+    assert dict(second) == dict(first)
+    assert "old" not in first
+
+
+def test_help_prints_each_setting_with_help_and_default_and_leaves_with_0(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["script.py", "--seed", "x", "--help"])
+    with pytest.raises(SystemExit) as left:
+        read_settings(CLASSES, description="What it does.")
+    text = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0
+    for part in (
+        "What it does.", "what to read, 5% of it (required)", "step size (default: 0.001)",
+        "--config RECIPE.yaml", "--kind plain|none", "--limit INTEGER",
+    ):  # fmt: skip
+        assert part in text
+    assert "--old" not in text
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Everything:
+    integer: int
+    number: float
+    text: str
+    switch: bool
+    maybe: int | None
+    texts: list[str]
+    numbers: list[float] | None
+    mixed: list[str | dict[str, Any]]
+    mapping: dict[str, Any] | str | None
+    named: Literal["a", "b"]
+    colour: Colour | str
+    chosen: str = dataclasses.field(metadata={"choices": ["x", "y"]})
+    text_or_false: str | Literal[False] | None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("integer", 3, 3), ("number", 3, 3.0), ("text", "", ""), ("switch", True, True),
+        ("maybe", None, None), ("texts", "a", ["a"]), ("texts", [], []),
+        ("numbers", [1, 2.5], [1.0, 2.5]), ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]),
+        ("mapping", {"a": [1]}, {"a": [1]}), ("mapping", '{"a": 1}', {"a": 1}),
+        ("named", "a", "a"), ("colour", "blue", "blue"), ("chosen", "x", "x"),
+        ("text_or_false", False, False), ("text_or_false", "space", "space"),
+    ],
+)  # fmt: skip
+def test_values_of_the_declared_type_pass(name, value, expected):
+    found = checked_value(declared_settings([Everything])[name], value)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("integer", 4.0, "expected an integer, got 4.0"),
+        ("integer", True, "expected an integer, got true"),
+        ("integer", None, "expected an integer, got null"),
+        ("integer", [4], r"expected an integer, got the list \[4\]"),
+        ("number", False, "expected a number, got false"),
+        ("text", {"a": 1}, 'expected a string, got the mapping {"a": 1}'),
+        ("switch", 1, "expected true or false, got 1"),
+        ("maybe", "x", "expected an integer or null, got"),
+        ("texts", [1], r"expected a list of strings, got the list \[1\]"),
+        ("mapping", "x.json", "expected a mapping or null, got the string 'x.json'"),
+        ("named", True, "expected one of a, b; got true"),
+        ("colour", "green", "expected one of red, blue; got the string 'green'"),
+        ("chosen", ["x"], "expected one of x, y; got"),
+        ("text_or_false", True, "expected a string or false or null, got true"),
+    ],
+)
+def test_other_values_are_refused_with_what_was_expected(name, value, message):
+    with pytest.raises(WrongValueError, match=message):
+        checked_value(declared_settings([Everything])[name], value)

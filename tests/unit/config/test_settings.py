@@ -1,0 +1,305 @@
+"""Settings of a run: flags over recipes, what nobody set is derived, precision, written again."""
+
+import os
+import re
+import warnings
+
+import pytest
+import torch
+from command_lines import BOTH, parse, problems_of
+
+from utils.config import precision as cpu_precision
+from utils.config.errors import ConfigurationError
+from utils.config.recipes import dump_yaml
+from utils.config.settings import PREFERENCES, RULES, parse_fine_tuning
+
+pytestmark = pytest.mark.usefixtures("started_alone")
+
+BASE = """
+output_dir: runs/x
+model_name_or_path: m
+train_data: [data/x]
+sequence_length: 64
+global_batch_size: 2
+use_cpu: true
+bf16: false
+"""
+DEMO = """
+per_device_train_batch_size: 2
+max_steps: 140
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+warmup_steps: 10
+eval_data: [heldout=data/heldout]
+eval_strategy: steps
+eval_on_start: true
+eval_steps: 70
+save_steps: 70
+save_best: true
+load_best_model_at_end: true
+metric_for_best_model: eval_heldout_loss
+greater_is_better: false
+"""
+EVALUATION = {
+    "eval_data", "eval_steps", "eval_on_start", "load_best_model_at_end", "save_best",
+    "metric_for_best_model", "greater_is_better",
+}  # fmt: skip
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Parse flags over a recipe, over BASE; as fine-tuning."""
+
+    def start(recipe, *flags):
+        (tmp_path / "base.yaml").write_text(BASE)
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"extends: [base.yaml]\n{recipe}")
+        return parse_fine_tuning(["--config", str(path), *flags], "").values
+
+    return start
+
+
+def moot(values):
+    """Return the settings that the notes call moot."""
+    return {note.split()[0] for note in values.notes if " has no effect: " in note}
+
+
+@pytest.mark.parametrize(
+    ("flags", "gone"),
+    [
+        (["--eval_strategy", "no"], EVALUATION),
+        (["--eval_data", "none"], EVALUATION - {"eval_data"} | {"eval_strategy"}),
+        (["--eval_data=null"], EVALUATION - {"eval_data"} | {"eval_strategy"}),
+        (["--eval_strategy", "epoch", "--load_best_model_at_end", "false"], {"eval_steps"}),
+        (["--lr_scheduler_type", "cosine"], {"lr_scheduler_kwargs"}),
+        (["--lr_scheduler_type", "constant"], {"lr_scheduler_kwargs", "warmup_steps"}),
+        (["--num_train_epochs", "2"], {"max_steps"}),
+        (["--init_from", "runs/a"], {"model_name_or_path"}),
+        (["--model_config", "m.yaml"], {"model_name_or_path"}),
+        (["--save_strategy", "no", "--load_best_model_at_end", "false"],
+         {"save_steps", "save_best"}),
+    ],
+)  # fmt: skip
+def test_one_flag_on_the_demos_recipe_is_enough(started, flags, gone):
+    values = started(DEMO, *flags)
+    assert moot(values) == gone
+    assert not any(values.changed(name) for name in gone)
+    assert all(flags[0].partition("=")[0] in note for note in values.notes if "no effect" in note)
+
+
+MOOT_OF_ITS_CAUSE = {  # setting of a recipe -> flag that makes it moot, beside those above
+    "init_from: runs/a\nmodel_name_or_path: null\ninit_optimizer: true": "--model_name_or_path m",
+    "use_peft: true\nlora_r: 4": "--use_peft false",
+    "use_cpu: false\nbf16: null\nfp16: true": "--use_cpu true --bf16 true",
+    "dtype: bfloat16\nstochastic_rounding: true": "--dtype float32",
+    "optim_states: int8": "--optim adafactor",
+    "optim_args: a=1": "--optim_states int8",
+    "gradient_checkpointing: true": "--activation_checkpointing none",
+    "activation_checkpointing: full": "--gradient_checkpointing false",
+    "dataloader_num_workers: 2\ndataloader_prefetch_factor: 4": "--dataloader_num_workers 0",
+    "use_cpu: false\nbf16: null\ntf32: true": "--use_cpu true",
+}
+
+
+@pytest.mark.parametrize(("recipe", "flags"), MOOT_OF_ITS_CAUSE.items())
+def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started, recipe, flags):
+    name = recipe.rpartition("\n")[2].partition(":")[0]
+    values = started(recipe, *flags.split())
+    assert name in moot(values)
+    assert not values.changed(name)
+    assert {rule.cause for rule in (*RULES, *PREFERENCES)} <= values.keys()
+    assert {name for rule in (*RULES, *PREFERENCES) for name in rule.moot.split()} <= values.keys()
+
+
+def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(started, tmp_path):
+    (note,) = started(DEMO, "--num_train_epochs", "2").notes
+    assert note.startswith("max_steps 140 (")
+    assert "recipe.yaml:4) has no effect: num_train_epochs 2 (--num_train_epochs)" in note
+    later = tmp_path / "later.yaml"
+    later.write_text("eval_strategy: no\n")
+    argv = ["--config", str(tmp_path / "recipe.yaml"), str(later)]
+    assert moot(parse_fine_tuning(argv, "").values) == EVALUATION
+    with pytest.raises(ConfigurationError, match=r"eval_steps 5 \(--eval_steps\) has no effect"):
+        parse_fine_tuning([*argv, "--eval_steps", "5"], "")
+
+
+def test_within_one_source_it_stays_a_contradiction(started):
+    with pytest.raises(ConfigurationError, match=r"eval_steps 70 .* has no effect"):
+        started(DEMO.replace("eval_strategy: steps", "eval_strategy: no"))
+    note = started("max_steps: 5\nnum_train_epochs: 2").notes[0]
+    assert re.search("num_train_epochs 2 .* has no effect: max_steps 5", note)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "ranks", "sizes"),
+    [
+        ("global_batch_size: 4", "", 1, (4, 4)),  # Trainer's micro-batch is 8
+        ("global_batch_size: 12", "", 1, (12, 6)),
+        ("global_batch_size: 4", "", 2, (4, 2)),
+        ("global_batch_size: 64", "", 1, (64, 8)),
+        ("global_batch_size: 64\nper_device_train_batch_size: 8", "", 16, (64, 4)),
+        ("per_device_train_batch_size: 2", "--global_batch_size 1", 1, (1, 1)),
+    ],
+)
+def test_the_micro_batch_follows_from_the_global_one(
+    started, monkeypatch, recipe, flags, ranks, sizes
+):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    values = started(recipe, *flags.split(), "--dry_run", "true")
+    assert (values["global_batch_size"], values["per_device_train_batch_size"]) == sizes
+
+
+def test_the_global_batch_follows_from_the_micro_batch():
+    values = parse(global_batch_size=None, per_device_train_batch_size="3").values
+    assert values["global_batch_size"] == 3
+    (note,) = values.notes
+    assert note.startswith("global_batch_size 3: per_device_train_batch_size 3 (--per_device_train")
+    (problem,) = problems_of(global_batch_size=None)
+    assert "global_batch_size is required" in problem
+
+
+def test_when_and_by_what_to_judge_is_derived(started):
+    values = started("eval_data: [data/Held-Out]\nsave_steps: 20\nsave_best: true")
+    names = "eval_strategy", "eval_steps", "metric_for_best_model"
+    assert [values[name] for name in names] == ["steps", 20, "eval_held_out_loss"]
+    values = started("eval_data: [a=x]\nmetric_for_best_model: eval_a_perplexity")
+    assert values["greater_is_better"] is False
+    assert started("eval_data: [a=x]\nsave_strategy: epoch")["eval_strategy"] == "epoch"
+    assert started("eval_data: [a=x]\neval_on_start: true")["eval_strategy"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eval_data", []), ("max_steps", -1), ("weight_decay", 0), ("use_peft", False),
+        ("accept_changes", []), ("eval_strategy", "no"), ("lr_scheduler_kwargs", None),
+    ],
+)  # fmt: skip
+def test_null_empties_what_has_a_default_of_nothing(started, name, value):
+    assert started(f"{name}: null")[name] == value
+    assert started("", f"--{name}", "null")[name] == value
+    with pytest.raises(ConfigurationError, match="it cannot be null; leave it out for 2e-05"):
+        started("learning_rate: null")
+
+
+@BOTH
+def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = parse(parse_argv)
+    run, data, training = settings.run, settings.data, settings.training
+    assert (run.global_batch_size, run.dry_run, run.hang_timeout_s) == (8, False, 600)
+    assert (data.sequence_length, data.packing, data.eval_splits) == (64, "best_fit", {})
+    assert [source.directory for source in data.train_sources] == ["data/x"]
+    assert (settings.model.dtype, settings.model.attn_implementation) == (None, "auto")
+    assert (training.output_dir, training.report_to) == ("runs/x", [])
+    assert (training.logging_steps, training.num_train_epochs) == (10, 3)
+    for name in (
+        "logging_nan_inf_filter", "bf16", "fp16", "activation_checkpointing",
+        "gradient_checkpointing", "remove_unused_columns", "ddp_find_unused_parameters",
+        "dataloader_pin_memory",
+    ):  # fmt: skip
+        assert getattr(training, name) is False, name
+    assert training.include_num_input_tokens_seen == "no"
+    assert training.average_tokens_across_devices is True
+    if parse_argv is parse_fine_tuning:  # TRL neither truncates nor packs nor prepares data
+        assert (training.max_length, training.packing, training.learning_rate) == (
+            None,
+            False,
+            2e-5,
+        )
+        assert training.dataset_kwargs == {"skip_prepare_dataset": True}
+        assert parse(parse_argv, packing="none").data.packing == "none"
+
+
+@BOTH
+def test_help_works_for_every_inherited_setting(capsys, parse_argv):
+    with pytest.raises(SystemExit):
+        parse_argv(["--help"], "")
+    text = capsys.readouterr().out
+    assert text.index("--global_batch_size") < text.index("--learning_rate")
+    assert not re.search(r"--(gradient_accumulation_steps|hub_token|deepspeed|max_length)\b", text)
+
+
+LAUNCHER = ("USE_CPU", "USE_FSDP", "USE_DEEPSPEED")
+
+
+@pytest.fixture
+def amx(monkeypatch, started_alone):
+    """A CPU with AMX and no accelerator, and this process alone."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: cpu_precision.AMX)
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize(
+    ("changes", "environment", "bf16"),
+    [
+        ({}, {}, True),
+        ({"use_cpu": None}, {}, True),
+        ({"bf16": "false"}, {}, False),
+        ({"dtype": "bfloat16"}, {}, False),  # computed with as they are
+        ({"use_cpu": None, "dry_run": "true"}, {}, False),  # a login node, for nodes unknown
+        ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}, False),
+        # Processes of a launcher are on the CPU only if they are told to.
+        ({"use_cpu": None, "dry_run": "true"}, {"WORLD_SIZE": "2"}, False),
+        ({"use_cpu": None}, {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, True),
+        # The accelerate config decides where the settings leave it open, and nowhere else.
+        ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, True),
+        ({"bf16": "false"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
+        ({"bf16": "false", "dry_run": "true"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
+    ],
+)
+@BOTH
+def test_precision_that_is_left_open(parse_argv, changes, environment, bf16, monkeypatch, tmp_path):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if environment.get("WORLD_SIZE") == "2":
+        changes = {**changes, "dry_run": "true"}
+    settings = parse(parse_argv, **changes)
+    assert settings.resolved["bf16"] is bf16
+    assert settings.training.mixed_precision == ("bf16" if bf16 else "no")
+    assert os.environ.get("ACCELERATE_MIXED_PRECISION") == environment.get(
+        "ACCELERATE_MIXED_PRECISION"
+    )
+    by_launch = "ACCELERATE_MIXED_PRECISION" in environment
+    overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 False (--bf16)"
+    assert (overruled in settings.values.notes) is (by_launch and not bf16)
+    if bf16:
+        why = cpu_precision.BY_LAUNCH if by_launch else cpu_precision.AMX
+        assert settings.values.source("bf16") == why
+    # What is kept is the run's: as a recipe, it gives the same settings again, on any machine.
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    (tmp_path / "config.yaml").write_text(dump_yaml(settings.resolved))
+    again = parse_argv(["--config", "config.yaml"], "")
+    assert again.resolved == settings.resolved
+    assert again.training.to_dict() == settings.training.to_dict()
+
+
+@pytest.mark.usefixtures("amx")
+def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    settings = parse()
+    assert settings.training.mixed_precision == "no"
+    assert settings.values.source("bf16") == "this CPU has neither AMX nor AVX512-BF16"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: cpu_precision.AMX)
+    assert parse(use_cpu="true").resolved["bf16"] is True
+    assert parse(use_cpu=None, dry_run="true").resolved["bf16"] is False
+
+
+def test_written_settings_give_the_same_run_again(tmp_path):
+    first = parse(
+        parse_fine_tuning,
+        eval_data=["a=data/a"],
+        eval_strategy="epoch",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs='{"min_lr_rate": 0.1}',
+        run_name="1e-4",
+    )
+    (tmp_path / "config.yaml").write_text(dump_yaml(first.resolved))
+    second = parse_fine_tuning(["--config", "config.yaml"], "")
+    assert second.resolved == first.resolved
+    assert second.training.to_dict() == first.training.to_dict()
