@@ -12,7 +12,7 @@ from kernel_calls import Starts, fsdp2_environment
 from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
 
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.space import RESERVE
+from utils.checkpoints.space import RESERVE_BYTES
 from utils.config.errors import ExitCode
 
 AT_ONCE = 2  # starts
@@ -94,7 +94,7 @@ def recovering(starts, command, longer, slots) -> Scene:
     size = sum(path.stat().st_size for path in newest.iterdir())
     return Scene(
         starts, "stoker", argv, prepared, longer,
-        options={"quota_bytes": int(3.5 * size + RESERVE.size_bytes)},
+        options={"quota_bytes": int(3.5 * size + RESERVE_BYTES)},
         steps=LONGER, kept=3, makes_room=True,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import importlib
-import math
 import os
 import signal
 import sys
@@ -37,9 +36,7 @@ from utils.callbacks.stop import StopWatch
 from utils.checkpoints import space as rotation
 from utils.checkpoints import staging
 from utils.checkpoints import staging as background
-from utils.checkpoints.space import Room, taken_room
 from utils.launch.script import run_script
-from utils.runs import preflight as storage_room
 from utils.support import run_lock
 
 HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
@@ -126,10 +123,8 @@ def stoker(argv: list[str], options: dict) -> int:
     if "staged_within" in options:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
-        for module in (rotation, storage_room, utils.runs.preflight):
-            module.free_room = lambda _: Room(
-                options["quota_bytes"] - taken_room([run]).size_bytes, math.inf
-            )
+        for module in (rotation, utils.runs.preflight):
+            module.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes([run])
     begin = StopWatch.on_step_begin
 
     def disturbed(watch, args, state, control, **kwargs):

@@ -17,7 +17,7 @@ from kill_scenes import STEPS, Scene, committed
 
 from utils.checkpoints.discovery import numbered_checkpoints
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.space import RESERVE, taken_room
+from utils.checkpoints.space import RESERVE_BYTES, taken_bytes
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ class Undisturbed:
 
     def size_kib(self, checkpoints: float) -> int:
         """The size of a disk with room for so many checkpoints and all else."""
-        reserve = RESERVE.size_bytes / 1024
+        reserve = RESERVE_BYTES / 1024
         return max(16, int(checkpoints * self.checkpoint_kib + self.others_kib + reserve))
 
 
@@ -68,8 +68,7 @@ def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
     assert ending.exit_code == ExitCode.DONE, ending.output
     checkpoints = [directory for _, directory in numbered_checkpoints(whole)]
     one, final, both = (
-        taken_room(paths).size_bytes / 1024
-        for paths in (checkpoints[:1], [whole / "final"], [whole])
+        taken_bytes(paths) / 1024 for paths in (checkpoints[:1], [whole / "final"], [whole])
     )
     # The finished model comes when what a save needs is free again.
     return Undisturbed(scene, one, both - final - len(checkpoints) * one)
@@ -166,7 +165,7 @@ def test_a_run_goes_on_if_its_oldest_checkpoint_may_make_room(keep, undisturbed,
     killed = scene.starts.run("stoker", scene.argv(run), die_at=keep)
     whole = list(range(1, keep + 1))
     assert (killed.exit_code, committed(run)) == (-9, whole), killed.output
-    free_kib = undisturbed.checkpoint_kib / 2 + RESERVE.size_bytes / 1024
+    free_kib = undisturbed.checkpoint_kib / 2 + RESERVE_BYTES / 1024
     status = os.statvfs(run)
     used_kib = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
     disk.resize(used_kib + int(free_kib), PLENTY_FILES)

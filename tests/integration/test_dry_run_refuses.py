@@ -16,7 +16,7 @@ import pretrain
 import sft_train
 from utils.checkpoints import manifest as layout
 from utils.config.errors import ConfigurationError
-from utils.runs import preflight as storage_room
+from utils.runs import preflight
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def finished_without_checkpoints(place: Place) -> dict[str, object]:
 
 
 def no_room(place: Place) -> dict[str, object]:
-    place.monkeypatch.setattr(storage_room, "free_room", lambda _: storage_room.Room(1, 1))
+    place.monkeypatch.setattr(preflight, "free_bytes", lambda _: 1)
     return {}
 
 
@@ -157,7 +157,7 @@ PRETRAINING = {
     "foreign directory": (foreign_directory, "holds no run of Stoker"),
     "a file": (a_file, "is a file"),
     "finished, checkpoints gone": (finished_without_checkpoints, "finished run without checkpo"),
-    "no room": (no_room, "checkpoints of this run take about"),
+    "no room": (no_room, "will be there at once"),
     "broken record": (broken_record, "is not the JSON that an earlier start wrote"),
     "all checkpoints damaged": (all_damaged, "no committed checkpoint of this run is whole"),
     "checkpoint of a strategy": (of_another_strategy, "was written under fsdp2 and cannot be"),
@@ -317,10 +317,9 @@ BEYOND = {
     "cluster/wandb_setup.py": ("tracker",),
     "runs/changes.py": ("changed length", "changed seed", "changed data", "changed model"),
     "runs/claim.py": ("foreign directory", "finished, checkpoints gone"),
-    "runs/preflight.py": NODES,
+    "runs/preflight.py": ("no room",),
     "runs/preview.py": ("a file", "no weights"),
     "runs/startup.py": NODES,
-    "runs/storage_room.py": ("no room",),
     "training/low_precision_adam.py": "compiled where the device is: " + NODES,
     "training/inherited_optimizer.py": ("no optimizer",),
     "training/packed_trainer.py": LATER,

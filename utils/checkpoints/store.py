@@ -28,7 +28,7 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.space import LEAST_KEPT, estimated_room, make_room, rotate
+from utils.checkpoints.space import LEAST_KEPT, make_room, rotate
 from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError
 from utils.support.collectives import on_every_rank, on_rank_0
@@ -225,8 +225,7 @@ class Checkpoints:
         logger.info("%s committed (%s, %s)", self.directory(save.step), size, took)
 
     def _make_room(self, best: Path | None) -> None:
-        estimate = estimated_room(self.estimated_bytes, self.facts.world_size)
-        make_room(self.output_dir, self.facts.run_id, self.keep, best, estimate)
+        make_room(self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes)
 
     def _see_that_it_is_ours(self) -> None:
         lost = taken_over(self.output_dir)

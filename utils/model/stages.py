@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints import pickles
 from utils.checkpoints.discovery import (
     DAMAGED,
     DELETING,
@@ -28,6 +27,7 @@ from utils.checkpoints.manifest import (
     known_run_id,
     read_manifest,
 )
+from utils.checkpoints.pickles import forbidden
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.support.collectives import on_rank_0
@@ -227,10 +227,8 @@ def _check_optimizer(directory: Path, strategy: str) -> None:
             f"init_optimizer: {directory} has no {OPTIMIZER}: let --init_from name a checkpoint-N "
             "that was written on one GPU or with multi_gpu.yaml (a finished model has none)."
         )
-    try:
-        pickles.check_file(directory / OPTIMIZER)
-    except pickles.ForbiddenPickleError as error:
-        raise ConfigurationError(f"init_optimizer: {directory / OPTIMIZER} {error}") from error
+    if reason := forbidden(directory / OPTIMIZER):
+        raise ConfigurationError(f"init_optimizer: {directory / OPTIMIZER} {reason}")
 
 
 def _described(directory: Path) -> dict[str, Any]:

@@ -90,7 +90,6 @@ def _check_directory(settings: RunSettings, plan: RunPlan, launch: LaunchFacts) 
         )
     needs = StorageNeeds(
         plan.checkpoint_bytes,
-        launch.world_size,
         saves_of(settings, plan.total_steps),
         plan.total_steps,
     )

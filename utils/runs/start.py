@@ -189,7 +189,7 @@ def start_run(
     assert plan.attention is not None, "only a dry run leaves it open"
     output_dir = Path(str(settings.training.output_dir))
     saves = saves_of(settings, plan.total_steps)
-    needs = StorageNeeds(plan.checkpoint_bytes, launch.world_size, saves, plan.total_steps)
+    needs = StorageNeeds(plan.checkpoint_bytes, saves, plan.total_steps)
     check_storage(output_dir, needs, launch)
     facts = {
         "script": script,

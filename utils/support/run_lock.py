@@ -191,9 +191,8 @@ class RunLock:
         if number == 0:
             return f"{self.folder} was removed, so another job may be in {self.output_dir} by now."
         return (
-            f"{self.output_dir} was taken over by "
-            f"{owner or _nobody(number)}: this run gave no sign "
-            f"of life for longer than {WATCH_S:.0f} s (was it suspended?)."
+            f"{self.output_dir} was taken over by {owner or _nobody(number)}: this run gave no "
+            f"sign of life for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
 
     def _wait_for_the_last_owner(self) -> int:

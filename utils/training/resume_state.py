@@ -81,7 +81,6 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The converter unpickles, so it runs under the same guard as this process.
 CONVERTER = """
-from utils.checkpoints.pickles import guard_loading
 guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())

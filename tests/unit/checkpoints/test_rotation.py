@@ -6,12 +6,11 @@ from made import commit, names, store, write_files
 
 from utils.checkpoints import space as rotation
 from utils.checkpoints.space import (
-    Room,
     best_checkpoint,
     make_room,
     most_at_once,
     rotate,
-    taken_room,
+    taken_bytes,
 )
 from utils.config.errors import StorageError
 
@@ -97,105 +96,64 @@ def test_a_deletion_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch, c
 @pytest.fixture
 def disk(monkeypatch):
     """Sets what is free; deleting gives back what was deleted."""
-    free = [Room(0, 100)]
+    free = [0]
     real = rotation.delete_if_possible
 
     def delete(directory):
-        free[0] += taken_room([directory])
+        free[0] += taken_bytes([directory])
         real(directory)
 
-    monkeypatch.setattr(rotation, "free_room", lambda _directory: free[0])
+    monkeypatch.setattr(rotation, "free_bytes", lambda _directory: free[0])
     monkeypatch.setattr(rotation, "delete_if_possible", delete)
-    monkeypatch.setattr(rotation, "RESERVE", Room(0, 0))
-
-    def set_free(size_bytes, files=100):
-        free[0] = Room(size_bytes, files)
-
-    return set_free
+    monkeypatch.setattr(rotation, "RESERVE_BYTES", 0)
+    return lambda size_bytes: free.__setitem__(0, size_bytes)
 
 
-ESTIMATE = Room(1000, 5)
+def make(run, keep, best=None):
+    make_room(run, RUN, keep, best, 1000)
 
 
-def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk):
+def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monkeypatch):
     disk(999)
-    with pytest.raises(StorageError, match=r"checkpoint takes 1\.0 KiB: 0\.0 KiB are missing"):
-        make_room(tmp_path, RUN, None, None, ESTIMATE)
+    with pytest.raises(StorageError, match=r"checkpoint takes 1\.0 KiB, .*0\.0 KiB are missing"):
+        store(tmp_path).begin(5, None)
     disk(1000)
-    make_room(tmp_path, RUN, None, None, ESTIMATE)
+    make(tmp_path, None)
+    monkeypatch.setattr(rotation, "RESERVE_BYTES", 1)  # for the notes of a next start
+    with pytest.raises(StorageError):
+        make(tmp_path, None)
     commit(tmp_path, 2)
-    with pytest.raises(StorageError, match=r"20\.9 KiB, and the committed one stays .* touched"):
-        make_room(tmp_path, RUN, None, None, ESTIMATE)
+    (tmp_path / "damaged.checkpoint-1").mkdir()
+    with pytest.raises(StorageError, match=r"takes 20\.9 KiB.*/damaged\.checkpoint-1 if"):
+        make(tmp_path, None)
 
 
-def test_files_are_counted_too(tmp_path, disk):
-    disk(10**6, files=4)
-    with pytest.raises(StorageError, match=r"4 inodes \(files\) free, .* takes 5: 1 are missing"):
-        make_room(tmp_path, RUN, None, None, ESTIMATE)
-    disk(10**6, files=5)
-    make_room(tmp_path, RUN, None, None, ESTIMATE)
-    commit(tmp_path, 2, 4, 6)
-    make_room(tmp_path, RUN, 3, None, ESTIMATE)
-    assert steps(tmp_path) == [4, 6], "a checkpoint has seven files and folders"
-
-
-def test_a_save_leaves_room_for_the_notes_of_a_next_start(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(rotation, "RESERVE", Room(500, 0))
-    disk(1499)
-    with pytest.raises(StorageError):
-        make_room(tmp_path, RUN, None, None, ESTIMATE)
-
-
-def test_what_rotation_would_free_is_freed(tmp_path, disk, caplog):
-    commit(tmp_path, 2, 4, 6)
-    disk(10_000)
-    make_room(tmp_path, RUN, 3, None, ESTIMATE)
-    assert steps(tmp_path) == [4, 6]
-    assert "checkpoint-2 is deleted before the save: its room is needed" in caplog.text
-
-
-def test_no_more_is_freed_than_the_save_needs(tmp_path, disk):
-    commit(tmp_path, 2, 4, 6, 8)
-    disk(10_000)
-    make_room(tmp_path, RUN, 3, None, ESTIMATE)
-    assert steps(tmp_path) == [4, 6, 8]
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_two_committed_ones_stay_until_the_next_is_there(keep, tmp_path, disk):
-    commit(tmp_path, 2, 4)
-    disk(10_000)
-    with pytest.raises(StorageError, match=r"2 committed ones stay until it is there: 11\.\d KiB"):
-        make_room(tmp_path, RUN, keep, None, ESTIMATE)
-    assert steps(tmp_path) == [2, 4]
-
-
-def test_nothing_is_deleted_when_it_would_not_help(tmp_path, disk):
-    commit(tmp_path, 2, 4, 6)
-    (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"smaller than the next one")
-    disk(10)
-    with pytest.raises(StorageError, match=r"KiB more with what goes, .* 2 committed ones stay"):
-        make_room(tmp_path, RUN, 3, None, ESTIMATE)
-    assert steps(tmp_path) == [2, 4, 6]
-
-
-def test_the_best_is_one_of_those_that_stay(tmp_path, disk):
-    """With a limit of 2 the best and the newest one are two."""
-    commit(tmp_path, 2, 4, 6)
-    disk(10_000)
-    make_room(tmp_path, RUN, 2, tmp_path / "checkpoint-2", ESTIMATE)
-    assert steps(tmp_path) == [2, 6]
-    disk(10_000)
-    with pytest.raises(StorageError):
-        make_room(tmp_path, RUN, 2, tmp_path / "checkpoint-2", ESTIMATE)
-    assert steps(tmp_path) == [2, 6]
-
-
-def test_nothing_is_freed_while_there_is_room(tmp_path, disk):
-    commit(tmp_path, 2, 4, 6)
-    disk(100_000)
-    make_room(tmp_path, RUN, 2, None, ESTIMATE)
-    assert steps(tmp_path) == [2, 4, 6]
+@pytest.mark.parametrize(
+    ("saved", "keep", "best", "free", "left"),
+    [
+        ((2, 4, 6), 3, None, 10_000, (4, 6)),
+        ((2, 4, 6, 8), 3, None, 10_000, (4, 6, 8)),  # no more than the save needs
+        ((2, 4, 6), 2, 2, 10_000, (2, 6)),  # the best is one of the two that stay
+        ((2, 4, 6), 2, None, 100_000, (2, 4, 6)),  # there is room
+        ((2, 4), 2, None, 10_000, None),  # two stay until the next is there
+        ((2, 4), 3, None, 10_000, None),
+        ((2, 6), 2, 2, 10_000, None),
+        ((2, 4, 6), 3, None, 10, None),  # nothing is deleted if it would not help
+    ],
+)
+def test_what_rotation_would_free_is_freed(saved, keep, best, free, left, tmp_path, disk, caplog):
+    commit(tmp_path, *saved)
+    if free == 10:
+        (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"smaller than the next one")
+    disk(free)
+    best = best and tmp_path / f"checkpoint-{best}"
+    if left is None:
+        with pytest.raises(StorageError, match=r"2 stay until it is there"):
+            make(tmp_path, keep, best)
+    else:
+        make(tmp_path, keep, best)
+        assert ("is deleted before the save: its room is needed" in caplog.text) == (left != saved)
+    assert steps(tmp_path) == sorted(left or saved)
 
 
 @pytest.mark.parametrize("prefix", ["incomplete.", "deleting.", "resharded."])
@@ -203,22 +161,8 @@ def test_what_is_no_checkpoint_goes_first(prefix, tmp_path, disk):
     commit(tmp_path, 2, 4, 8)
     write_files(tmp_path, 6).rename(tmp_path / f"{prefix}checkpoint-6")
     disk(10_000)
-    make_room(tmp_path, RUN, 3, None, ESTIMATE)
+    make(tmp_path, 3)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
-
-
-def test_a_damaged_one_stays_and_is_named_as_what_may_go(tmp_path, disk):
-    commit(tmp_path, 2)
-    (tmp_path / "checkpoint-2").rename(tmp_path / "damaged.checkpoint-2")
-    disk(10)
-    with pytest.raises(StorageError, match=r"such as .*/damaged\.checkpoint-2 if you"):
-        make_room(tmp_path, RUN, 2, None, ESTIMATE)
-
-
-def test_the_store_makes_room_before_a_save(tmp_path, disk):
-    disk(999)
-    with pytest.raises(StorageError, match="the next checkpoint takes"):
-        store(tmp_path).begin(5, None)
 
 
 def test_how_many_are_there_at_once():

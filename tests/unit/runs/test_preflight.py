@@ -1,5 +1,6 @@
-"""Storage and clocks are looked at before a run, on every host; refusals name host and remedy."""
+"""Storage is looked at before a run, on every host; refusals name host and remedy."""
 
+import json
 import logging
 import os
 import threading
@@ -9,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from utils.checkpoints.manifest import PROVENANCE
-from utils.checkpoints.space import Room
-from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.checkpoints.files import FileRecord
+from utils.checkpoints.manifest import PROVENANCE, Manifest, write_manifest
+from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.job import Saves
 from utils.runs import preflight
-from utils.runs import preflight as storage_room
-from utils.runs.preflight import StorageNeeds, check_storage
+from utils.runs.preflight import StorageNeeds, check_room, check_storage
 from utils.support import collectives as decisions
 
 
@@ -24,9 +24,13 @@ def facts(rank: int = 0, hosts: tuple[str, ...] = ("n1",)) -> LaunchFacts:
     return LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
 
 
-def needs(checkpoint_bytes: int, ranks: int = 1) -> StorageNeeds:
-    """Those of a run that saves once: see test_storage_room.py for all others."""
-    return StorageNeeds(checkpoint_bytes, ranks, Saves(10, 0, False, False, 3), 10)
+MIB = 2**20
+RUN = "run-1"
+
+
+def needs(checkpoint_bytes: int = MIB, keep: int | None = 3, saves: int = 1) -> StorageNeeds:
+    """A run that saves every 10 steps."""
+    return StorageNeeds(checkpoint_bytes, Saves(10, 0, False, False, keep), 10 * saves)
 
 
 @pytest.fixture(autouse=True)
@@ -37,21 +41,18 @@ def on_n1(monkeypatch):
 class Ranks:
     """All ranks of a launch as threads of this process, which gather through it.
 
-    `seen` says where a rank finds the output directory, `clock` how far its host's is ahead.
+    `seen` says where a rank finds the output directory.
     """
 
     def __init__(self, monkeypatch, hosts: tuple[str, ...]):
         self.hosts = hosts
         self.seen: dict[int, Path] = {}
-        self.clock: dict[int, float] = {}
         self.errors: dict[int, BaseException] = {}
         self.rank = threading.local()
         self.values: list[object] = [None] * len(hosts)
         self.barrier = threading.Barrier(len(hosts), timeout=30)
-        for module in (decisions, preflight):
-            monkeypatch.setattr(module, "gathered", self.gathered)
+        monkeypatch.setattr(decisions, "gathered", self.gathered)
         monkeypatch.setattr(decisions, "_rank", lambda: self.rank.number)
-        monkeypatch.setattr(preflight.time, "time", self.time)
 
     def gathered(self, value: object, group: object = None) -> list[object]:
         assert group is None
@@ -61,17 +62,12 @@ class Ranks:
         self.barrier.wait()
         return values
 
-    def time(self) -> float:
-        return 1e9 + self.clock.get(getattr(self.rank, "number", 0), 0.0)
-
     def run(self, output_dir: Path, checkpoint_bytes: int = 1000) -> None:
         def act(rank: int) -> None:
             self.rank.number = rank
             try:
                 place = self.seen.get(rank, output_dir)
-                check_storage(
-                    place, needs(checkpoint_bytes, len(self.hosts)), facts(rank, self.hosts)
-                )
+                check_storage(place, needs(checkpoint_bytes), facts(rank, self.hosts))
             except ConfigurationError as error:
                 self.errors[rank] = error
 
@@ -100,20 +96,18 @@ def test_one_line_says_what_was_found_and_nothing_stays(tmp_path, caplog):
     run = tmp_path / "runs" / "x"
     check_storage(run, needs(5 * 2**20), facts())
     [line] = caplog.messages
-    assert line.startswith(f"preflight: 1 host, 1 rank, {run} on n1 can be written to, ")
-    assert line.endswith("GiB free (the next checkpoint of this run takes about 6.0 MiB)")
+    assert line.startswith(f"preflight: 1 host(s), 1 rank(s) can write to {run}, ")
+    assert line.endswith("GiB free (1 checkpoint(s) of about 5.0 MiB needed)")
     assert list(run.iterdir()) == []
 
 
 def test_several_hosts_that_agree_are_said(tmp_path, ranks, caplog):
     caplog.set_level(logging.INFO)
     four = ranks("n1", "n1", "n2", "n2")
-    four.clock = {2: 0.3, 3: 50.0}  # only the first rank of a host is asked
     four.run(tmp_path / "x")
     assert four.errors == {}
     [line] = caplog.messages
-    assert f"preflight: 2 hosts, 4 ranks, {tmp_path / 'x'} is the same everywhere, " in line
-    assert line.endswith(", clocks within 0.3 s")
+    assert f"preflight: 2 host(s), 4 rank(s) can write to {tmp_path / 'x'}, " in line
     assert list((tmp_path / "x").iterdir()) == []
 
 
@@ -147,8 +141,8 @@ def test_too_little_room_is_refused_with_the_figures(tmp_path, ranks):
     two.run(tmp_path / "x", checkpoint_bytes=2**60)
     error = two.the_error()
     assert isinstance(error, StorageError)
-    with pytest.raises(StorageError, match=r"n1: .*/x has [\d.,]+ GiB free, but the next .* "
-                       r"takes about 1,073,741,824.0 GiB: .* are missing. Make room"):  # fmt: skip
+    with pytest.raises(StorageError, match=r"n1: .*/x has [\d.,]+ GiB free, .* but 1 of "
+                       r"about 1,073,741,824.0 GiB .* are missing. Make room"):  # fmt: skip
         raise error
     assert not (tmp_path / "x").exists()
 
@@ -164,8 +158,7 @@ def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk
 
 def test_a_disk_that_will_have_room_is_tried_with_what_fits_now(small_disk, monkeypatch):
     """The part of a killed save goes when the next one needs its room, not before."""
-    monkeypatch.setattr(storage_room, "RESERVE", Room(0, 0))
-    monkeypatch.setattr(storage_room, "estimated_room", lambda size_bytes, _: Room(size_bytes, 1))
+    monkeypatch.setattr(preflight, "RESERVE_BYTES", 0)
     (small_disk / PROVENANCE).write_text('{"run_id": "x", "starts": []}')
     part = small_disk / "checkpoint-10"
     part.mkdir()
@@ -186,23 +179,6 @@ def test_a_file_of_that_name_is_the_commands_fault(tmp_path):
     with pytest.raises(ConfigurationError, match="is a file: name a directory") as caught:
         check_storage(tmp_path / "x", needs(1), facts())
     assert caught.value.exit_code == 2
-
-
-def test_clocks_that_differ_are_said_and_far_apart_refused(tmp_path, ranks, caplog):
-    two = ranks("n1", "n2")
-    two.clock = {1: -12.0}
-    two.run(tmp_path / "x")
-    assert two.errors == {}
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage()[:54] for record in warnings] == [
-        "the clock of n1 is 12.0 s ahead of that of n2: time li"
-    ]
-    two.clock = {1: 73.0}
-    two.run(tmp_path / "x")
-    error = two.the_error()
-    assert isinstance(error, UnfitClusterError)
-    with pytest.raises(UnfitClusterError, match=r"n2 is 73.0 s ahead of that of n1.*chronyc"):
-        raise error
 
 
 def test_storage_that_hangs_is_said_on_all_ranks(tmp_path, ranks, monkeypatch):
@@ -243,3 +219,117 @@ def test_a_directory_that_was_there_stays_after_a_refusal(tmp_path):
     with pytest.raises(StorageError):
         check_storage(tmp_path, needs(2**60), facts())
     assert tmp_path.is_dir()
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets what is free, in checkpoints."""
+    monkeypatch.setattr(preflight, "RESERVE_BYTES", 0)
+    return lambda checkpoints: monkeypatch.setattr(
+        preflight, "free_bytes", lambda _directory: int(checkpoints * MIB)
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run that was started."""
+    (tmp_path / PROVENANCE).write_text(json.dumps({"run_id": RUN, "starts": []}))
+    return tmp_path
+
+
+def written(run: Path, name: str, size_bytes: int = MIB) -> Path:
+    """A directory of one sparse file."""
+    directory = run / name
+    directory.mkdir()
+    with (directory / "weights").open("wb") as file:
+        file.truncate(size_bytes)
+    return directory
+
+
+def commit(run: Path, *steps: int, run_id: str = RUN, best: int | None = None) -> None:
+    for step in steps:
+        directory = written(run, f"checkpoint-{step}")
+        state = {"best_model_checkpoint": best and f"{run}/checkpoint-{best}"}
+        (directory / "trainer_state.json").write_text(json.dumps(state))
+        files = {"weights": FileRecord(int(MIB / 1.02), "")}
+        write_manifest(directory, Manifest(run_id, step, 0, 0, 1, "single", 8, {}, {}, "", files))
+
+
+@pytest.mark.parametrize(
+    ("keep", "saves", "most"),
+    [(2, 10, 3), (3, 10, 3), (5, 10, 5), (5, 4, 4), (2, 1, 1), (2, 2, 2), (None, 10, 2)],
+)
+def test_a_new_run_needs_as_many_as_will_be_there_at_once(
+    keep, saves, most, tmp_path, free, caplog, monkeypatch
+):
+    free(most)
+    check_room(tmp_path, needs(MIB, keep, saves))
+    warned = "10 of about 1.0 MiB will be there at once (save_total_limit null" in caplog.text
+    assert warned == (keep is None), "without a limit the room for all is told, not demanded"
+    monkeypatch.setattr(preflight, "RESERVE_BYTES", 1)  # for the notes of a next start
+    with pytest.raises(StorageError, match=rf"but {most} of about 1.0 MiB .* are missing. Make"):
+        check_room(tmp_path, needs(MIB, keep, saves))
+
+
+@pytest.mark.parametrize(
+    ("keep", "saved", "best", "free_checkpoints"),
+    [
+        (3, (10, 20), None, 1), (5, (10, 20), None, 1), (None, (10, 20), None, 1),
+        # What rotation frees before the next save counts, but the best one and two others stay.
+        (3, (10, 20, 30), None, 0), (4, (10, 20, 30), None, 1), (4, (10, 20, 30, 40), None, 0),
+        (2, (10, 20), None, 1), (2, (10, 20, 30, 40), None, 0),
+        (3, (10, 20, 30), 10, 1), (3, (10, 20, 30, 40), 10, 0),
+    ],
+)  # fmt: skip
+def test_a_run_resumes_if_the_next_checkpoint_fits(keep, saved, best, free_checkpoints, run, free):
+    commit(run, *saved, best=best)
+    free(free_checkpoints + 0.01)
+    check_room(run, needs(MIB, keep, 10))
+    if free_checkpoints:
+        free(0.99)
+        with pytest.raises(StorageError, match="no checkpoint was touched"):
+            check_room(run, needs(MIB, keep, 10))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint-30", "incomplete.checkpoint-10", "deleting.checkpoint-10",
+     "deleting.incomplete.checkpoint-10", "resharded.checkpoint-20"],
+)  # fmt: skip
+def test_what_a_killed_start_left_counts(name, run, free):
+    commit(run, 20)
+    free(0.5)
+    with pytest.raises(StorageError):
+        check_room(run, needs(saves=10))
+    written(run, name, MIB // 2)
+    check_room(run, needs(saves=10))
+
+
+def test_nothing_that_stays_counts(run, free):
+    commit(run, 20)
+    written(run, "damaged.checkpoint-10")
+    written(run, "checkpoint-5-backup")
+    commit(run, 30, run_id="run-2")
+    free(0.5)
+    with pytest.raises(StorageError):
+        check_room(run, needs(saves=10))
+
+
+def test_a_run_whose_last_checkpoint_is_there_needs_none(run, free):
+    commit(run, 20)
+    free(0)
+    assert check_room(run, needs(saves=2)) == "0.0 KiB free (all checkpoints are there)"
+    with pytest.raises(StorageError):
+        check_room(run, needs(saves=3))
+
+
+def test_later_checkpoints_that_will_not_fit_are_told(run, free, caplog):
+    commit(run, 20)
+    free(1)
+    check_room(run, needs(MIB, 2, 10))
+    assert "1.0 MiB free, 0.0 KiB more" in caplog.text
+    assert "1.0 MiB are missing. The run will end with 74 when they are needed" in caplog.text
+    caplog.clear()
+    free(2)
+    check_room(run, needs(MIB, 2, 10))
+    assert not caplog.records
