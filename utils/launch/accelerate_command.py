@@ -1,10 +1,10 @@
-"""The command `accelerate launch` is given: the strategy's file, and this node among all nodes."""
+"""The accelerate config of a launch: which file, the strategy it means, the command it becomes."""
 
 import argparse
 import importlib.util
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from utils.config.errors import ConfigurationError
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import CONFIG, Allocation, on_cpu
 
-# Seconds in which all nodes' launchers have to join; they met a moment before.
+# Seconds in which all nodes' launchers must join; they met a moment before.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node on which one failed.
 SHUTDOWN_TIMEOUT_S = 5
+_ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 
 
 def choose_config(environment: Mapping[str, str], allocation: Allocation) -> tuple[Path, str]:
@@ -30,10 +31,7 @@ def choose_config(environment: Mapping[str, str], allocation: Allocation) -> tup
 
 
 def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
-    """Read an accelerate config and check that it can start these processes.
-
-    Raises ConfigurationError.
-    """
+    """Read an accelerate config that can start these processes. Raises ConfigurationError."""
     import yaml
 
     try:
@@ -45,42 +43,32 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{CONFIG}={path} is not YAML: {error}") from error
-    if not isinstance(config, dict) or "distributed_type" not in config:
+    kind = config.get("distributed_type", "missing") if isinstance(config, dict) else "missing"
+    if kind not in (*_ONE_PROCESS, "MULTI_GPU", "FSDP", "DEEPSPEED"):
         raise ConfigurationError(
-            f"{CONFIG}={path} has no distributed_type: it has to be a file as `accelerate config` "
-            "writes it; those in accelerate_configs/ are examples."
+            f"{CONFIG}={path}: distributed_type {kind} is nothing that Stoker trains with: take "
+            "one of accelerate_configs/ (multi_gpu, fsdp2, zero1, zero2, zero3, cpu, single_gpu), "
+            "or a file that `accelerate config` wrote."
         )
-    problem = _strategy_problem(config, allocation)
-    if problem:
-        raise ConfigurationError(f"{CONFIG}={path}: {problem}")
-    return config
-
-
-def _strategy_problem(config: Mapping[str, Any], allocation: Allocation) -> str | None:
-    kind, place = config["distributed_type"], config.get("compute_environment", "LOCAL_MACHINE")
-    if place != "LOCAL_MACHINE":
-        return f"compute_environment {place} is not this cluster: write LOCAL_MACHINE."
-    # YAML reads an unquoted NO as false.
-    if kind in ("NO", False, "MULTI_CPU") and allocation.world_size > 1:
+    if kind in _ONE_PROCESS and allocation.world_size > 1:
         better = "cpu" if allocation.gpus is None else "multi_gpu"
-        return (
-            f"distributed_type {kind or 'NO'} starts one process, but the job has "
+        raise ConfigurationError(
+            f"{CONFIG}={path}: distributed_type {kind or 'NO'} starts one process, but the job has "
             f"{allocation.world_size} ({len(allocation.hosts)} node(s) of {allocation.processes}): "
             f"use accelerate_configs/{better}.yaml, or ask for one GPU."
         )
     if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed: pip install deepspeed, or use fsdp2.yaml."
-    return None
+        raise ConfigurationError(
+            f"{CONFIG}={path}: DeepSpeed is not installed: pip install deepspeed, or use fsdp2."
+        )
+    return config
 
 
 def launch_arguments(
     path: Path, config: Mapping[str, Any], allocation: Allocation,
     environment: Mapping[str, str], command: Sequence[str],
 ) -> argparse.Namespace:  # fmt: skip
-    """Return the parsed arguments of `accelerate launch` for this node and a script's command.
-
-    Raises ConfigurationError for a first argument of the script that torchrun cannot pass on.
-    """
+    """Return the parsed arguments of `accelerate launch` for this node and a script's command."""
     from accelerate.commands.launch import launch_command_parser
 
     options = [
@@ -98,7 +86,7 @@ def launch_arguments(
         if config["distributed_type"] == "DEEPSPEED":
             # Slurm starts one launcher a node; DeepSpeed's own default needs pdsh and ssh.
             options += ["--deepspeed_multinode_launcher", "standard"]
-    by_torchrun = config["distributed_type"] not in ("NO", False, "MULTI_CPU")
+    by_torchrun = config["distributed_type"] not in _ONE_PROCESS
     if not by_torchrun and on_cpu(environment):
         options += ["--cpu"]  # or accelerate sets ACCELERATE_USE_CPU=False for the script
     script, *script_args = command
@@ -106,11 +94,6 @@ def launch_arguments(
     if by_torchrun:
         # torchrun takes ${local_rank} in arguments for its own, and $$ for $.
         script_args = [argument.replace("$", "$$") for argument in script_args]
-        if script_args and script_args[0] in ("", "-"):
-            raise ConfigurationError(
-                f"the first argument of {script} is {script_args[0]!r}, which torchrun cannot "
-                "pass on: put another one before it."
-            )
     args.training_script, args.training_script_args = script, script_args
     # Not for the command line: accelerate hands them to torchrun. A stop signal is the launcher's
     # own affair; torchrun would end the workers. At the end of a terminal it has to, but for nohup.
@@ -118,9 +101,6 @@ def launch_arguments(
     args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     return args
-
-
-# What a job's accelerate config means for its dry run: the strategy, and a launch's variables.
 
 
 @dataclass(frozen=True)
@@ -140,45 +120,29 @@ def choose_strategy(
 ) -> Strategy:
     """Return the strategy that slurm/launch_node.sh will choose on that many nodes.
 
-    `gpus_per_node` is None on a CPU. Raises ConfigurationError when the accelerate config cannot
-    be used with this many processes.
+    The dry run on a login node is for the strategy that will run. `gpus_per_node` is None on a
+    CPU. Raises ConfigurationError when the accelerate config cannot start so many processes.
     """
     hosts = tuple(f"node {number}" for number in range(nodes))
     allocation = Allocation(hosts, 0, processes_per_node, gpus_per_node, address="", port=0)
     path, _ = choose_config(environment, allocation)
-    strategy = strategy_of(str(path), read_config(path, allocation), allocation.world_size)
+    variables = strategy_variables(read_config(path, allocation))
     if gpus_per_node is None and environment.get("DS_ACCELERATOR") != "cpu":
-        strategy = replace(strategy, variables={**strategy.variables, "ACCELERATE_USE_CPU": "true"})
-    return strategy
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return Strategy(requested_strategy(variables, allocation.world_size), str(path), variables)
 
 
-def strategy_of(file: str, config: Mapping[str, Any], processes: int) -> Strategy:
-    """Name the strategy of an accelerate config and what `accelerate launch` sets for it.
-
-    The file's num_processes and num_machines are not looked at: the launcher sets them. Raises
-    ConfigurationError for a distributed_type that nothing here trains with.
-    """
-    kind = str(config["distributed_type"] or "NO")  # YAML reads an unquoted NO as false
-    mixed_precision = str(config.get("mixed_precision") or "no").lower()
-    variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision}
-    if kind == "FSDP":
-        version = str((config.get("fsdp_config") or {}).get("fsdp_version") or 1)
-        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version}
-    elif kind == "DEEPSPEED":
-        variables |= _deepspeed(config.get("deepspeed_config") or {})
-    elif kind != "NO" and not kind.startswith("MULTI_"):
-        raise ConfigurationError(
-            f"{file}: distributed_type {kind} is none that Stoker trains with: take one of "
-            "accelerate_configs/ (multi_gpu, fsdp2, zero1, zero2, zero3, cpu, single_gpu)"
-        )
-    name = requested_strategy(variables, processes)
-    return Strategy(name, file, variables)
-
-
-def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:
-    own_file = config.get("deepspeed_config_file")
-    if own_file:
-        decided = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(own_file)}
-    else:
-        decided = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(config.get("zero_stage", 2))}
-    return {"ACCELERATE_USE_DEEPSPEED": "true", **decided}
+def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `accelerate launch` sets for a config, as far as the strategy follows from it."""
+    variables = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision") or "no").lower()}
+    if config["distributed_type"] == "FSDP":
+        version = (config.get("fsdp_config") or {}).get("fsdp_version") or 1
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": str(version)}
+    elif config["distributed_type"] == "DEEPSPEED":
+        own = config.get("deepspeed_config") or {}
+        variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if own.get("deepspeed_config_file"):
+            variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own["deepspeed_config_file"])
+        else:
+            variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(own.get("zero_stage", 2))
+    return variables

@@ -1,4 +1,7 @@
-"""The environment of a job on one node: private caches, offline switches, threads, debugging."""
+"""Starts a script's processes on this node by `accelerate launch`, and says how they ended.
+
+slurm/launch_node.sh runs it, once a node: python -m utils.launch.node SCRIPT ARGUMENTS
+"""
 
 import logging
 import os
@@ -8,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +28,11 @@ from utils.launch.verdict import Verdict, note_worker_ends, read_verdict, wait_f
 from utils.support.host import host_name
 from utils.support.notes import NOTES_DIR, leave_verdict, read_notes
 
+logger = logging.getLogger("launch_node")
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERRUPTED = 128 + signal.SIGINT
+STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 # What jobs of one user would otherwise share in a home directory: two of them compiling the same
 # kernel wait for each other's lock file, or for that of a job that was killed.
 _CACHES = (
@@ -42,81 +51,6 @@ _DEBUG = {
 }
 # A UNIX socket's path has 107 bytes, of which multiprocessing takes 32 behind TMPDIR.
 _LONGEST_TMPDIR = 75
-
-
-def make_node_directory(environment: Mapping[str, str]) -> Path:
-    """Make this job's private (0700) directory on this node's own disk.
-
-    Under SLURM_TMPDIR, TMPDIR or /tmp. Raises StorageError.
-    """
-    name = next((name for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), None)
-    base = environment[name] if name else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
-    job = environment.get("SLURM_JOB_ID", "local")
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"stoker-{job}-", dir=base))
-    except OSError as error:
-        raise _no_caches(f"{base} ({name})" if name else base, error) from error
-
-
-def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Return what is added for this node's processes; what the user set stays as it is."""
-    added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
-    if "SLURM_JOB_ID" in environment and "HF_HUB_OFFLINE" not in environment:
-        # Nodes seldom have internet, and would wait for time-outs.
-        added |= dict.fromkeys(_OFFLINE, "1")
-    added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
-    if debugging(environment):
-        added |= _DEBUG
-    added = {name: value for name, value in added.items() if not environment.get(name)}
-    added[NODE_DIR] = str(directory)
-    temporary = directory / "tmp"
-    if len(os.fsencode(temporary)) <= _LONGEST_TMPDIR:
-        added["TMPDIR"] = str(temporary)
-    return added
-
-
-def make_directories(directory: Path, added: Mapping[str, str]) -> None:
-    """Make what `node_environment` named inside the node's directory. Raises StorageError."""
-    inside = [value for value in added.values() if value.startswith(f"{directory}{os.sep}")]
-    try:
-        for path in inside:
-            Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_caches(directory, error) from error
-
-
-def _no_caches(directory: Path | str, error: OSError) -> StorageError:
-    return StorageError(
-        f"{host_name()}: no directory for caches can be made in {directory} ({error.strerror}): "
-        "set TMPDIR in slurm/cluster.env to a directory on the node's own disk."
-    )
-
-
-def debugging(environment: Mapping[str, str]) -> bool:
-    """Whether STOKER_DEBUG=1 is set. Raises ConfigurationError for other values than 1 and 0."""
-    value = environment.get("STOKER_DEBUG", "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(
-            f"STOKER_DEBUG={value!r}: give 1 to turn it on, 0 to leave it off."
-        )
-    return value == "1"
-
-
-def threads_per_process(environment: Mapping[str, str], processes: int) -> int:
-    """Cores a process may use on this node: an equal share of what Slurm gave, or of all."""
-    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
-        if environment.get(name, "").isdecimal():
-            return max(int(environment[name]) // processes, 1)
-    return max(len(os.sched_getaffinity(0)) // processes, 1)
-
-
-# Starts a script's processes on this node by `accelerate launch`, and says how they ended.
-
-logger = logging.getLogger("launch_node")
-
-ROOT = Path(__file__).resolve().parents[2]
-INTERRUPTED = 128 + signal.SIGINT
-STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
@@ -176,7 +110,8 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     """Launch in a private directory, and return how the processes ended or what was refused."""
     try:
         signals.directory = make_node_directory(os.environ)
-        prepare_node(signals.directory)
+        use_node_directory(os.environ, signals.directory)
+        configure_logging()
         compiled = CompileCache(signals.directory, os.environ)
         verdict = launch(command, signals)
         kill_workers()
@@ -207,15 +142,65 @@ def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
     return earlier or verdict
 
 
-def prepare_node(directory: Path) -> None:
-    """Set the environment of this process and of those that it starts."""
-    added = node_environment(os.environ, directory)
-    make_directories(directory, added)
-    os.environ.update(added)
-    configure_logging()
-    if debugging(os.environ):
-        names = [name for name in added if name.startswith(("NCCL_", "TORCH_"))]
-        logger.info("STOKER_DEBUG: %s", " ".join(f"{name}={added[name]}" for name in names))
+def make_node_directory(environment: Mapping[str, str]) -> Path:
+    """Make this job's private (0700) directory on this node's own disk.
+
+    Under SLURM_TMPDIR, TMPDIR or /tmp. Raises StorageError.
+    """
+    name = next((name for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), None)
+    base = environment[name] if name else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
+    job = environment.get("SLURM_JOB_ID", "local")
+    with _for_caches(base):
+        return Path(tempfile.mkdtemp(prefix=f"stoker-{job}-", dir=base))
+
+
+def use_node_directory(environment: MutableMapping[str, str], directory: Path) -> None:
+    """Set the environment of this process and of those it starts. Raises StorageError."""
+    added = node_environment(environment, directory)
+    with _for_caches(directory):
+        for value in added.values():
+            if value.startswith(f"{directory}{os.sep}"):
+                Path(value).mkdir(parents=True, exist_ok=True)
+    environment.update(added)
+
+
+@contextmanager
+def _for_caches(directory: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{host_name()}: no directory for caches can be made in {directory} "
+            f"({error.strerror}): set TMPDIR in slurm/cluster.env to a directory on the node's own "
+            "disk."
+        ) from error
+
+
+def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Return what is added for this node's processes; what the user set stays as it is."""
+    added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
+    if "SLURM_JOB_ID" in environment and "HF_HUB_OFFLINE" not in environment:
+        # Nodes seldom have internet, and would wait for time-outs.
+        added |= dict.fromkeys(_OFFLINE, "1")
+    added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
+    if debugging(environment):
+        added |= _DEBUG
+    added = {name: value for name, value in added.items() if not environment.get(name)}
+    added[NODE_DIR] = str(directory)
+    temporary = directory / "tmp"
+    if len(os.fsencode(temporary)) <= _LONGEST_TMPDIR:
+        added["TMPDIR"] = str(temporary)
+    return added
+
+
+def debugging(environment: Mapping[str, str]) -> bool:
+    """Whether STOKER_DEBUG=1 is set. Raises ConfigurationError for other values than 1 and 0."""
+    value = environment.get("STOKER_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(
+            f"STOKER_DEBUG={value!r}: give 1 to turn it on, 0 to leave it off."
+        )
+    return value == "1"
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
@@ -230,7 +215,7 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     allocation = with_free_port(read_allocation(os.environ, count_devices))
     path, reason = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
-    set_processes_up(allocation)
+    os.environ |= process_environment(allocation)
     if allocation.node == 0:
         logger.info(
             "launch: %d process(es) on each of %d node(s), %s (%s)",
@@ -239,7 +224,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if allocation.node == 0 and job_nodes > len(allocation.hosts):
         logger.warning("%d of the job's %d nodes are used", len(allocation.hosts), job_nodes)
-    facts = node_facts(allocation, [*code_files(), path, Path(command[0])], count_devices())
+    code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
+    files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
+    facts = node_facts(allocation, files, count_devices())
     found = check_nodes(allocation, facts)
     if allocation.node == 0:
         logger.info("%s", found)
@@ -256,20 +243,18 @@ def count_devices() -> int:
     return torch.cuda.device_count()
 
 
-def set_processes_up(allocation: Allocation) -> None:
-    """Set what the processes of this node read: hosts, threads, and the CPU without a GPU."""
-    os.environ["STOKER_NODE_HOSTS"] = " ".join(allocation.hosts)
+def process_environment(allocation: Allocation) -> dict[str, str]:
+    """Return what the processes of this node read: hosts, threads, and the CPU without a GPU."""
+    added = {"STOKER_NODE_HOSTS": " ".join(allocation.hosts)}
     if not os.environ.get("OMP_NUM_THREADS"):
-        threads = threads_per_process(os.environ, allocation.processes)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        # An equal share of the cores that Slurm gave, or of all.
+        given = (os.environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
+        cores = next((int(count) for count in given if count.isdecimal()), None)
+        cores = cores or len(os.sched_getaffinity(0))
+        added["OMP_NUM_THREADS"] = str(max(cores // allocation.processes, 1))
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-
-
-def code_files() -> list[Path]:
-    """All Python files of the repository that a run may load, in order, relative to it."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")]
-    return sorted(path.relative_to(ROOT) for path in files)
+        added["ACCELERATE_USE_CPU"] = "true"
+    return added
 
 
 def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:

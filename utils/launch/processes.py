@@ -1,8 +1,14 @@
-"""Calls what may never return: storage and networks that hang instead of failing."""
+"""The checks of a launch by its ranks: they form one group, can talk, and train as was asked.
+
+A launch that went wrong seldom fails: processes that do not find each other each train alone and
+write to one output directory, a strategy that cannot run silently becomes another one, and a
+network that does not carry the ranks' traffic shows as a job that waits in silence.
+"""
 
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -13,35 +19,7 @@ from utils.support.host import host_name
 if TYPE_CHECKING:
     import torch
 
-
 Answer = TypeVar("Answer")
-
-
-def call_within(limit_s: float, action: Callable[[], Answer]) -> Answer:
-    """Return the answer of `action`, or raise what it raises; TimeoutError after `limit_s`.
-
-    It runs in a thread of its own, which then stays stuck behind without keeping the process.
-    """
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            answers.append(action())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=act, name="with a limit", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if answers:
-        return answers[0]
-    if errors:
-        raise errors[0]
-    raise TimeoutError(f"no answer within {limit_s:g} s")
-
-
-# The checks of a launch by its ranks: they form one group, can talk, and train as was asked.
 
 # Ranks start apart: a node whose file cache is cold imports a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
@@ -226,10 +204,21 @@ def _hosts_and_sum(rank: int, world_size: int, device: "torch.device") -> tuple[
     return hosts, int(number.item())
 
 
-def asks_for_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether ACCELERATE_USE_CPU asks for the CPU, in any of the words that accelerate takes."""
-    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
-    return environment.get("ACCELERATE_USE_CPU", "").lower() in words
+def call_within(limit_s: float, action: Callable[[], Answer]) -> Answer:
+    """Return the answer of `action`, or raise what it raises; TimeoutError after `limit_s`.
+
+    It runs in a daemon thread: what hangs in storage or network does not keep the process.
+    """
+    answer: Future[Answer] = Future()
+
+    def act() -> None:
+        try:
+            answer.set_result(action())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=act, name="with a limit", daemon=True).start()
+    return answer.result(limit_s)
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:

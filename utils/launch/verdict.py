@@ -1,4 +1,4 @@
-"""Works out from the notes of a run that stands still which rank the others wait for."""
+"""Why a job ended: what the ranks noted and torchrun saw, made into one sentence and one code."""
 
 import os
 import re
@@ -11,7 +11,115 @@ from pathlib import Path
 from utils.config.errors import ExitCode
 from utils.support.notes import EXIT_CODE, NOTES_DIR, VERDICT, Note, leave_note, read_notes
 
+# How an error reads that is another rank's end, not this one's fault.
+_LOST_PEER = re.compile(
+    r"closed by (peer|remote)|reset by peer|broken pipe|remote process exited|remote error"
+    r"|nccl|gloo|Dist(Backend|Network|Store)Error|failed to recv|recvValue|sendBytes"
+    r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
+    re.IGNORECASE,
+)
+# Signals that come from outside or from a fault of the process itself. torch aborts processes
+# (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
+_HARD = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+_HOW = {
+    "refused": "refused to run:",
+    "failed": "failed:",
+    "hung": "hung:",
+    "killed": "was killed by",
+}
+# Longer than torchrun takes on another node to end the workers beside the one that died.
+WAIT_FOR_CAUSES_S = 8.0
 SHOWN = 4  # ranks of many that are at fault together
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of a job: a sentence for people, an ExitCode (or the script's own) for scripts."""
+
+    text: str
+    exit_code: int
+
+
+def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None:
+    """Leave a note for each rank that ended with this exit code and left none itself.
+
+    Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
+    before it can answer ends by it: it is stopped, too.
+    """
+    for rank, code in exit_codes.items():
+        if asked_to_stop and -code in (signal.SIGUSR1, signal.SIGTERM):
+            leave_note("stopped", ExitCode.STOPPED, "stopped before training began", rank)
+        elif code < 0:
+            leave_note("killed", ExitCode.LOST_RANK, _killed_by(-code), rank)
+        elif code == ExitCode.STOPPED:
+            leave_note("stopped", code, "stopped", rank)
+        elif code:
+            leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
+
+
+def _killed_by(number: int) -> str:
+    names = {one.value: one.name for one in signal.Signals}
+    hint = " (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
+    return names.get(number, f"signal {number}") + (hint if number == signal.SIGKILL else "")
+
+
+def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
+    """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences."""
+    deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
+    while True:
+        left = read_verdict(directory)
+        if left is not None:
+            return left
+        notes = read_notes(directory)
+        if not all(map(_is_consequence, notes)) or time.monotonic() > deadline:
+            return judge(notes)
+        time.sleep(0.1)
+
+
+def read_verdict(directory: str | os.PathLike[str] | None = None) -> Verdict | None:
+    """Return the verdict that is there (of STOKER_NOTES_DIR, by default); None without one."""
+    directory = directory or os.environ.get(NOTES_DIR)
+    if not directory:
+        return None
+    try:
+        # The code first: it is written after the text.
+        code = int((Path(directory) / EXIT_CODE).read_text(encoding="utf-8"))
+        return Verdict((Path(directory) / VERDICT).read_text(encoding="utf-8").rstrip(), code)
+    except (OSError, ValueError):
+        return None
+
+
+def judge(notes: Iterable[Note]) -> Verdict:
+    """Choose the cause among the notes of all ranks, the earliest of the likeliest kind."""
+    by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
+    if not by_likelihood:
+        return Verdict("a process of the job ended without a word; see above", ExitCode.LOST_RANK)
+    cause = by_likelihood[0]
+    if cause.kind == "stopped":
+        return Verdict(cause.text, cause.exit_code)
+    lost = cause.kind in ("killed", "hung") or _is_consequence(cause)
+    text = f"rank {cause.rank} on {cause.host} {_HOW[cause.kind]} {cause.text}"
+    if cause.kind == "failed" and lost:
+        text = (
+            f"rank {cause.rank} on {cause.host} lost another rank, which left no word: {cause.text}"
+        )
+    return Verdict(text, ExitCode.LOST_RANK if lost else cause.exit_code)
+
+
+def _is_consequence(note: Note) -> bool:
+    if note.kind == "failed":
+        return note.exit_code == SIGTERM_EXIT_CODE or bool(_LOST_PEER.search(note.text))
+    if note.kind == "killed":
+        return not note.text.startswith(tuple(known.name for known in _HARD))
+    return False
+
+
+def _likelihood(note: Note) -> int:
+    """0 for what is the cause if it happened at all; higher for what may follow from a cause."""
+    if _is_consequence(note):
+        return 4
+    return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, 5)
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
@@ -54,128 +162,3 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
 
 def _named(rank: int, host: str) -> str:
     return f"rank {rank} on {host}"
-
-
-# Why a job ended: what the ranks noted and torchrun saw, made into one sentence and one code.
-
-# How an error reads that is another rank's end, not this one's fault.
-_LOST_PEER = re.compile(
-    r"closed by (peer|remote)|reset by peer|broken pipe|remote process exited|remote error"
-    r"|nccl|gloo|Dist(Backend|Network|Store)Error|failed to recv|recvValue|sendBytes"
-    r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
-    re.IGNORECASE,
-)
-# Signals that come from outside or from a fault of the process itself. torch aborts processes
-# (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
-_HARD = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-_HOW = {
-    "refused": "refused to run:",
-    "failed": "failed:",
-    "hung": "hung:",
-    "killed": "was killed by",
-}
-# Longer than torchrun takes on another node to end the workers beside the one that died.
-WAIT_FOR_CAUSES_S = 8.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The end of a job: a sentence for people, an ExitCode (or the script's own) for scripts."""
-
-    text: str
-    exit_code: int
-
-
-def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None:
-    """Leave a note for each rank that ended with this exit code and left none itself.
-
-    Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
-    before it can answer ends by it: it is stopped, too.
-    """
-    for rank, code in exit_codes.items():
-        if asked_to_stop and -code in (signal.SIGUSR1, signal.SIGTERM):
-            leave_note("stopped", ExitCode.STOPPED, "stopped before training began", rank)
-        elif code < 0:
-            leave_note("killed", ExitCode.LOST_RANK, _killed_by(-code), rank)
-        elif code == ExitCode.STOPPED:
-            leave_note("stopped", code, "stopped", rank)
-        elif code:
-            leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
-
-
-def _killed_by(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    if number == signal.SIGKILL:
-        return f"{name} (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
-    return name
-
-
-def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
-    """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences."""
-    deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
-    while True:
-        left = read_verdict(directory)
-        if left is not None:
-            return left
-        notes = read_notes(directory)
-        if not _only_consequences(notes) or time.monotonic() > deadline:
-            return judge(notes)
-        time.sleep(0.1)
-
-
-def read_verdict(directory: str | os.PathLike[str] | None = None) -> Verdict | None:
-    """Return the verdict that is there (of STOKER_NOTES_DIR, by default); None without one."""
-    directory = directory or os.environ.get(NOTES_DIR)
-    if not directory:
-        return None
-    try:
-        text = (Path(directory) / VERDICT).read_text(encoding="utf-8").rstrip()
-    except OSError:
-        return None
-    for _ in range(10):
-        # Written right after the text, by another process.
-        try:
-            return Verdict(text, int((Path(directory) / EXIT_CODE).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            time.sleep(0.1)
-    return Verdict(text, ExitCode.LOST_RANK)
-
-
-def judge(notes: Iterable[Note]) -> Verdict:
-    """Choose the cause among the notes of all ranks, the earliest of the likeliest kind."""
-    by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
-    if not by_likelihood:
-        return Verdict("a process of the job ended without a word; see above", ExitCode.LOST_RANK)
-    cause = by_likelihood[0]
-    if cause.kind == "stopped":
-        return Verdict(cause.text, cause.exit_code)
-    lost = cause.kind in ("killed", "hung") or _is_consequence(cause)
-    text = f"rank {cause.rank} on {cause.host} {_HOW[cause.kind]} {cause.text}"
-    if cause.kind == "failed" and lost:
-        text = (
-            f"rank {cause.rank} on {cause.host} lost another rank, which left no word: {cause.text}"
-        )
-    return Verdict(text, ExitCode.LOST_RANK if lost else cause.exit_code)
-
-
-def _only_consequences(notes: list[Note]) -> bool:
-    return all(_is_consequence(note) for note in notes)
-
-
-def _is_consequence(note: Note) -> bool:
-    if note.kind == "failed":
-        return note.exit_code == SIGTERM_EXIT_CODE or bool(_LOST_PEER.search(note.text))
-    if note.kind == "killed":
-        return not note.text.startswith(tuple(known.name for known in _HARD))
-    return False
-
-
-def _likelihood(note: Note) -> int:
-    """0 for what is the cause if it happened at all; higher for what may follow from a cause."""
-    if _is_consequence(note):
-        return 4
-    return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, 5)

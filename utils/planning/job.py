@@ -15,8 +15,8 @@ from utils.checkpoints.files import readable
 from utils.checkpoints.space import most_at_once
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.launch.processes import LaunchFacts, asks_for_cpu
-from utils.launch.slurm import JobRequest, request_from
+from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import JobRequest, asks_for_cpu, request_from
 
 SIGNAL_LINE = "#SBATCH --signal=B:USR1@300"
 

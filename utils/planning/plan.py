@@ -14,7 +14,8 @@ from utils.config.settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.cpu_products import products_name, settle_products
-from utils.launch.processes import LaunchFacts, asks_for_cpu
+from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import asks_for_cpu
 from utils.model.adapters import Targets, plan_adapters
 from utils.model.architecture import has_experts
 from utils.model.attention import AttentionChoice, is_recurrent

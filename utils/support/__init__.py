@@ -1,0 +1,9 @@
+"""What every package may use; nothing here imports another one but for its errors.
+
+files        atomic writes, and a disk cache of what took long to find out
+host         this machine: name, processor, memory
+redaction    tokens from .env, kept out of every output
+notes        last words of a rank for the launcher; storage faults; places in the code
+collectives  ranks that act for each other, and the gloo group they talk over
+run_lock     one job per output directory
+"""

@@ -14,7 +14,7 @@ from utils.launch import signals
 ROOT = Path(__file__).parents[3]
 START = """
 import ctypes, os, signal, sys, time
-from utils.cluster import signals
+from utils.launch import signals
 signals.FILE_WITHIN_S = float(os.environ.get("WITHIN_S", "1"))
 signals.install_stop_signals()
 print("ready", flush=True)

@@ -6,12 +6,18 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from launching import ROOT, quiet_environment
 
+from utils.config.errors import ConfigurationError, StorageError
+from utils.launch import node
+from utils.launch.slurm import Allocation
+
+DIRECTORY = Path("/tmp/stoker-5-x")
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
 import os, signal, sys, time
@@ -266,3 +272,95 @@ def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
     assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stdout
     assert "torch.distributed" not in done.stdout
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+def test_caches_are_private_to_the_job_unless_the_user_placed_them(disk):
+    given = {"SLURM_TMPDIR": str(disk), "TMPDIR": "/none", "SLURM_JOB_ID": "5"}
+    environment = given | {"TRITON_CACHE_DIR": "/scratch/triton", "STOKER_NOTES_DIR": "/shared"}
+    directory = node.make_node_directory(environment)
+    node.use_node_directory(environment, directory)
+    assert directory.parent == disk
+    assert directory.name.startswith("stoker-5-")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    inductor = str(directory / "cache/torchinductor_cache_dir")
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == inductor
+    assert Path(inductor).is_dir()
+    assert environment["TRITON_CACHE_DIR"] == "/scratch/triton"
+    assert environment["STOKER_NOTES_DIR"] == "/shared"
+    alone = {"SLURM_TMPDIR": "", "TMPDIR": str(disk)}
+    node.use_node_directory(alone, node.make_node_directory(alone))
+    assert Path(alone["STOKER_NODE_DIR"]).parent == disk
+    assert Path(alone["STOKER_NOTES_DIR"]).is_dir()
+
+
+def test_a_disk_that_takes_no_directory_is_refused(disk, small_disk):
+    with pytest.raises(StorageError, match=r"n2: .*/none \(No such file"):
+        node.make_node_directory({"TMPDIR": str(disk / "none")})
+    for number in range(12):  # of 16 inodes
+        (small_disk / str(number)).touch()
+    directory = node.make_node_directory({"TMPDIR": str(small_disk)})
+    with pytest.raises(StorageError, match=r"n2: .*No space left.*TMPDIR"):
+        node.use_node_directory({}, directory)
+
+
+def test_temporary_files_leave_room_for_the_names_of_sockets():
+    assert node.node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
+    assert "TMPDIR" not in node.node_environment({}, Path(f"/tmp/{'a' * 80}"))
+    with tempfile.TemporaryDirectory(prefix="pymp-12345678", dir="/tmp") as shortest:
+        assert len(shortest) < 107
+
+
+def test_jobs_are_offline_unless_the_user_said_otherwise():
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    job = {"SLURM_JOB_ID": "5"}
+    assert offline.items() <= node.node_environment(job, DIRECTORY).items()
+    for environment in ({}, job | {"HF_HUB_OFFLINE": "0"}):
+        assert not offline.keys() & node.node_environment(environment, DIRECTORY).keys()
+
+
+def test_debugging_is_one_switch_that_keeps_what_the_user_set():
+    assert "NCCL_DEBUG" not in node.node_environment({}, DIRECTORY)
+    added = node.node_environment({"STOKER_DEBUG": "1", "NCCL_DEBUG": "TRACE"}, DIRECTORY)
+    assert added["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert "NCCL_DEBUG" not in added
+    assert not node.debugging({"STOKER_DEBUG": "0"})
+    with pytest.raises(ConfigurationError, match="STOKER_DEBUG='yes': give 1"):
+        node.debugging({"STOKER_DEBUG": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "16", "SLURM_CPUS_ON_NODE": "64"}, "4"),
+        ({"SLURM_CPUS_ON_NODE": "64"}, "16"),
+        ({"SLURM_CPUS_PER_TASK": "2"}, "1"),
+        ({"SLURM_CPUS_PER_TASK": "2", "OMP_NUM_THREADS": "7"}, None),
+    ],
+)
+def test_cores_are_shared_equally(monkeypatch, environment, threads):
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    added = node.process_environment(Allocation(("n1", "n2"), 0, 4, None, "n1", 20000))
+    assert added.get("OMP_NUM_THREADS") == threads
+    assert (added["STOKER_NODE_HOSTS"], added["ACCELERATE_USE_CPU"]) == ("n1 n2", "true")
+
+
+def test_nothing_shipped_turns_fast_networks_off():
+    shipped = [
+        *ROOT.glob("slurm/*"),
+        *ROOT.glob("utils/**/*.py"),
+        *ROOT.glob("accelerate_configs/*"),
+    ]
+    assert len(shipped) > 50
+    for path in shipped:
+        for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+            assert name not in path.read_text(), path

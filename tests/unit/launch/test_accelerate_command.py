@@ -2,12 +2,23 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from utils.config.errors import ConfigurationError
-from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
+from utils.launch.accelerate_command import (
+    choose_config,
+    choose_strategy,
+    launch_arguments,
+    read_config,
+    strategy_variables,
+)
+from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
 
 ROOT = Path(__file__).parents[3]
+CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 ONE = Allocation(("n1",), 0, 1, 1, "127.0.0.1", 20000)
 FOUR = Allocation(("n1",), 0, 4, 4, "127.0.0.1", 20000)
 SECOND = Allocation(("n1", "n2"), 1, 4, 4, "n1", 20000)
@@ -25,9 +36,7 @@ def test_the_default_strategy_follows_from_the_processes(allocation, name):
     assert read_config(ROOT / path, allocation)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("accelerate_configs/*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_starts_on_one_gpu_and_on_many(path):
     assert choose_config({"ACCELERATE_CONFIG": str(path)}, FOUR)[0] == path
     for allocation in (ONE, FOUR, SECOND):
@@ -42,12 +51,12 @@ def test_every_shipped_config_starts_on_one_gpu_and_on_many(path):
         (None, r"No such file.*accelerate_configs/"),
         ("a: [", r"is not YAML"),
         ("\xff\x00", r"is not YAML"),
-        ("- 1", r"has no distributed_type"),
-        ("num_processes: 2", r"has no distributed_type"),
+        ("- 1", r"distributed_type missing is nothing that Stoker trains with"),
+        ("num_processes: 2", r"distributed_type missing .*accelerate config"),
+        ("distributed_type: TPU", r"distributed_type TPU is nothing that Stoker trains with"),
         ('distributed_type: "NO"', r"NO starts one process, but the job has 8 \(2 node.* of 4\)"),
         ("distributed_type: NO", r"NO starts one process"),
         ("distributed_type: MULTI_CPU", r"use accelerate_configs/multi_gpu.yaml"),
-        ("distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER", r"is not this cluster"),
     ],
 )
 def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, text, problem):
@@ -102,14 +111,64 @@ def test_arguments_reach_the_script_as_they_are():
     assert parsed("single_gpu", ONE, "x.py", *words).training_script_args == words
 
 
-@pytest.mark.parametrize("first", ["", "-"])
-def test_a_first_argument_that_torchrun_chokes_on_is_refused(first):
-    with pytest.raises(ConfigurationError, match="torchrun cannot pass on"):
-        parsed("multi_gpu", FOUR, "x.py", first)
-    assert parsed("multi_gpu", FOUR, "x.py", "a", first).training_script_args == ["a", first]
-
-
 def test_a_single_process_on_a_cpu_stays_there():
     assert parsed("single_gpu", ONE, "x.py", ACCELERATE_USE_CPU="true").cpu
     assert not parsed("single_gpu", ONE, "x.py").cpu
     assert not parsed("cpu", CPUS, "x.py", ACCELERATE_USE_CPU="true").cpu  # it would start one
+
+
+def launched(path: Path) -> dict[str, str]:
+    """The variables that `accelerate launch` gives the processes of this config."""
+    from accelerate.commands.launch import _validate_launch_command
+
+    args = launch_command_parser().parse_args(
+        ["--config_file", str(path), "--num_processes", "2", "--main_process_port", "0", "x.py"]
+    )
+    args, _, _ = _validate_launch_command(args)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""  # as launch_command does
+        return prepare_deepspeed_cmd_env(args)[1]
+    return prepare_multi_gpu_env(args)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_variables_are_accelerates_own(path):
+    if path.stem == "single_gpu":
+        assert choose_strategy({"ACCELERATE_CONFIG": str(path)}, 1, 1, 1).name == "single"
+        return
+    variables = strategy_variables(yaml.safe_load(path.read_text()))
+    real = launched(path)
+    for name, value in variables.items():
+        assert real[name] == value, name
+    # The other way round: what decides the strategy is among them.
+    assert requested_strategy(real, 2) == requested_strategy(variables, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "fsdp2"),
+        ({"distributed_type": "FSDP"}, "fsdp1"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "zero3"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "d"}},
+            "zero_file",
+        ),
+        ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, "ddp"),
+    ],
+)
+def test_a_strategy_has_a_name(config, name):
+    variables = strategy_variables(config)
+    assert requested_strategy(variables, 2) == name
+    precision = variables["ACCELERATE_MIXED_PRECISION"]
+    assert precision == config.get("mixed_precision", "no")
+
+
+def test_cpu_yaml_means_the_cpu_in_the_dry_run_too():
+    path = ROOT / "accelerate_configs/cpu.yaml"
+    strategy = choose_strategy({"ACCELERATE_CONFIG": str(path)}, 1, 2, None)
+    assert strategy.variables["ACCELERATE_USE_CPU"] == "true"
+    gpus = choose_strategy({"ACCELERATE_CONFIG": str(path.with_name("fsdp2.yaml"))}, 1, 2, 2)
+    assert "ACCELERATE_USE_CPU" not in gpus.variables

@@ -15,7 +15,6 @@ from utils.launch import processes as launch
 from utils.launch.processes import (
     LaunchFacts,
     actual_strategy,
-    asks_for_cpu,
     check_launch,
     check_strategy,
     launch_problem,
@@ -137,20 +136,12 @@ def test_one_process_passes_unless_more_were_started(monkeypatch):
         check_launch()
 
 
-@pytest.mark.parametrize("word", ["1", "True", "yes", "on", "Y", "t", "0", "false", "no", "off"])
-def test_the_cpu_is_asked_for_in_accelerates_words(word):
-    from accelerate.utils.environment import str_to_bool
-
-    assert asks_for_cpu({"ACCELERATE_USE_CPU": word}) == bool(str_to_bool(word))
-    assert not asks_for_cpu({})
-
-
 # What each of two ranks does; {trouble} is what goes wrong in it.
 RANK = """
     import os, sys, time
     import torch.distributed as dist
     from accelerate import PartialState
-    from utils.cluster import launch
+    from utils.launch import processes as launch
     from utils.launch.script import run_script
 
     rank = int(os.environ["RANK"])

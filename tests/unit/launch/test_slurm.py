@@ -1,0 +1,299 @@
+"""What is made of Slurm's variables, and of a launch without Slurm."""
+
+import datetime
+import socket
+
+import pytest
+
+from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.launch.slurm import (
+    Allocation,
+    adopt_slurm_tasks,
+    allocated_gpus,
+    asks_for_cpu,
+    can_listen,
+    expand_hosts,
+    job_end_time,
+    listen,
+    main_port,
+    on_cpu,
+    read_allocation,
+)
+
+# As Slurm 22.05 sets them for the second node of `srun -N2 --ntasks-per-node=1 --gres=gpu:4`.
+STEP = {
+    "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4",
+}  # fmt: skip
+# As Slurm 22.05 sets them for the third task of `srun -N2 --ntasks-per-node=2`.
+TASK = {
+    "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
+}  # fmt: skip
+RANK = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def no_devices() -> int:
+    raise AssertionError("Slurm says what the job has")
+
+
+def test_a_slurm_step_is_read_from_its_variables():
+    found = read_allocation(STEP, no_devices)
+    assert found == Allocation(("n1", "n2"), 1, 4, 4, "n1", 20310)
+    assert (found.host, found.world_size) == ("n2", 8)
+    given = {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
+    found = read_allocation(STEP | given, no_devices)
+    assert (found.address, found.port) == ("10.0.0.1", 4242)
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0"}, 8),
+        ({"SLURM_STEP_GPUS": "0,1", "SLURM_JOB_GPUS": "0,1,2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
+        ({"SLURM_JOB_GPUS": "4,5"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_PER_NODE": "h100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "2"}, 2),
+        ({"SLURM_GPUS_PER_TASK": "8"}, 8),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({}, 0),
+    ],
+)
+def test_gpus_are_counted_from_what_slurm_sets(variables, count):
+    assert allocated_gpus(variables) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ACCELERATE_USE_CPU", "true", True),
+        ("DS_ACCELERATOR", "cpu", True),
+        ("DS_ACCELERATOR", "cuda", False),
+        ("ACCELERATE_CONFIG", "accelerate_configs/cpu.yaml", True),
+        ("ACCELERATE_CONFIG", "accelerate_configs/fsdp2.yaml", False),
+    ],
+)
+def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it(name, value, expected):
+    assert on_cpu({name: value}) is expected
+
+
+def test_on_a_cpu_the_user_says_how_many_processes():
+    step = STEP | {"ACCELERATE_USE_CPU": "true"}
+    assert read_allocation(step, no_devices).processes == 1
+    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "3"}, no_devices)
+    assert (found.processes, found.gpus, found.world_size) == (3, None, 6)
+
+
+def test_outside_of_slurm_this_machine_is_the_job(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "login1")
+    found = read_allocation({}, lambda: 2)
+    assert (found.hosts, found.processes, found.gpus) == (("login1",), 2, 2)
+    assert found.address == "127.0.0.1"
+    found = read_allocation({"STOKER_PROCESSES_PER_NODE": "3"}, lambda: 0)
+    assert (found.processes, found.gpus) == (3, None)
+    assert read_allocation({}, lambda: 0).processes == 1
+
+
+def test_a_cluster_that_does_not_count_gpus_is_told_how_many():
+    step = {name: value for name, value in STEP.items() if name != "SLURM_GPUS_ON_NODE"}
+    with pytest.raises(UnfitClusterError, match=r"n2: Slurm gave this job no GPU.*USE_CPU=true"):
+        read_allocation(step, no_devices)
+    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, no_devices)
+    assert (found.processes, found.gpus) == (4, 4)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "2 ", "1;id", "\u0662", "99999"])
+def test_a_number_of_processes_has_to_be_one(given):
+    with pytest.raises(ConfigurationError, match="is no number of processes"):
+        read_allocation(STEP | {"STOKER_PROCESSES_PER_NODE": given, "DS_ACCELERATOR": "cpu"}, int)
+
+
+def test_processes_and_tasks_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigurationError, match=r"=2, but n2 has 4 GPU.*unset"):
+        read_allocation(STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, no_devices)
+    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 node.*--ntasks-per-node=1"):
+        read_allocation(STEP | {"SLURM_STEP_NUM_TASKS": "8"}, no_devices)
+
+
+def test_a_job_without_a_step_is_refused_where_it_has_other_nodes():
+    batch = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
+    assert read_allocation(batch, no_devices).world_size == 1
+    with pytest.raises(ConfigurationError, match=r"not by srun.*2 node"):
+        read_allocation(batch | {"SLURM_JOB_NUM_NODES": "2"}, no_devices)
+    del batch["SLURM_NODEID"]  # the shell that salloc gives, on the login node
+    with pytest.raises(ConfigurationError, match="not by srun"):
+        read_allocation(batch, no_devices)
+
+
+@pytest.mark.parametrize("word", ["1", "True", "yes", "on", "Y", "t", "0", "false", "no", "off"])
+def test_the_cpu_is_asked_for_in_accelerates_words(word):
+    from accelerate.utils.environment import str_to_bool
+
+    assert asks_for_cpu({"ACCELERATE_USE_CPU": word}) == bool(str_to_bool(word))
+    assert not asks_for_cpu({})
+
+
+@pytest.mark.parametrize(
+    ("node_list", "hosts"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1 n2"),
+        ("a,b", "a b"),
+        ("gpu[008-011,020],x1", "gpu008 gpu009 gpu010 gpu011 gpu020 x1"),
+        ("rack[1-2]n[3-4]-ib", "rack1n3-ib rack1n4-ib rack2n3-ib rack2n4-ib"),
+    ],
+)
+def test_a_node_list_names_its_hosts_in_order(node_list, hosts):
+    assert " ".join(expand_hosts(node_list)) == hosts
+
+
+@pytest.mark.parametrize("node_list", ["", "n[1-2", "n[a-b]", "n[]", "n1,,n2"])
+def test_what_is_no_node_list_is_refused(node_list):
+    with pytest.raises(ConfigurationError, match="is no list of nodes"):
+        expand_hosts(node_list)
+
+
+def test_ports_of_neighbouring_jobs_and_steps_differ_and_are_not_ephemeral():
+    ports = [
+        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        for job in range(123_000, 123_190)
+        for step in range(20)
+    ]
+    assert len(set(ports)) == len(ports)
+    assert min(ports) >= 20000
+    assert max(ports) + 1 < 32768
+    assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
+
+
+def test_a_given_port_wins_and_has_to_be_one():
+    assert main_port({"SLURM_JOB_ID": "5", "STOKER_MAIN_PORT": "4242"}) == 4242
+    assert main_port({"SLURM_JOB_ID": "5", "STOKER_MAIN_PORT": ""}) == main_port(
+        {"SLURM_JOB_ID": "5"}
+    )
+    for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662", "$(x)"):
+        with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
+            main_port({"STOKER_MAIN_PORT": given})
+
+
+def test_a_port_in_use_is_seen_on_whichever_address():
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0")):
+        with socket.create_server((address, 0), family=family) as listener:
+            assert not can_listen(listener.getsockname()[1])
+    with listen(0) as listener:
+        port = listener.getsockname()[1]
+        assert not can_listen(port)
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    assert can_listen(port)
+
+
+def test_a_task_of_several_becomes_a_rank():
+    environment = dict(TASK)
+    assert "srun's 4 tasks are the ranks" in adopt_slurm_tasks(environment)
+    port = str(main_port(TASK))
+    assert environment == TASK | RANK | {"MASTER_ADDR": "n1", "MASTER_PORT": port}
+    environment = TASK | {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
+    adopt_slurm_tasks(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "4242")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"RANK": "0"},
+        {"WORLD_SIZE": "4"},
+        {"ACCELERATE_MIXED_PRECISION": "no"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["torchrun", "world", "accelerate", "one task"],
+)
+def test_other_launches_are_left_alone(changes):
+    environment = TASK | changes
+    assert adopt_slurm_tasks(environment) is None
+    assert environment == TASK | changes
+    batch = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
+    assert adopt_slurm_tasks(dict(batch)) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "place"), [("0,1", ("1", "2")), ("1", ("0", "1")), ("", ("1", "2"))]
+)
+def test_a_task_bound_to_one_gpu_takes_number_0(visible, place):
+    environment = TASK | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": visible}
+    adopt_slurm_tasks(environment)
+    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == place
+
+
+def test_tasks_of_nodes_with_unequal_numbers_count_their_own():
+    changes = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "3"}
+    environment = TASK | changes
+    adopt_slurm_tasks(environment)
+    assert environment["LOCAL_WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("0", "1"), ("0,1", "2")])
+def test_more_tasks_than_gpus_are_refused(monkeypatch, visible, gpus):
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_NUM_TASKS": "6"}
+    environment = TASK | tasks | {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": gpus}
+    with pytest.raises(UnfitClusterError, match=rf"n2: 3 tasks share {gpus} GPU"):
+        adopt_slurm_tasks(environment)
+
+
+def test_rank_0_refuses_a_port_in_use(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    with listen(0) as listener:
+        port = listener.getsockname()[1]
+        environment = TASK | {"SLURM_PROCID": "0", "STOKER_MAIN_PORT": str(port)}
+        with pytest.raises(UnfitClusterError, match=rf"n1: port {port} is in use .*unset STOKER"):
+            adopt_slurm_tasks(environment)
+        adopt_slurm_tasks(environment | {"SLURM_PROCID": "1"})
+
+
+def test_a_strategy_that_nothing_would_read_is_refused():
+    environment = TASK | {"ACCELERATE_CONFIG": "accelerate_configs/fsdp2.yaml"}
+    with pytest.raises(ConfigurationError, match=r"fsdp2.yaml would be ignored.*launch_node.sh"):
+        adopt_slurm_tasks(environment)
+    assert adopt_slurm_tasks(TASK | {"ACCELERATE_CONFIG": "accelerate_configs/multi_gpu.yaml"})
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """A squeue that answers as told, and refuses to be asked anything else."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+
+    def answers(text: str, code: int = 0):
+        path = tmp_path / "squeue"
+        path.write_text(
+            '#!/bin/sh\n[ "$*" = "--noheader --jobs=123 --format=%e" ] || exit 9\n'
+            f"echo '{text}'\nexit {code}\n"
+        )
+        path.chmod(0o755)
+
+    return answers
+
+
+def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, squeue, caplog):
+    squeue("2030-01-02T03:04:05")
+    assert job_end_time() == datetime.datetime(2030, 1, 2, 3, 4, 5).timestamp()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
+    assert job_end_time() == 1893456000.0
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert job_end_time() is None  # no job
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("text", "code"), [("N/A", 0), ("", 0), ("no such job", 1), ("", 127)])
+def test_an_unknown_end_is_logged(text, code, squeue, caplog, monkeypatch, tmp_path):
+    if code == 127:
+        monkeypatch.setenv("PATH", str(tmp_path))  # no squeue at all
+    else:
+        squeue(text, code)
+    assert job_end_time() is None
+    (record,) = caplog.records
+    assert "the end of the time limit is unknown (squeue" in record.message
+    assert "signals and STOP still work" in record.message
