@@ -31,6 +31,7 @@ from utils.launch.slurm import (
 
 logger = logging.getLogger("launch_node")
 
+MOST_CLOCK_SKEW_S = 60.0
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
 _CONNECTION_TIMEOUT_S = 5.0
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -63,6 +64,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "versions": {"python": platform.python_version(), **_versions()},
         "code": code.hexdigest()[:12],
+        "clock_ahead_s": 0.0,  # of the first node's
     }
 
 
@@ -94,7 +96,11 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
     if not several:
         return f"node check: {allocation.host}, {devices}"
     shown = ", ".join(allocation.hosts[:8]) + (", ..." if len(everyone) > 8 else "")
-    return f"node check: {len(everyone)} nodes ({shown}), {devices}, the same code and versions"
+    clocks = [node["clock_ahead_s"] for node in everyone]
+    return (
+        f"node check: {len(everyone)} nodes ({shown}), {devices}, the same code and versions, "
+        f"clocks within {max(clocks) - min(clocks):.1f} s"
+    )
 
 
 def exchange_facts(allocation: Allocation, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -126,9 +132,9 @@ def _collect(
             try:
                 connection = connections.enter_context(listener.accept()[0])
                 connection.settimeout(_CONNECTION_TIMEOUT_S)
-                node, said = _receive(connection)
+                node, sent_at, said = _receive(connection)
                 if allocation.hosts[node] == said["host"]:
-                    nodes[node] = said
+                    nodes[node] = said | {"clock_ahead_s": sent_at - time.time()}
                     reached.append(connection)
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # the limit, or somebody else's connection: no node of this job
@@ -155,7 +161,7 @@ def _report(
     while True:
         try:
             with socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection:
-                _send(connection, [allocation.node, facts])
+                _send(connection, [allocation.node, time.time(), facts])
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # for the others to come
                 return _receive(connection)
         except (OSError, ValueError) as error:
@@ -224,4 +230,12 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"the code differs between {here} ({first['code']}) and {there} ({node['code']}): "
                 "keep one repository on a shared file system, and do not edit it as jobs start."
             )
+    by_clock = sorted(everyone, key=lambda node: node["clock_ahead_s"])
+    skew_s = by_clock[-1]["clock_ahead_s"] - by_clock[0]["clock_ahead_s"]
+    if skew_s > MOST_CLOCK_SKEW_S:
+        problems.append(
+            f"the clock of {by_clock[-1]['host']} is {skew_s:.0f} s ahead of that of "
+            f"{by_clock[0]['host']}: time limits cannot be kept. Have both set by NTP, or leave "
+            "one out with sbatch --exclude."
+        )
     return problems

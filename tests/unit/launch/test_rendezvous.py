@@ -19,7 +19,7 @@ from utils.launch.slurm import Allocation, listen
 
 FACTS = {
     "host": "n1", "processes": 4, "gpus": 4, "devices": 4, "visible": None, "code": "abc",
-    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+    "versions": {"python": "3.11.2", "torch": "2.13.0"}, "clock_ahead_s": 0.0,
 }  # fmt: skip
 ALONE = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
 
@@ -54,7 +54,7 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
 
     threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
     threads[0].start()
-    for words in (b"", b"GET / HTTP/1.1\n", b'[1, {"host": "n7"}]\n', b"[]\n"):
+    for words in (b"", b"GET / HTTP/1.1\n", b'[1, 2, {"host": "n7"}]\n', b"[]\n"):
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
@@ -68,6 +68,7 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
     assert heard[0] == heard[1]
     assert [facts["host"] for facts in heard[0]] == ["n1", "n2"]
     assert [facts["devices"] for facts in heard[0]] == [0, 1]
+    assert abs(heard[0][1]["clock_ahead_s"]) < 5
     listen(port + 1).close()  # free again
 
 
@@ -125,10 +126,12 @@ def test_the_limit_must_be_seconds(port, monkeypatch, value):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({}, None),
+        ({"clock_ahead_s": 59.0}, None),
         ({"devices": 3, "visible": "0,1,2"}, r"n2: .* 4 GPUs .*sees 3 \(CUDA.*=0,1,2\)"),
         ({"processes": 2, "gpus": 2}, r"n1 has 4 processes .*n2 has 2"),
         ({"versions": {"python": "3.11.2"}}, r"torch is 2\.13\.0 on n1, but None on n2"),
+        ({"clock_ahead_s": 61.0}, r"clock of n2 is 61 s ahead of that of n1"),
+        ({"clock_ahead_s": -75.0}, r"clock of n1 is 75 s ahead of that of n2"),
         ({"code": "abd"}, r"differs between n1 \(abc\) and n2 \(abd\)"),
     ],
 )

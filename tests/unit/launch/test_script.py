@@ -123,7 +123,7 @@ def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_plac
 
 def test_a_message_of_several_lines_is_noted_with_its_first(notes):
     run_script(raising(RuntimeError("the cause\n\nCompile with DSA")))
-    assert the_note(notes)[2].startswith("RuntimeError: the cause (tests/unit/cluster/test_script")
+    assert the_note(notes)[2].startswith("RuntimeError: the cause (tests/unit/launch/test_script")
 
 
 def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch):
