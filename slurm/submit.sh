@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# Checks a job without a GPU and without queueing, then hands it in. Takes what sbatch takes:
+# Submits a job after checking it, without a GPU. Takes what sbatch takes:
 #
 #   slurm/submit.sh --nodes=4 --time=24:00:00 slurm/multinode_job.sh sft_train.py --config my.yaml
 #   slurm/submit.sh --check --nodes=4 slurm/multinode_job.sh ...      only check
 #   slurm/submit.sh slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml    all unfinished points
 #
-# The check holds settings, accelerate config and request against each other and says what will
-# happen; what it refuses is not handed in, and its exit code is this script's.
+# The job enters the queue on hold. A dry run checks what Slurm understood against the settings and
+# the accelerate config, and prints what will happen. Then the job is released, or cancelled with
+# the dry run's exit code.
 set -euo pipefail
 
-usage() {
-  sed -n '2,6s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"
-}
+say() { printf '%s\n' "$*" >&2; }
+
+usage() { sed -n '2,6s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"; }
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   usage
   exit 0
 fi
-only_check=no
+only_check=
 if [[ ${1:-} == --check ]]; then
   only_check=yes
   shift
@@ -27,28 +28,70 @@ if (($# == 0)); then
   exit 2
 fi
 
-root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-directory="$PWD"
-facts="$(mktemp -d)"
-trap 'rm -rf -- "$facts"' EXIT
-
-# A script of its own: sbatch passes this environment on, and the job reads cluster.env itself.
-"$root/slurm/run_python.sh" -m utils.submit.submit "$directory" "$facts" "$@"
-if [[ ! -f "$facts/options" ]]; then
-  exit 0 # nothing is left to run
+# The job script is the first word that names one: sbatch takes no file that does not begin with #!.
+options=() stays_held='' parsable=''
+while (($#)); do
+  if [[ -f $1 ]] && IFS= read -r -n 2 magic <"$1" && [[ $magic == '#!' ]]; then
+    break
+  fi
+  case $1 in
+  -H | --hold) stays_held=yes ;;
+  --parsable) parsable=yes ;;
+  esac
+  options+=("$1")
+  shift
+done
+if (($# == 0)); then
+  say "no job script among the words: slurm/submit.sh [SBATCH OPTIONS] slurm/train_job.sh SCRIPT ARGUMENTS"
+  exit 2
 fi
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+python="$root/slurm/run_python.sh" # a process of its own: sbatch passes this environment on
+
+first=(--hold --parsable)
+if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
+  points=$("$python" -m utils.submit.sweep unfinished "$2")
+  if [[ -z $points ]]; then
+    say "nothing is left to run, nothing is submitted"
+    exit 0
+  fi
+  first+=(--array="$points") # the user's own --array comes later and wins
+fi
+
+# Not $(...): with --wait sbatch prints the number at once and ends with the job.
+exec {answer}< <(exec sbatch "${first[@]}" "${options[@]}" "$@")
+sbatch=$!
+if ! IFS= read -r line <&"$answer"; then
+  wait "$sbatch" # with sbatch's exit code and message
+  exit
+fi
+job=${line%%;*} on=()
+[[ $line != *';'* ]] || on=(--clusters="${line#*;}")
+
+cancel() {
+  local code=$?
+  if scancel "${on[@]}" "$job"; then
+    say "not submitted: job $job is cancelled"
+  else
+    say "job $job is still on hold: scancel $job"
+  fi
+  exit "$code"
+}
+trap cancel EXIT
+trap 'exit 130' INT TERM HUP
+
+fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut,WorkDir,HetJobID
+shown=$(squeue "${on[@]}" --noheader --jobs="$job" --Format="${fields//,/:1024,}:1024")
+"$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${#options[@]}" "${options[@]}" "$@" >&2
+
 if [[ $only_check == yes ]]; then
-  printf 'checked; not handed in (--check)\n' >&2
+  say "checked; not submitted (--check)"
   exit 0
 fi
-
-mapfile -d '' -t options <"$facts/options"
-# A pipe and not $(...): with --wait sbatch says the number at once and ends with the job.
-sbatch "${options[@]}" "$@" | while IFS= read -r line; do
-  printf '%s\n' "$line"
-  if [[ $line =~ ^(Submitted\ batch\ job\ )?([0-9]+) ]]; then
-    while IFS= read -r hint; do
-      printf '%s\n' "${hint//%JOB%/"${BASH_REMATCH[2]}"}" >&2
-    done <"$facts/help"
-  fi
-done
+[[ $stays_held == yes ]] || scontrol "${on[@]}" release "$job" >&2
+trap - EXIT INT TERM HUP
+[[ $parsable == yes ]] && printf '%s\n' "$line" || printf 'Submitted batch job %s\n' "$job"
+say "watch:   squeue --job=$job"
+say "cancel:  scancel $job"
+wait "$sbatch"

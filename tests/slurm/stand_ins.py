@@ -35,7 +35,8 @@ if [[ -f $STAND_IN/denied ]]; then
   exit 1
 fi
 """,
-    "sbatch": _RECORD,
+    "sbatch": _RECORD + "echo 77\n",
+    "scancel": _RECORD,
     "python": _RECORD
     + r"""
 [[ ! -f $STAND_IN/python.output ]] || cat "$STAND_IN/python.output"

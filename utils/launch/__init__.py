@@ -1,6 +1,6 @@
 """From a Slurm job, or a shell, to ranks that can train, and to the word on how they ended.
 
-node                what slurm/launch_node.sh runs on each node: checks, `accelerate launch`, verdict
+node                what slurm/launch_node.sh runs per node: checks, `accelerate launch`, verdict
 slurm               what Slurm gave the job: nodes, processes, ports, the time limit
 rendezvous          first check: the nodes reach each other and are alike
 accelerate_command  the strategy's config file and the command it becomes

@@ -4,12 +4,10 @@ import argparse
 import importlib.util
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.launch.processes import requested_strategy
 from utils.launch.slurm import CONFIG, Allocation, on_cpu
 
 # Seconds in which all nodes' launchers must join; they met a moment before.
@@ -101,35 +99,6 @@ def launch_arguments(
     args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     return args
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A strategy by name (as `LaunchFacts` has it), its file, and the variables of a launch.
-
-    `variables` holds those of accelerate's that the dry run reads; its launcher sets more.
-    """
-
-    name: str
-    file: str
-    variables: Mapping[str, str]
-
-
-def choose_strategy(
-    environment: Mapping[str, str], nodes: int, processes_per_node: int, gpus_per_node: int | None
-) -> Strategy:
-    """Return the strategy that slurm/launch_node.sh will choose on that many nodes.
-
-    The dry run on a login node is for the strategy that will run. `gpus_per_node` is None on a
-    CPU. Raises ConfigurationError when the accelerate config cannot start so many processes.
-    """
-    hosts = tuple(f"node {number}" for number in range(nodes))
-    allocation = Allocation(hosts, 0, processes_per_node, gpus_per_node, address="", port=0)
-    path, _ = choose_config(environment, allocation)
-    variables = strategy_variables(read_config(path, allocation))
-    if gpus_per_node is None and environment.get("DS_ACCELERATOR") != "cpu":
-        variables["ACCELERATE_USE_CPU"] = "true"
-    return Strategy(requested_strategy(variables, allocation.world_size), str(path), variables)
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
@@ -331,59 +331,29 @@ def job_end_time() -> float | None:
         return None
 
 
-# What a job asks of Slurm, as slurm/submit.sh read it before the job is queued.
+# What Slurm understood of a job on hold, for the dry run that utils/submit/check.py starts.
 
 REQUEST = "STOKER_REQUEST"
 
 
 @dataclass(frozen=True)
-class StopSignal:
-    """`--signal=B:USR1@300`: which signal, how many seconds before the limit, and to whom.
-
-    `to_batch_shell` is the B: without it Slurm signals the steps, and the job script's trap, which
-    passes the signal on to all nodes, never runs.
-    """
-
-    name: str
-    lead_s: int
-    to_batch_shell: bool
-
-    @property
-    def stops_the_run(self) -> bool:
-        """Whether the scripts in slurm/ answer it with a save."""
-        return self.name == "USR1" and self.to_batch_shell
-
-
-@dataclass(frozen=True)
 class JobRequest:
-    """The part of an sbatch request that the run depends on.
+    """The part of a job that the run depends on.
 
-    `gpus_per_node` is 0 where no GPUs are asked for, `time_limit_s` None where the partition's
-    limit counts (or none does), `requeue` None where the cluster decides, `array` None for a job
-    that is none. `log` is Slurm's file name pattern. `sources` says where an option was given:
-    "--time=30" for the command line, "slurm/train_job.sh:12", or "SBATCH_TIMELIMIT".
+    `time_limit_s` is None where there is none. `signal_lead_s` is how long before it Slurm sends
+    USR1 to the batch shell, on which the run saves and stops; None if it does not.
     """
 
     job_script: str
+    job_name: str
     nodes: int
-    gpus_per_node: int
     processes_per_node: int
-    tasks_per_node: int
+    gpus_per_node: int
     strategy: str
     strategy_file: str
-    time_limit_s: int | None = None
-    signal: StopSignal | None = None
-    requeue: bool | None = None
-    array: tuple[int, ...] | None = None
-    job_name: str = ""
-    log: str = ""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    facts_file: str = ""
-
-    @property
-    def processes(self) -> int:
-        """The ranks of the run: one a GPU, on all nodes."""
-        return self.nodes * self.processes_per_node
+    time_limit_s: int | None
+    signal_lead_s: int | None
+    requeue: bool
 
     def to_json(self) -> str:
         """Write it for STOKER_REQUEST."""
@@ -391,23 +361,14 @@ class JobRequest:
 
 
 def request_from(environment: Mapping[str, str]) -> JobRequest | None:
-    """Return the request that submit.sh left in the environment; None where it did not start us.
+    """Return the request of the job that this dry run stands for; None if there is no such job.
 
-    Raises ConfigurationError when the variable holds something else.
+    Raises ConfigurationError.
     """
     text = environment.get(REQUEST)
-    if not text:
-        return None
     try:
-        values = json.loads(text)
-        signal = values.pop("signal")
-        array = values.pop("array")
-        return JobRequest(
-            **values,
-            signal=StopSignal(**signal) if signal else None,
-            array=None if array is None else tuple(array),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return JobRequest(**json.loads(text)) if text else None
+    except (ValueError, TypeError) as error:
         raise ConfigurationError(
-            f"{REQUEST} is not a request that slurm/submit.sh wrote ({error}): unset it."
+            f"{REQUEST} was not written by slurm/submit.sh ({error}): unset it."
         ) from error

@@ -159,7 +159,7 @@ def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
         command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "2"])
     with pytest.raises(ConfigurationError, match="no point -1"):
         command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "-1"])
-    with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.jobs\.sweep"):
+    with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.submit\.sweep"):
         command.main(["table", "a.yaml"])
 
 
@@ -181,3 +181,56 @@ def test_the_settings_of_every_point_of_a_shipped_sweep_exist(path):
     for point in sweep.points:
         settings = parse_pretraining([*sweep.arguments(point)[1:], "--dry_run"], "test")
         assert settings.training.output_dir == str(sweep.run_directory(point))
+
+
+SWEEP_SCRIPT = """\
+import os
+from utils.config.errors import ConfigurationError
+
+def main(argv):
+    os.environ["LEFT"] = os.environ.get("LEFT", "") + "x"
+    assert os.environ["LEFT"] == "x", "an earlier point changed the environment"
+    print("12:00:00  as usual")
+    print("12:00:00  WARNING  said by all")
+    seed = next(word for word in argv if word.startswith("--seed="))
+    if seed == "--seed=3":
+        print("12:00:00  WARNING  said by one")
+        raise ConfigurationError(["shared fault", "own fault"])
+    if "--grave=true" in argv:
+        raise ConfigurationError("shared fault")
+"""
+
+
+@pytest.mark.parametrize(
+    ("grave", "whose"), [("true", "every point"), ("false", "point 2 (seed=3)")]
+)
+def test_all_points_are_dry_run_and_their_faults_named_once(sweep_file, tmp_path, grave, whose):
+    (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
+    settings = f"settings: {{grave: {grave}}}\ngrid: {{seed: [1, 2, 3]}}\n"
+    sweep = read_sweep(sweep_file(settings, f"script: {tmp_path}/script.py\noutput_dir: r\n"))
+    lines: list[str] = []
+    with pytest.raises(ConfigurationError) as caught:
+        command.check_points(sweep, lines.append)
+    assert lines == [
+        "point 0: seed=1",
+        "12:00:00  as usual",
+        "12:00:00  WARNING  said by all",
+        "point 1: seed=2",
+        "point 2: seed=3",
+        "12:00:00  WARNING  said by one",
+    ]
+    assert caught.value.problems == [f"{whose}: shared fault", "point 2 (seed=3): own fault"]
+
+
+def test_unfinished_points_are_those_without_a_final_model(sweep_file, tmp_path, capsys):
+    rest = f"script: pretrain.py\noutput_dir: {tmp_path}/runs\n"
+    file = sweep_file("grid: {seed: [1, 2, 3]}\n", rest)
+    (tmp_path / "runs/seed=2/final").mkdir(parents=True)
+    (tmp_path / "runs/seed=3").mkdir()
+    (tmp_path / "runs/seed=3/config.yaml").touch()
+    command.main(["unfinished", file])
+    assert capsys.readouterr() == ("0,2", f"{file}: 2 of 3 points left to run\n")
+    command.main(["points", file])
+    assert capsys.readouterr().out.splitlines() == [
+        "0\tseed=1\tnot started", "1\tseed=2\tfinished", "2\tseed=3\tstarted",
+    ]  # fmt: skip

@@ -1,0 +1,273 @@
+"""slurm/submit.sh holds a job, checks it, and releases or cancels it; what the check refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.config.errors import ConfigurationError
+from utils.launch.slurm import REQUEST, JobRequest, request_from
+from utils.submit import check as checking
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = [
+    "a b", "it's", '"', "$(touch canary)", "`touch canary`", "; touch canary", "&& touch canary",
+    "| tee canary", "a\nb", "\t", "-rf", "--", "--nodes=9", "*", "?", "[a]", "~", "${HOME}", "\\",
+    "!", "#", "ü", "\u202e", "", "%JOB%", "\\0", "x" * 5000,
+]  # fmt: skip
+# Each command notes its words; python and sbatch end as the test says.
+STUB = """\
+#!/bin/bash
+name=${0##*/}
+printf '%s\\0' "$@" >"$STUBS/$name.words"
+printf '%s\\n' "$name ${1-}" >>"$STUBS/calls"
+case $name in
+sbatch) [[ -z $SBATCH_ANSWER ]] || echo "$SBATCH_ANSWER"; exit "$SBATCH_CODE" ;;
+python) [[ $3 != unfinished ]] || printf %s "$POINTS"; exit "$PYTHON_CODE" ;;
+esac
+"""
+ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0", "POINTS": "0,2"}
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    """Call slurm/submit.sh with commands that only note what they are given."""
+    directory = tmp_path / "stubs"
+    directory.mkdir()
+    for name in ("python", "sbatch", "squeue", "scontrol", "scancel"):
+        (directory / name).write_text(STUB)
+        (directory / name).chmod(0o755)
+    for name in ("job.sh", "sweep_job.sh"):
+        (tmp_path / name).write_text("#!/bin/bash\n")
+
+    def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        (directory / "calls").unlink(missing_ok=True)
+        path = os.pathsep.join([str(directory), os.environ["PATH"]])
+        environment = os.environ | {"PATH": path, "STUBS": str(directory)} | ENDINGS | env
+        return subprocess.run(
+            [ROOT / "slurm/submit.sh", *words], cwd=tmp_path, env=environment, text=True,
+            capture_output=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    call.words = lambda program: (directory / f"{program}.words").read_text().split("\0")[:-1]
+    call.calls = lambda: [line.split() for line in (directory / "calls").read_text().splitlines()]
+    return call
+
+
+def test_a_job_is_held_checked_and_released_with_every_word_as_it_is(stubs, tmp_path):
+    words = ["-J", "a b", "job.sh", "pretrain.py", *HOSTILE]
+    done = stubs(*words)
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 123\n")
+    assert [call[0] for call in stubs.calls()] == ["sbatch", "squeue", "python", "scontrol"]
+    assert stubs.words("sbatch") == ["--hold", "--parsable", *words]
+    module, directory, fields, _answer, count, *checked = stubs.words("python")[1:]
+    assert (module, directory, count) == ("utils.submit.check", str(tmp_path), "2")
+    assert checked == words
+    assert {"NumNodes", "TimeLimit", "WorkDir"} < set(fields.split(","))
+    assert stubs.words("scontrol") == ["release", "123"]
+    assert "squeue --job=123\n" in done.stderr
+    assert not list(tmp_path.glob("canary"))
+    assert not (ROOT / "canary").exists()
+
+
+def test_refused_jobs_and_mere_checks_are_cancelled(stubs):
+    done = stubs("job.sh", PYTHON_CODE="69")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert stubs.calls()[-1] == ["scancel", "123"]
+    assert "not submitted: job 123 is cancelled" in done.stderr
+    done = stubs("--check", "-N2", "job.sh")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert stubs.calls()[-1] == ["scancel", "123"]
+    assert stubs.words("sbatch")[2:] == ["-N2", "job.sh"]
+
+
+def test_options_of_sbatch_keep_their_meaning(stubs):
+    assert stubs("--parsable", "job.sh").stdout == "123\n"
+    for option in ("-H", "--hold"):  # stays on hold
+        assert stubs(option, "job.sh").returncode == 0
+        assert stubs.calls()[-1][0] == "python"
+    done = stubs("job.sh", SBATCH_ANSWER="77;far")
+    assert done.stdout == "Submitted batch job 77\n"
+    assert stubs.words("scontrol") == ["--clusters=far", "release", "77"]
+    # Its own refusal, and --test-only, which has no job.
+    for code in (3, 0):
+        done = stubs("job.sh", SBATCH_ANSWER="", SBATCH_CODE=str(code))
+        assert (done.returncode, done.stdout) == (code, "")
+        assert [call[0] for call in stubs.calls()] == ["sbatch"]
+
+
+def test_a_sweep_is_an_array_of_its_unfinished_points(stubs):
+    assert stubs("--array=1", "sweep_job.sh", "a b.yaml").returncode == 0
+    # Slurm takes the last --array, which is the user's.
+    given = ["--hold", "--parsable", "--array=0,2", "--array=1", "sweep_job.sh", "a b.yaml"]
+    assert stubs.words("sbatch") == given
+    done = stubs("sweep_job.sh", "s.yaml", POINTS="")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [call[0] for call in stubs.calls()] == ["python"]
+    stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
+    assert "--array=0,2" not in stubs.words("sbatch")
+
+
+def test_calls_without_a_job_script_submit_nothing(stubs):
+    assert "slurm/submit.sh --nodes=4" in stubs("--help").stdout
+    for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
+        done = stubs(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "slurm/submit.sh" in done.stderr
+
+
+SHOWN = {
+    "JobID": "7", "Name": "a b", "NumNodes": "2", "NumTasks": "2", "tres-per-node": "gres:gpu:2",
+    "tres-per-task": "N/A", "tres-per-job": "N/A", "TimeLimit": "1:00:00", "Requeue": "1",
+    "StdOut": "/x/%j.log", "WorkDir": str(ROOT), "HetJobID": "N/A",
+}  # fmt: skip
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Check a job of which squeue shows this, in the repository."""
+    monkeypatch.chdir(ROOT)
+    for name in [name for name in os.environ if name.startswith(("SBATCH_", "STOKER_"))]:
+        monkeypatch.delenv(name)
+
+    def call(*arguments: str, options=(), script="job.sh", head="", **shown: str) -> int:
+        (tmp_path / script).write_text(f"#!/bin/bash\n#SBATCH {head}\n")
+        fields = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
+        answer = b"".join(os.fsencode(text).ljust(checking.WIDTH) for text in fields.values())
+        words = [*options, str(tmp_path / script), *arguments]
+        names = ",".join(fields)
+        return checking.main([str(tmp_path), names, os.fsdecode(answer), str(len(options)), *words])
+
+    return call
+
+
+def test_the_dry_run_gets_launch_and_request(check, tmp_path, monkeypatch):
+    script = tmp_path / "stand_in.py"  # for pretrain.py
+    script.write_text(
+        "import json, os, sys  # parse_pretraining\n"
+        f"open({str(tmp_path / 'got.json')!r}, 'w').write(\n"
+        "    json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+        "sys.exit(int(os.environ.get('CODE', '0')))\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/fsdp2.yaml")
+    monkeypatch.setenv("RANK", "5")  # of whatever this was started in
+    head = "--nodes=2 --signal=B:USR1@300 # ours"
+    assert check(str(script), *HOSTILE, head=head) == 0
+    arguments, environment = json.loads((tmp_path / "got.json").read_text())
+    assert arguments == [*HOSTILE, "--dry_run"]
+    assert environment["WORLD_SIZE"] == "4"
+    assert "RANK" not in environment
+    assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
+    assert request_from({REQUEST: environment[REQUEST]}) == JobRequest(
+        str(tmp_path / "job.sh"), "a b", nodes=2, processes_per_node=2, gpus_per_node=2,
+        strategy="fsdp2", strategy_file="accelerate_configs/fsdp2.yaml", time_limit_s=3600,
+        signal_lead_s=300, requeue=True,
+    )  # fmt: skip
+    monkeypatch.setenv("CODE", "2")
+    assert check(str(script)) == 2
+    monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/cpu.yaml")
+    monkeypatch.setenv("STOKER_PROCESSES_PER_NODE", "3")
+    assert check(str(script), NumNodes="1", NumTasks="1") == 2
+    environment = json.loads((tmp_path / "got.json").read_text())[1]
+    assert (environment["WORLD_SIZE"], environment["ACCELERATE_USE_CPU"]) == ("3", "true")
+    assert request_from({}) is None
+    with pytest.raises(ConfigurationError, match="STOKER_REQUEST was not written by slurm/submit"):
+        request_from({REQUEST: "{}"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "message"),
+    [
+        ([], {}, "no script given"),
+        (["absent.py"], {}, r"absent\.py cannot be read: No such file.*repository's root"),
+        (["examples/readme_figures.py"], {}, "does not know --dry_run.*with sbatch"),
+        (["pretrain.py", "--dry_run=true"], {}, "would wait in the queue and then only check"),
+        (["pretrain.py"], {"HetJobID": "7"}, "heterogeneous job"),
+        (["pretrain.py"], {"NumTasks": "8"}, "8 tasks on 2 node.*--ntasks-per-node=1"),
+        (["pretrain.py"], {"tres_per_node": "N/A"}, "gave this job no GPU.*--gpus-per-node"),
+        (["a.yaml", "--seed=3"], {"script": "sweep_job.sh"}, "takes one sweep file"),
+        (["--sources", "x"], {"script": "prepare_job.sh"}, "output_dir.*required"),
+    ],
+)
+def test_jobs_that_cannot_work_are_refused(check, arguments, shown, message):
+    with pytest.raises(ConfigurationError, match=f"(?s){message}") as caught:
+        check(*arguments, **shown)
+    assert caught.value.exit_code == 2
+
+
+def test_the_job_has_to_find_this_repository(check, tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match="would not find a repository, but this is"):
+        check(WorkDir=str(tmp_path))
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/launch_node.sh").touch()
+    with pytest.raises(ConfigurationError, match=f"would run the repository in {tmp_path}"):
+        check(WorkDir="/")  # where sbatch was called
+    monkeypatch.setenv("STOKER_ROOT", str(ROOT))
+    with pytest.raises(ConfigurationError, match="no script given"):
+        check(WorkDir="/")
+
+
+@pytest.mark.parametrize(
+    ("options", "head", "lost"),
+    [
+        (["--export=NONE"], "", True),
+        (["--export", "HOME,PATH"], "", True),
+        (["--export=ALL,A=b"], "--export=NONE", False),
+        (["--export=ACCELERATE_CONFIG"], "", False),
+        ([], "--export=NONE", True),
+        ([], "--mem=1G", False),
+    ],
+)
+def test_variables_that_the_job_will_not_see_are_named(
+    check, monkeypatch, capsys, options, head, lost
+):
+    monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/fsdp2.yaml")
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(checking.subprocess, "run", lambda *_, **__: done)
+    check("pretrain.py", options=options, head=head)
+    assert ("keeps ACCELERATE_CONFIG from the job" in capsys.readouterr().err) == lost
+
+
+@pytest.mark.parametrize(
+    ("shown", "gpus"),
+    [
+        ({}, 2),
+        ({"tres-per-node": "gres:gpu:1,gres:gpu:h100:4"}, 4),  # the head's, then --gres
+        ({"tres-per-node": "gres/gpu:a100:8(S:0)"}, 8),
+        ({"tres-per-node": "gres:gpu,license:3"}, 1),
+        ({"tres-per-node": "gres:gpu:0", "tres-per-task": "gres/gpu=4"}, 4),
+        ({"tres-per-node": "N/A", "tres-per-job": "gres:gpu:6"}, 3),
+        ({"tres-per-node": "N/A"}, 0),
+    ],
+)
+def test_gpus_are_read_however_they_were_asked_for(shown, gpus):
+    assert checking.gpus_per_node(SHOWN | shown) == gpus
+
+
+def test_times_and_signals():
+    times = {"1:30": 90, "1:02:03": 3723, "1-02:04:00": 93_840, "UNLIMITED": None}
+    assert {text: checking.time_limit_s(text) for text in times} == times
+    leads = {"B:USR1@300": 300, "RB:SIGUSR1@5": 5, "B:10": 60, "USR1@300": None, "B:TERM": None}
+    assert {text: checking.signal_lead_s(text) for text in leads} == leads
+
+
+def test_sweep_job_refuses_before_anything_starts():
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for words, task, message in [
+        (["a b.yaml"], "", r"a sweep is a job array: slurm/submit.sh slurm/sweep_job.sh a\ b.yaml"),
+        (["a", "b"], "0", "usage: sbatch --array=0-N slurm/sweep_job.sh"),
+        (["$(touch canary)"], "0", "$(touch canary): cannot read the sweep: No such file"),
+        (["recipes/sweep/demo_cpu.yaml"], "3", "has 3 points, numbered from 0: there is no point"),
+    ]:
+        environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": task}
+        done = subprocess.run(
+            [ROOT / "slurm/sweep_job.sh", *words], cwd=ROOT, env=environment, text=True,
+            capture_output=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "job script" not in done.stderr, "it came as far as slurm/job_setup.sh"
+    assert not (ROOT / "canary").exists()
