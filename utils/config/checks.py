@@ -15,8 +15,13 @@ from typing import Any
 
 from accelerate.utils.environment import str_to_bool
 
-from utils.config.arguments import TrainSource, eval_splits, train_sources, weight_problems
-from utils.config.batch import accumulation_steps
+from utils.config.arguments import (
+    TrainSource,
+    accumulation_steps,
+    eval_splits,
+    train_sources,
+    weight_problems,
+)
 from utils.config.declarations import SettingValues, UnusableSettingError
 from utils.config.errors import ConfigurationError
 

@@ -1,4 +1,4 @@
-"""The settings that argument classes declare: name, type, default; and a value checked by them."""
+"""Settings as argument classes declare them, and their values with where each came from."""
 
 import dataclasses
 import json
@@ -76,6 +76,14 @@ class Declaration:
         if all(get_origin(member) is Literal for member in named):
             return tuple(choice for member in named for choice in get_args(member))
         return None
+
+
+def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
+    """Declare a setting in an argument class; without a default it is required."""
+    metadata = {"help": help, **metadata}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -196,8 +204,6 @@ def _shown(value: Any) -> str:
     return (kind if isinstance(value, list | dict) else "") + json.dumps(value, default=str)
 
 
-# The values of all settings of one start, each with its source.
-
 FLAGS_RANK = 10**6  # above any number of recipe files
 Arguments = TypeVar("Arguments")
 
@@ -243,13 +249,8 @@ class SettingValues(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.declared)
 
-    @property
-    def sources(self) -> dict[str, str]:
-        """Where each value came from: file and line, flag, why it was derived, or "default"."""
-        return {name: self.source(name) for name in self.declared}
-
     def source(self, name: str) -> str:
-        """Return where the value of a setting came from, "default" where nobody gave it."""
+        """Return where a value came from: file and line, flag, why it was derived, "default"."""
         return self.given[name].source if name in self.given else "default"
 
     def rank(self, name: str) -> int:
@@ -259,6 +260,10 @@ class SettingValues(Mapping[str, Any]):
     def replaced(self, changes: Mapping[str, Given], notes: Iterable[str] = ()) -> "SettingValues":
         """Return the values with some others, and more notes."""
         return replace(self, given={**self.given, **changes}, notes=(*self.notes, *notes))
+
+    def derived(self, name: str, value: Any, why: str) -> "SettingValues":
+        """Return the values with one that follows from the others, and a note of it."""
+        return self.replaced({name: Given(value, why)}, [f"{name} {shown(value)}: {why}"])
 
     def without(self, names: Iterable[str], notes: Iterable[str] = ()) -> "SettingValues":
         """Return the values with some settings back at their defaults, and more notes."""

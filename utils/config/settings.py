@@ -1,4 +1,4 @@
-"""What nobody set and what follows from the rest: the batch's sizes, when and by what to judge."""
+"""The settings of a run, from command line to objects: overruled, derived, checked, built."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from utils.config.arguments import DataArguments, ModelArguments, RunArguments, eval_splits
-from utils.config.batch import fitting_micro_batch
+from utils.config.arguments import (
+    DataArguments,
+    ModelArguments,
+    RunArguments,
+    eval_splits,
+    fitting_micro_batch,
+)
 from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check, schedule_keywords
 from utils.config.command_line import read_settings
-from utils.config.declarations import Given, SettingValues, UnusableSettingError, shown
+from utils.config.declarations import SettingValues, UnusableSettingError
 from utils.config.precision import with_precision
 from utils.config.trainer_arguments import (
     FineTuneConfig,
@@ -20,83 +25,62 @@ from utils.config.trainer_arguments import (
     training_arguments,
 )
 
-Found = Iterator[tuple[str, Any, str]]  # setting, value, why
 
+@dataclass(frozen=True)
+class RunSettings:
+    """What the user set, one object each for run, data, model and training.
 
-def with_derived(values: SettingValues) -> SettingValues:
-    """Return the values with what follows from them, and a note for each."""
-    for derive in (_batch_sizes, _when_to_evaluate, _best_metric):
-        found = {}
-        try:
-            for name, value, why in derive(values):
-                found[name] = Given(value, why)
-        except UnusableSettingError:
-            pass  # a fault that was found says why
-        notes = [f"{name} {shown(entry.value)}: {entry.source}" for name, entry in found.items()]
-        values = values.replaced(found, notes)
-    return values
-
-
-def _batch_sizes(values: SettingValues) -> Found:
-    """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
-
-    A micro-batch only says how much is computed at once, so a smaller one trains the same. One
-    that was given stays, unless what does not go with it comes from a stronger source: a flag, or
-    the number of ranks of this launch.
+    values: every setting by name with its source. resolved: the same as plain data.
     """
-    total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    given = values.rank("per_device_train_batch_size") > 0
-    if total is None:
-        if given and micro > 0:
-            yield (
-                "global_batch_size", micro * ranks,
-                f"{values.shown('per_device_train_batch_size')} x {ranks} "
-                f"{'rank' if ranks == 1 else 'ranks'}; set it, and any number of ranks trains the "
-                "same",
-            )  # fmt: skip
-        return
-    if micro < 1 or total < 1 or total % (micro * ranks) == 0:
-        return
-    weaker = values.rank("per_device_train_batch_size") < values.rank("global_batch_size")
-    by_launch = total % micro == 0  # it divides on one rank
-    smaller = fitting_micro_batch(total, micro, ranks)
-    if smaller and (weaker or by_launch):
-        instead = f"{values.shown('per_device_train_batch_size')} does not divide " if given else ""
-        where = f" over {ranks} ranks" if ranks > 1 else ""
-        yield (
-            "per_device_train_batch_size", smaller,
-            f"{instead or 'what divides '}{values.shown('global_batch_size')}{where}",
-        )  # fmt: skip
+
+    run: RunArguments
+    data: DataArguments
+    model: ModelArguments
+    training: TrainingArguments
+    values: SettingValues
+    resolved: dict[str, Any]
 
 
-def _when_to_evaluate(values: SettingValues) -> Found:
-    """Derive the rhythm of evaluations from that of the checkpoints."""
-    strategy = values["eval_strategy"]
-    by_steps = values["save_strategy"] == "steps"
-    if values["eval_data"] and values.rank("eval_strategy") == 0 and not values["eval_on_start"]:
-        strategy = "steps" if by_steps or values["eval_steps"] is not None else "epoch"
-        yield "eval_strategy", strategy, f"{values.shown('eval_data')} is given"
-    if strategy == "steps" and values["eval_steps"] is None and by_steps and values["eval_data"]:
-        yield "eval_steps", values["save_steps"], f"with each of {values.shown('save_steps')}"
+def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
+    """Read the settings of `pretrain.py`; raises ConfigurationError with every fault."""
+    return _parse(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
 
 
-def _best_metric(values: SettingValues) -> Found:
-    """Derive what the best model is judged by, where there is one split, and which way round."""
-    metric = values["metric_for_best_model"]
-    judge = next((name for name in ("save_best", "load_best_model_at_end") if values[name]), None)
-    try:
-        splits = list(eval_splits(values["eval_data"]))
-    except ValueError:
-        return  # check_evaluation says so
-    if metric is None and judge is not None and len(splits) == 1:
-        metric = f"eval_{splits[0]}_loss"
-        yield "metric_for_best_model", metric, f"{values.shown(judge)}, and the only split"
-    if metric is not None and metric.endswith("perplexity") and values["greater_is_better"] is None:
-        yield "greater_is_better", False, f"a lower {metric} is better"
+def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettings:
+    """Read the settings of `sft_train.py`; raises ConfigurationError with every fault."""
+    return _parse(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
 
 
-# Settings that have no effect because of another one: `--eval_strategy no` beside eval_steps.
+def _parse(
+    training_class: type[TrainingClass],
+    checks: Sequence[Check],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+) -> RunSettings:
+    values = read_settings(
+        (RunArguments, DataArguments, ModelArguments, training_class),
+        argv,
+        settle=(
+            without_overruled,
+            derive_batch_sizes,
+            derive_evaluation,
+            derive_best_metric,
+            with_precision,
+        ),
+        checks=(check_effects, *checks),
+        prog=prog,
+        description=description,
+    )
+    return RunSettings(
+        values.build(RunArguments),
+        values.build(DataArguments),
+        values.build(ModelArguments),
+        training_arguments(training_class, values),
+        values,
+        dict(values),
+    )
+
 
 OUR_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
@@ -104,6 +88,8 @@ LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
 )
+RECOMPUTED, OLD_NAME = "activation_checkpointing", "gradient_checkpointing"
+WORKERS = "dataloader_persistent_workers dataloader_prefetch_factor"
 
 Condition = Callable[[Any, SettingValues], bool]  # of the cause's value, and of all
 
@@ -174,32 +160,19 @@ RULES = (
     Rule("optim_states", _is_given, "optim_args"),
     Rule("lr_scheduler_type", _is("constant"), "warmup_steps"),
     # What is computed again in the backward pass.
-    Rule(
-        "activation_checkpointing",
-        _is_given,
-        "gradient_checkpointing gradient_checkpointing_kwargs",
-    ),
-    Rule(
-        "gradient_checkpointing",
-        _is_given,
-        "activation_checkpointing activation_checkpointing_kwargs",
-    ),
-    Rule(
-        "activation_checkpointing",
-        _recomputes_no_layers,
-        "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
-    ),
-    Rule("activation_checkpointing", _is("auto"), "activation_offloading"),
-    Rule(
-        "dataloader_num_workers",
-        _is(0),
-        "dataloader_persistent_workers dataloader_prefetch_factor",
-    ),
+    Rule(RECOMPUTED, _is_given, f"{OLD_NAME} {OLD_NAME}_kwargs"),
+    Rule(OLD_NAME, _is_given, f"{RECOMPUTED} {RECOMPUTED}_kwargs"),
+    Rule(RECOMPUTED, _recomputes_no_layers, f"{RECOMPUTED}_kwargs {OLD_NAME}_kwargs"),
+    Rule(RECOMPUTED, _is("auto"), "activation_offloading"),
+    Rule("dataloader_num_workers", _is(0), WORKERS),
 )
 
 
 def without_overruled(values: SettingValues) -> SettingValues:
-    """Return the values without what a stronger source leaves no effect, and a note for each."""
+    """Return the values without what a stronger source leaves no effect, and a note for each.
+
+    Flags are stronger than recipes, later recipes than earlier ones.
+    """
     for rule in (*PREFERENCES, *RULES):
         found = _without_effect(rule, values)
         moot = [name for name in found if 0 < values.rank(name) < values.rank(rule.cause)]
@@ -208,7 +181,10 @@ def without_overruled(values: SettingValues) -> SettingValues:
 
 
 def check_effects(values: SettingValues) -> Iterator[str]:
-    """Refuse settings that have no effect; of two that exclude each other the second only."""
+    """Refuse what has no effect because of its own source or of a default.
+
+    Of two settings that exclude each other one is named.
+    """
     refused: set[str] = set()
     for rule in RULES:
         if rule.cause not in refused:
@@ -233,57 +209,59 @@ def _without_effect(rule: Rule, values: SettingValues) -> dict[str, str]:
         return {}  # a fault above says why
 
 
-# The settings of a training run by room, as both scripts read them.
+def derive_batch_sizes(values: SettingValues) -> SettingValues:
+    """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
 
-# In this order: a derived value follows from what counts.
-SETTLE = (without_overruled, with_derived, with_precision)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What the user set, one object each for run, data, model and training.
-
-    values: every setting by name with its source. resolved: the same as plain data.
+    A micro-batch only says how much is computed at once, so a smaller one trains the same. One
+    that was given stays, unless what does not go with it comes from a stronger source: a flag, or
+    the number of ranks of this launch.
     """
+    total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    micro_rank = values.rank("per_device_train_batch_size")
+    shown = values.shown("per_device_train_batch_size")
+    if total is None and micro_rank > 0 and micro > 0:
+        why = (
+            f"{shown} x {ranks} {'rank' if ranks == 1 else 'ranks'}; set it, and any number of "
+            "ranks trains the same"
+        )
+        return values.derived("global_batch_size", micro * ranks, why)
+    if total is None or micro < 1 or total < 1 or total % (micro * ranks) == 0:
+        return values
+    divides_on_one_rank = total % micro == 0
+    smaller = fitting_micro_batch(total, micro, ranks)
+    if not smaller or not (micro_rank < values.rank("global_batch_size") or divides_on_one_rank):
+        return values
+    why = f"{shown} does not divide " if micro_rank > 0 else "what divides "
+    why += values.shown("global_batch_size") + (f" over {ranks} ranks" if ranks > 1 else "")
+    return values.derived("per_device_train_batch_size", smaller, why)
 
-    run: RunArguments
-    data: DataArguments
-    model: ModelArguments
-    training: TrainingArguments
-    values: SettingValues
-    resolved: dict[str, Any]
+
+def derive_evaluation(values: SettingValues) -> SettingValues:
+    """Derive when to evaluate from when checkpoints are written."""
+    if not values["eval_data"]:
+        return values
+    by_steps = values["save_strategy"] == "steps"
+    if values.rank("eval_strategy") == 0 and not values["eval_on_start"]:
+        strategy = "steps" if by_steps or values["eval_steps"] is not None else "epoch"
+        values = values.derived("eval_strategy", strategy, f"{values.shown('eval_data')} is given")
+    if values["eval_strategy"] == "steps" and values["eval_steps"] is None and by_steps:
+        why = f"with each of {values.shown('save_steps')}"
+        values = values.derived("eval_steps", values["save_steps"], why)
+    return values
 
 
-def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
-    """Read the settings of `pretrain.py`; raises ConfigurationError with every fault."""
-    return _parse(PretrainConfig, PRETRAINING_CHECKS, argv, "pretrain.py", description)
-
-
-def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettings:
-    """Read the settings of `sft_train.py`; raises ConfigurationError with every fault."""
-    return _parse(FineTuneConfig, FINE_TUNING_CHECKS, argv, "sft_train.py", description)
-
-
-def _parse(
-    training_class: type[TrainingClass],
-    checks: Sequence[Check],
-    argv: Sequence[str] | None,
-    prog: str,
-    description: str,
-) -> RunSettings:
-    values = read_settings(
-        (RunArguments, DataArguments, ModelArguments, training_class),
-        argv,
-        settle=SETTLE,
-        checks=(check_effects, *checks),
-        prog=prog,
-        description=description,
-    )
-    return RunSettings(
-        values.build(RunArguments),
-        values.build(DataArguments),
-        values.build(ModelArguments),
-        training_arguments(training_class, values),
-        values,
-        dict(values),
-    )
+def derive_best_metric(values: SettingValues) -> SettingValues:
+    """Derive what the best model is judged by, where there is one split, and which way round."""
+    try:
+        splits = list(eval_splits(values["eval_data"]))
+    except ValueError:
+        return values  # check_evaluation says so
+    judge = next((name for name in ("save_best", "load_best_model_at_end") if values[name]), None)
+    if values["metric_for_best_model"] is None and judge is not None and len(splits) == 1:
+        why = f"{values.shown(judge)}, and the only split"
+        values = values.derived("metric_for_best_model", f"eval_{splits[0]}_loss", why)
+    metric = values["metric_for_best_model"] or ""
+    if metric.endswith("perplexity") and values["greater_is_better"] is None:
+        values = values.derived("greater_is_better", False, f"a lower {metric} is better")
+    return values

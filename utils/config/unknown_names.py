@@ -1,13 +1,86 @@
-"""What an unknown setting was meant to be: another toolkit's name for it, or a typing error."""
+"""Names that are no settings here: refused ones of the libraries, other toolkits', typing errors.
 
-from collections.abc import Iterable
+Each table has a reason or our name, then the names that it answers, one string for many.
+"""
+
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 
-ALIKE = 0.75  # of two words, of which one is a typing error
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: answer for answer, names in table.items() for name in names.split()}
+
+
+# The reason completes "... cannot be set here:". These fields of the libraries' classes are no
+# flags and keep their defaults; a test fails when a library drops one.
+REFUSED_TRAINING_SETTINGS = _by_name({
+    "accelerate launch --config_file FILE sets the strategy": ""
+    "deepspeed fsdp fsdp_config parallelism_config",
+    "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
+    "push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy",
+    "settings are printed and saved, tokens must not be: put HF_TOKEN into the environment or .env":
+    "hub_token",
+    "compiling the whole model makes a dense attention mask and loses the flash kernel on packed "
+    "sequences: --compile true compiles it layer by layer": ""
+    "torch_compile torch_compile_backend torch_compile_mode",
+    "evaluation computes loss and perplexity of each split and keeps no predictions": ""
+    "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+    "include_for_metrics prediction_loss_only",
+    "packed sequences have one length and an order of Stoker's own": ""
+    "length_column_name train_sampling_strategy",
+    "packed sequences hold what the model needs and nothing else": "remove_unused_columns",
+    "their labels are named labels": "label_names",
+    "pretrain.py and sft_train.py always train, and evaluate when eval_strategy says so": ""
+    "do_eval do_predict do_train",
+    "a run resumes by itself from the last checkpoint in its output_dir": "resume_from_checkpoint",
+    "a resumed run continues with exactly the next sample": "ignore_data_skip",
+    "it follows from global_batch_size (sequences per optimizer step over all ranks), which is "
+    "per_device_train_batch_size x gradient accumulation x ranks: give that": ""
+    "gradient_accumulation_steps",
+    "it would change the global batch: set per_device_train_batch_size": "auto_find_batch_size",
+    "the loader divides global batches over the ranks itself": "accelerator_config",
+    "it stays on: otherwise the loss would depend on the number of ranks": ""
+    "average_tokens_across_devices",
+    "the order of the data follows from seed": "data_seed",
+    "every global batch is full: there is no last batch to drop": "dataloader_drop_last",
+    "runs repeat exactly, and the order of the data with them": "dataloader_in_order",
+    "the loader starts its workers by its own method": "dataloader_multiprocessing_context",
+    "its ranks do not agree on the step to save; checkpoints come from save_steps": ""
+    "enable_jit_checkpoint",
+    "it waits for the device at every step; the tokens seen are logged without it": ""
+    "include_num_input_tokens_seen",
+    "the loss is the negative log-likelihood of the next token": "label_smoothing_factor",
+    "Liger's kernels are not tested with packed sequences": "liger_kernel_config use_liger_kernel",
+    "the launcher gives the rank through the environment": "local_rank",
+    "all nodes share one output_dir": "save_on_each_node",
+    "a checkpoint without the optimizer cannot be resumed": "save_only_model",
+    "memory is logged anyway, at no cost": "skip_memory_metrics",
+    "code that comes with a model is not run": "trust_remote_code",
+    "with a cache, packed documents would attend to each other": "use_cache",
+})  # fmt: skip
+REFUSED_FINE_TUNING_SETTINGS = REFUSED_TRAINING_SETTINGS | _by_name({
+    "prepare_data.py makes the loss mask, a column of the token dataset": ""
+    "assistant_only_loss completion_only_loss",
+    "prepare_data.py --chat_template applies the chat template": "chat_template_path",
+    "prepare_data.py tokenizes the data beforehand": ""
+    "dataset_kwargs dataset_num_proc dataset_text_field",
+    "special tokens come from the tokenizer: --tokenizer_name_or_path": "eos_token pad_token",
+    "the loss is the negative log-likelihood of the next token": "loss_type",
+    "set --sequence_length, and --on_overlong for longer documents": "max_length truncation_mode",
+    "models are set by --model_name_or_path, --dtype and their like": "model_init_kwargs",
+    "documents are packed as --packing says": ""
+    "packing packing_strategy eval_packing pad_to_multiple_of padding_free",
+    "training always shuffles, by seed": "shuffle_dataset",
+})  # fmt: skip
+REFUSED_MODEL_SETTINGS = _by_name({
+    "quantized weights are not supported: use --dtype bfloat16 with --use_peft": ""
+    "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit use_bnb_nested_quant",
+    "it is always CAUSAL_LM": "lora_task_type",
+})  # fmt: skip
 
 # Our name of a setting, and what argparse scripts, TRL, axolotl, LLaMA-Factory, torchtitan,
 # nanochat, litgpt and Megatron call it.
-SYNONYMS = {
+OTHER_NAMES = _by_name({
     "per_device_train_batch_size": "batch_size device_batch_size local_batch_size micro_batch_size "
     "per_device_batch_size per_gpu_train_batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
@@ -48,21 +121,21 @@ SYNONYMS = {
     "run_name": "run",
     "seed": "random_seed",
     "dataloader_num_workers": "num_workers",
-}
-TOKENIZED = "prepare_data.py --sources tokenizes it once, then train_data names its folder"
-# What to do instead, and the names of which there is no setting here.
-INSTEAD = {
-    TOKENIZED: "dataset dataset_config dataset_dir dataset_mixer dataset_name dataset_path "
+})  # fmt: skip
+_TOKENIZED = "prepare_data.py --sources tokenizes it once, then train_data names its folder"
+# What to do instead, where no single setting is meant.
+ADVICE = _by_name({
+    _TOKENIZED: "dataset dataset_config dataset_dir dataset_mixer dataset_name dataset_path "
     "dataset_train_split datasets max_samples max_train_samples train_file train_files",
     "eval_data: NAME=DIR": "dataset_test_split",
-    "prepare_data.py --validation_fraction holds documents out, eval_data names them": "val_size "
-    "val_set_size validation_split",
+    "prepare_data.py --validation_fraction holds documents out, eval_data names them": ""
+    "val_size val_set_size validation_split",
     "prepare_data.py marks what is trained on, by the chat template or the completion": ""
     "train_on_inputs train_on_prompt mask_history",
     "prepare_data.py applies it: prepare_data.py --chat_template FILE": "chat_template template",
     "token datasets are memory-mapped: nothing needs streaming": "streaming",
-    "gradient accumulation follows from global_batch_size": "gas grad_accum_steps "
-    "grad_accumulation_steps gradient_accumulation",
+    "gradient accumulation follows from global_batch_size": ""
+    "gas grad_accum_steps grad_accumulation_steps gradient_accumulation",
     "global_batch_size (in sequences)": "total_batch_size",
     "global_batch_size (over all ranks) or per_device_train_batch_size": "train_batch_size",
     "max_steps or num_train_epochs": "duration",
@@ -75,41 +148,35 @@ INSTEAD = {
     "lora_target_modules: all-linear": "lora_target_linear",
     "quantized weights are not supported: use --dtype bfloat16 with --use_peft true": ""
     "quantization_bit use_4bit use_qlora",
-    "attn_implementation: flash_attention_2": "flash_attn flash_attention use_flash_attention_2 "
-    "use_flash_attn",
-    "--loss_head fused and the fastest --attn_implementation are the defaults": "liger use_liger "
-    "unsloth use_unsloth",
+    "attn_implementation: flash_attention_2": ""
+    "flash_attn flash_attention use_flash_attention_2 use_flash_attn",
+    "--loss_head fused and the fastest --attn_implementation are the defaults": ""
+    "liger use_liger unsloth use_unsloth",
     "--bf16 true is mixed precision, --dtype bfloat16 keeps the weights in 2 bytes": ""
     "mixed_precision precision",
     "dtype: bfloat16, with stochastic_rounding: true": "pure_bf16",
     "save_best: true keeps the best checkpoint; touch STOP ends the run": "early_stopping_patience",
     "eval_strategy: epoch, or eval_steps": "evals_per_epoch",
     "save_strategy: epoch, or save_steps": "saves_per_epoch",
-    "every evaluation reads all of its split: give a smaller one": "limit_val_batches "
-    "max_eval_batches max_eval_samples eval_iters",
-    "--report_to wandb; the project is WANDB_PROJECT in the environment": "use_wandb wandb "
-    "wandb_project",
+    "every evaluation reads all of its split: give a smaller one": ""
+    "limit_val_batches max_eval_batches max_eval_samples eval_iters",
+    "--report_to wandb; the project is WANDB_PROJECT in the environment": ""
+    "use_wandb wandb wandb_project",
     "metrics.jsonl in output_dir has every logged loss": "plot_loss",
-    "name another output_dir: nothing is written over": "overwrite_output_dir",
-    "a run resumes by itself from the last checkpoint in its output_dir": "resume "
-    "auto_resume_from_checkpoints",
-    "accelerate launch --num_processes N, or slurm/launch_node.sh for all GPUs": "num_gpus nproc "
-    "nproc_per_node",
-    "the strategy belongs to accelerate launch --config_file accelerate_configs/FILE": ""
+    "name another output_dir: nothing is overwritten": "overwrite_output_dir",
+    "a run resumes by itself from the last checkpoint in its output_dir": ""
+    "resume auto_resume_from_checkpoints",
+    "accelerate launch --num_processes N, or slurm/launch_node.sh for all GPUs": ""
+    "num_gpus nproc nproc_per_node",
+    "accelerate launch --config_file accelerate_configs/FILE sets the strategy": ""
     "deepspeed_config strategy data_parallel_shard_degree fsdp_version",
     "generation settings come from the model's generation_config.json": "do_sample",
     "pretrain.py and sft_train.py are the stages": "stage",
-    "gone: a step that is not finite ends the run and names its documents": "on_nonfinite "
-    "nonfinite_limit",
-}
+    "gone: a step that is not finite ends the run and names its documents": ""
+    "on_nonfinite nonfinite_limit",
+})  # fmt: skip
 
-
-def _by_name(table: dict[str, str]) -> dict[str, str]:
-    return {name: ours for ours, names in table.items() for name in names.split()}
-
-
-OTHER_NAMES = _by_name(SYNONYMS)
-ADVICE = _by_name(INSTEAD)
+SIMILAR = 0.75  # likeness of two words, one of which may be a typing error
 
 
 def unknown_name(shown: str, name: str, known: Iterable[str]) -> str:
@@ -122,10 +189,9 @@ def unknown_name(shown: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     name = name.rpartition(".")[2]  # torchtitan's --training.steps
     dashes = "--" if shown.startswith("--") else ""
-    advice = ADVICE.get(name)
-    ours = OTHER_NAMES.get(name, "")
-    if advice == TOKENIZED and "sources" in known:  # prepare_data.py's own setting
-        ours, advice = "sources", None
+    advice, ours = ADVICE.get(name), OTHER_NAMES.get(name)
+    if advice == _TOKENIZED and "sources" in known:  # prepare_data.py's own setting
+        ours = "sources"
     if ours in known:
         advice = f"here it is {dashes}{ours}"
     if advice is None:
@@ -144,4 +210,4 @@ def _is_typing_error(name: str, candidate: str) -> bool:
         return False
     pairs = [(word, other) for word, other in zip(words, others, strict=True) if word != other]
     wrong = [SequenceMatcher(None, *pair).ratio() for pair in pairs]
-    return len(wrong) <= 2 and all(ratio >= ALIKE for ratio in wrong)
+    return len(wrong) <= 2 and all(ratio >= SIMILAR for ratio in wrong)

@@ -92,7 +92,7 @@ def _is_mixed(settings: RunSettings) -> bool:
 
 def _mixed_precision(settings: RunSettings, device: str) -> str:
     training = settings.training
-    mixed, why = training.mixed_precision, settings.values.sources["bf16"]
+    mixed, why = training.mixed_precision, settings.values.source("bf16")
     if not _is_mixed(settings):
         remark = ""
         if why == NODE_UNKNOWN:

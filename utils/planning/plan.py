@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.config.batch import accumulation_steps, batch_arithmetic
+from utils.config.arguments import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig

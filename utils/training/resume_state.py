@@ -176,7 +176,7 @@ class ElasticTrainerMixin(Trainer):
     """Keeps exact random states on as many ranks, derives them on more or fewer; reshards ZeRO.
 
     Put before a Trainer class. Samples and accumulation follow from the settings
-    (utils/data/order.py, utils/config/batch.py), DDP and FSDP2 load on any number of ranks by
+    (utils/data/order.py, utils/config/arguments.py), DDP and FSDP2 load on any number of ranks by
     themselves. The hooks' contract is held by tests/integration/test_hooks.py.
     """
 

@@ -10,15 +10,17 @@ from trl import ModelConfig, SFTConfig
 from utils.config.arguments import DataArguments, ModelArguments, RunArguments
 from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
-from utils.config.errors import (
+from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_fine_tuning
+from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
+from utils.config.unknown_names import (
+    ADVICE,
+    OTHER_NAMES,
     REFUSED_FINE_TUNING_SETTINGS,
     REFUSED_MODEL_SETTINGS,
     REFUSED_TRAINING_SETTINGS,
-    ConfigurationError,
+    unknown_name,
 )
-from utils.config.settings import parse_fine_tuning
-from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
-from utils.config.unknown_names import ADVICE, OTHER_NAMES, unknown_name
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 KNOWN = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))

@@ -1,0 +1,88 @@
+"""DIR=weight, NAME=DIR and the global batch are what the user set, or refused with the entry."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.config.arguments import (
+    TrainSource,
+    accumulation_steps,
+    batch_arithmetic,
+    eval_splits,
+    train_sources,
+    weight_problems,
+)
+from utils.config.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        ("data/a", TrainSource("data/a")),
+        ("data/a=0.5", TrainSource("data/a", 0.5)),
+        ("/data/lr=3/a", TrainSource("/data/lr=3/a")),
+        ("/data/lr=3/a=1e-2", TrainSource("/data/lr=3/a", 0.01)),
+    ],
+)
+def test_train_entries(entry, source):
+    assert train_sources([entry]) == (source,)
+
+
+@pytest.mark.parametrize("entry", ["a=", "a=x", "a=0", "a=nan", "a=inf", "=2"])
+def test_bad_weights_are_refused(entry):
+    with pytest.raises(ValueError, match=f"train_data '{entry}': expected DIR or DIR=weight"):
+        train_sources([entry])
+
+
+def test_weights_are_for_all_or_none_and_each_directory_counts_once():
+    problems = weight_problems(train_sources(["a=1", "b", "c", "a=2"]))
+    assert problems == [
+        "train_data gives weights to some datasets and none to b, c: weight all or none",
+        "train_data names a twice: give it a weight instead",
+    ]
+    assert weight_problems(train_sources(["a=1", "b=2"])) == []
+    assert weight_problems(train_sources(["a", "b"])) == []
+
+
+def test_eval_entries_are_named_once_each():
+    assert eval_splits(["b=data/x", "a_1=p=q", "data/Held-Out/"]) == {
+        "b": "data/x", "a_1": "p=q", "held_out": "data/Held-Out/",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="eval_data names 'a' twice: x and y"):
+        eval_splits(["a=x", "b=z", "a=y"])
+    for entry in ("/", "=x", "a=", "A=x", "a-b=x", "a/b=x"):
+        with pytest.raises(ValueError, match=f"eval_data '{entry}': expected NAME=DIR"):
+            eval_splits([entry])
+
+
+COUNTS = st.integers(1, 64)
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_accumulation_times_ranks_times_micro_batch_is_the_global_batch(steps, micro, ranks):
+    assert accumulation_steps(steps * micro * ranks, micro, ranks) == steps
+
+
+@given(st.integers(-5, 5000), COUNTS, COUNTS)
+def test_what_is_refused_comes_with_the_nearest_sizes_that_work(size, micro, ranks):
+    if size > 0 and size % (micro * ranks) == 0:
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        accumulation_steps(size, micro, ranks)
+    text = str(caught.value)
+    advised = re.search(r"use global_batch_size (\d+)(?: or (\d+))?", text)
+    sizes = [int(number) for number in advised.groups() if number]
+    divisible = [n for n in range(1, size + 2 * micro * ranks + 9) if n % (micro * ranks) == 0]
+    assert sizes == [n for n in divisible if n < size][-1:] + [n for n in divisible if n > size][:1]
+    smaller = re.search(r"per_device_train_batch_size (\d+)", text)
+    fitting = [m for m in range(1, micro) if size > 0 and size % (m * ranks) == 0]
+    assert (int(smaller[1]) if smaller else None) == (fitting[-1] if fitting else None)
+
+
+def test_the_arithmetic_is_written_out():
+    assert batch_arithmetic(8, 4096, 16, 2) == (
+        "8 sequences x 4,096 tokens x 16 ranks x 2 accumulation = 1,048,576 tokens/step"
+    )
+    assert " x 1 rank x " in batch_arithmetic(8, 4096, 1, 2)
