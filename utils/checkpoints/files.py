@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from utils.support.files import file_states, keep, kept_path, read_kept
+from utils.support.files import cache_path, file_states, read_cache, write_cache
 
 MARGIN = 1.02  # over the one before: logs and random states grow a little
 UNITS = ("KiB", "MiB", "GiB")
@@ -258,15 +258,15 @@ def kept_digests(files: Sequence[Path]) -> dict[str, str]:
     Files count as the same while paths, sizes and modification times are. Raises OSError.
     """
     states = file_states(files)  # before the files are read: what is written meanwhile counts
-    path = kept_path("digests", states)
-    digests = read_kept(path, lambda content: _checked(content, files), "hashing again")
+    path = cache_path("digests", states)
+    digests = read_cache(path, lambda content: _checked(content, files))
     if digests is None:
         size_bytes = sum(size for _, size, _ in states)
         where = files[0].parent if files else Path()
         logger.info("%s: hashing its %s of weights once", where, readable(size_bytes))
         found = file_digests(files)
         digests = dict(zip([file.name for file in files], found, strict=True))
-        keep(path, digests, "Digests of the weights are not kept; every start hashes them again")
+        write_cache(path, digests)
     return digests
 
 

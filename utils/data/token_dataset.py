@@ -33,7 +33,7 @@ from utils.data.description import (
 )
 from utils.data.packing import Segments
 from utils.data.statistics import IGNORED_LABEL, Statistics, bears_loss, measure
-from utils.support.files import file_states, keep, kept_path, read_kept
+from utils.support.files import cache_path, file_states, read_cache, write_cache
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,15 @@ def measured_once(
     directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
 ) -> Description:
     """Return statistics, fingerprint and loss mask of a split; `why` says what asks for it."""
-    path = kept_path("statistics", file_states(files))
-    found = read_kept(path, _description, "measuring the dataset again")
+    path = cache_path("statistics", file_states(files))
+    found = read_cache(path, _description)
     if found is None:
         tokens = int(columns[TOKENS].offsets[-1])
         logger.info("%s %s: measuring its %s tokens once.", directory, why, f"{tokens:,}")
         loss_mask = loss_mask_among(columns)
         statistics, fingerprint = measure(columns, loss_mask)
         found = Description(statistics, fingerprint, loss_mask)
-        keep(path, _content(found), "Statistics are not cached; every start measures them again")
+        write_cache(path, _content(found))
     return found
 
 

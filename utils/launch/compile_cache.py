@@ -107,7 +107,7 @@ def archive_path() -> Path:
     versions = [f"{name} {_version(name)}" for name in _PACKAGES]
     facts = [*versions, sys.version, platform.machine(), processor.vendor(), processor.model()]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    return cache_root().expanduser() / "compiled" / f"{name}.tar"
+    return cache_root() / "compiled" / f"{name}.tar"
 
 
 def _version(package: str) -> str:

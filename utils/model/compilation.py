@@ -136,7 +136,7 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
             + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
             + ": load or install one, or set --compile false"
         )
-    compiled = cache_root().expanduser() / "compiled"
+    compiled = cache_root() / "compiled"
     return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
 
 

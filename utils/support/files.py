@@ -1,4 +1,8 @@
-"""The atomic write: whoever is killed while writing a file leaves the old one, or none."""
+"""Files: the atomic write, and the disk cache under $XDG_CACHE_HOME/stoker.
+
+Whoever is killed while writing a file leaves the old one, or none. A cache entry goes by all that
+its content follows from, so it is never out of date, only unused.
+"""
 
 import contextlib
 import hashlib
@@ -9,6 +13,12 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+CACHE_FORMAT = 1
+
+Content = TypeVar("Content")
+
+logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
@@ -31,52 +41,41 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
         raise
 
 
-# What took long to find out, kept for the next start: JSON files under $XDG_CACHE_HOME/stoker.
+def cache_root() -> Path:
+    """Return the folder of the disk cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker"
 
-FORMAT = 1
 
-Content = TypeVar("Content")
-
-logger = logging.getLogger(__name__)
+def cache_path(kind: str, facts: Any) -> Path:
+    """Return the cache file of the content that follows from `facts` (JSON values)."""
+    name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
+    return cache_root() / kind / f"{name}.json"
 
 
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of files: with others, they were written to."""
+    """Return path, size and modification time of files: they change when a file is written to."""
     stats = [(file.resolve(), file.stat()) for file in files]
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def kept_path(kind: str, facts: Any) -> Path:
-    """Return where the content that follows from `facts` (JSON values) is kept."""
-    name = hashlib.blake2b(json.dumps([FORMAT, facts]).encode(), digest_size=16).hexdigest()
-    return cache_root() / kind / f"{name}.json"
-
-
-def cache_root() -> Path:
-    """Return the folder for all that is kept; its ~ is left to whoever reads or writes there."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "stoker"
-
-
-def read_kept(path: Path, read: Callable[[Any], Content], otherwise: str) -> Content | None:
-    """Return what `read` makes of a kept file's JSON; None, said aloud, where it cannot be read."""
+def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
+    """Return what `read` makes of a cache file's JSON; None, with a warning if it is damaged."""
     try:
-        return read(json.loads(path.expanduser().read_text(encoding="utf-8")))
+        return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s: cannot be used (%r); %s.", path, error, otherwise)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be used (%r): it is made again.", path, error)
         return None
 
 
-def keep(path: Path, content: Any, otherwise: str) -> None:
-    """Keep JSON values for the next start; what prevents it is said, and no error."""
+def write_cache(path: Path, content: Any) -> None:
+    """Write JSON values to the cache; storage that takes none is a warning."""
     try:
-        path = path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=1) + "\n")
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         logger.warning(
-            "%s. It could not be written down (%s): set XDG_CACHE_HOME to a writable folder.",
-            otherwise,
-            error,
-        )
+            "%s cannot be written (%s), so every start works it out again: set XDG_CACHE_HOME to a "
+            "writable folder.", path, error,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The name of this machine, as the person who reads the log knows it."""
+"""This machine: its name, its processor, its memory."""
 
 import ctypes
 import os

@@ -1,4 +1,9 @@
-"""Names the place in the code where something happened, in one short phrase."""
+"""Last words: the note of a rank that ends early, where in the code it stood, storage's faults.
+
+Notes are one file a rank, for the launcher to read, in the directory that STOKER_NOTES_DIR names:
+of one node under slurm/launch_node.sh, of all nodes of a job under slurm/training_job.sh. Without
+it there is nobody to read a note.
+"""
 
 import dataclasses
 import errno
@@ -17,63 +22,28 @@ from utils.config.errors import StorageError
 from utils.support.host import host_name
 
 _ROOT = Path(__file__).parents[2]
-
-
-def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
-    """Return `file:line in function` of the innermost frame of this repository.
-
-    Frames of the installed `packages` count too. Without any of those the innermost frame of all
-    is named. `frames` come as `traceback.extract_tb` gives them, the innermost last.
-    """
-    for frame in reversed(frames):
-        name = _shown_path(frame.filename, packages)
-        if name:
-            return f"{name}:{frame.lineno} in {frame.name}"
-    if not frames:
-        return "no Python code"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}"
-
-
-def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
-    _, installed, name = filename.rpartition("/site-packages/")
-    if installed:  # looked at first: the virtual environment may lie in the repository
-        return name if name.split("/")[0] in packages else None
-    path = Path(filename)
-    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else None
-
-
-def thread_frames(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return []
-    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return list(reversed(summary))
-
-
-def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the stack is inside a collective: a call of one, or a backward pass that makes them.
-
-    A rank that only waits for the device shows no frame for it and does not count.
-    """
-    collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
-    return any(name in frame.filename for frame in frames for name in collectives)
-
-
-def last_line(error: BaseException) -> str:
-    """Return `Type: message`, the first line of it, and where in this repository it came from."""
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{lines[0]} ({place(frames)})" if frames else lines[0]
-
-
-# What each rank leaves behind when it ends early, for the launcher to read: one file a rank.
-
 NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
+_NO_SPACE = "no space (or no inode) is left on the device"
+_QUOTA = "the disk quota is used up"
+_READ_ONLY = "the file system is read-only"
+_BROKEN = "the storage failed (input/output error)"
+_CUT_OFF = "a file could not be written to its end"
+_ERRNOS = {
+    errno.ENOSPC: _NO_SPACE, errno.EDQUOT: _QUOTA, errno.EROFS: _READ_ONLY, errno.EIO: _BROKEN,
+}  # fmt: skip
+# safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
+# says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
+_TEXTS = {
+    "No space left on device": _NO_SPACE,
+    "Disk quota exceeded": _QUOTA,
+    "Read-only file system": _READ_ONLY,
+    "Input/output error": _BROKEN,
+    "PytorchStreamWriter failed writing": _CUT_OFF,
+    "iostream error": _CUT_OFF,
+}
 
 
 @dataclass(frozen=True)
@@ -164,26 +134,53 @@ def _create(path: Path, text: str) -> bool:
     return True
 
 
-# Recognizes, in the words of any library, that storage took no more, and says where.
+def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
+    """Return `file:line in function` of the innermost frame of this repository.
 
-_NO_SPACE = "no space (or no inode) is left on the device"
-_QUOTA = "the disk quota is used up"
-_READ_ONLY = "the file system is read-only"
-_BROKEN = "the storage failed (input/output error)"
-_CUT_OFF = "a file could not be written to its end"
-_ERRNOS = {
-    errno.ENOSPC: _NO_SPACE, errno.EDQUOT: _QUOTA, errno.EROFS: _READ_ONLY, errno.EIO: _BROKEN,
-}  # fmt: skip
-# safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
-# says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
-_TEXTS = {
-    "No space left on device": _NO_SPACE,
-    "Disk quota exceeded": _QUOTA,
-    "Read-only file system": _READ_ONLY,
-    "Input/output error": _BROKEN,
-    "PytorchStreamWriter failed writing": _CUT_OFF,
-    "iostream error": _CUT_OFF,
-}
+    Frames of the installed `packages` count too. Without any of those the innermost frame of all
+    is named. `frames` come as `traceback.extract_tb` gives them, the innermost last.
+    """
+    for frame in reversed(frames):
+        name = _shown_path(frame.filename, packages)
+        if name:
+            return f"{name}:{frame.lineno} in {frame.name}"
+    if not frames:
+        return "no Python code"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
+    _, installed, name = filename.rpartition("/site-packages/")
+    if installed:  # looked at first: the virtual environment may lie in the repository
+        return name if name.split("/")[0] in packages else None
+    path = Path(filename)
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else None
+
+
+def thread_frames(thread: int) -> list[traceback.FrameSummary]:
+    """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return list(reversed(summary))
+
+
+def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the stack is inside a collective: a call of one, or a backward pass that makes them.
+
+    A rank that only waits for the device shows no frame for it and does not count.
+    """
+    collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+    return any(name in frame.filename for frame in frames for name in collectives)
+
+
+def last_line(error: BaseException) -> str:
+    """Return `Type: message`, the first line of it, and where in this repository it came from."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
