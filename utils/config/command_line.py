@@ -1,4 +1,4 @@
-"""The command line: `--NAME VALUE ...` by the type that the setting declares, and `--help`."""
+"""Reads recipes and flags into setting values, all faults at once; prints `--help`."""
 
 import argparse
 import re
@@ -28,6 +28,100 @@ _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
+
+Check = Callable[[SettingValues], Iterable[str]]
+# Returns the values with some put back to their defaults or derived, and notes of it.
+Settlement = Callable[[SettingValues], SettingValues]
+
+
+def read_settings(
+    argument_classes: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    settle: Sequence[Settlement] = (),
+    checks: Sequence[Check] = (),
+    prog: str | None = None,
+    description: str | None = None,
+) -> SettingValues:
+    """Read the settings that the dataclasses declare from flags, recipes and defaults.
+
+    Flags win over recipes (`--config A.yaml B.yaml`, which is no field of a class), later recipes
+    over earlier ones, all of them over the defaults. `argv` is the command line without the
+    program's name (None: this process's). `settle` puts what a stronger source makes moot back to
+    its default and derives what nobody gave. Then each check gets all values and yields one line
+    for each contradiction; one that reads a missing or faulty setting is left out.
+
+    Raises ConfigurationError with every fault of recipes, flags and checks. `--help` prints and
+    leaves the process with 0, as argparse does.
+    """
+    declared = declared_settings(argument_classes)
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print_help(declared, prog, description)
+        raise SystemExit(0)
+    flags, problems = read_flags(argv, declared)
+    recipes, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
+    problems += recipe_problems
+    complete = not problems  # or a file or word is missing that may have said more
+    entries = recipes | {
+        name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()
+    }
+    values, faults = _checked(declared, refused_settings(argument_classes), entries)
+    problems += faults
+    for settlement in settle:
+        with suppress(UnusableSettingError):  # a fault above says why
+            values = settlement(values)
+    if complete:
+        missing = [
+            name
+            for name, declaration in declared.items()
+            if declaration.required and name not in {*values.given, *values.unusable}
+        ]
+        problems += [f"{name} is required: {declared[name].help}" for name in missing]
+        values = replace(values, unusable=values.unusable | set(missing))
+        for check in checks:
+            with suppress(UnusableSettingError):  # a fault above says why
+                problems.extend(check(values))
+    if problems:
+        raise ConfigurationError(problems)
+    return values
+
+
+def _checked(
+    declared: Mapping[str, Declaration], refused: Mapping[str, str], entries: Mapping[str, Given]
+) -> tuple[SettingValues, list[str]]:
+    """Return the entries that are settings with a value of their type, and a line for each other.
+
+    A setting that such a line names is unusable unless it is given: an unknown or refused name may
+    have stood for it, so nothing is to be concluded from its absence.
+    """
+    given: dict[str, Given] = {}
+    problems = []
+    faulty = set()
+    for name, entry in entries.items():
+        is_flag = entry.rank == FLAGS_RANK
+        shown, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
+        if name not in declared:
+            problems.append(where + _unknown(shown, name, declared, refused))
+            continue
+        try:
+            value = value_of_words(declared[name], entry.value) if is_flag else entry.value
+            given[name] = replace(entry, value=checked_value(declared[name], value))
+        except WrongValueError as error:
+            problems.append(f"{where}{shown}: {error}")
+            faulty.add(name)
+    named = set(re.findall(r"\w+", " ".join(problems))) & declared.keys()
+    return SettingValues(declared, given, frozenset(faulty | named - given.keys())), problems
+
+
+def _unknown(
+    shown: str, name: str, declared: Mapping[str, Declaration], refused: Mapping[str, str]
+) -> str:
+    if name in refused:
+        return f"{shown} cannot be set here: {refused[name]}"
+    if name == CONFIG_FLAG:
+        return f"a recipe names others with {EXTENDS}"
+    return unknown_name(shown, name, [*declared, CONFIG_FLAG])
 
 
 def read_flags(
@@ -142,100 +236,3 @@ def _split_by_flag(argv: Sequence[str]) -> list[list[str]]:
         else:
             groups[-1].append(word)
     return groups
-
-
-# Read recipes and command line into setting values, all faults at once.
-
-Check = Callable[[SettingValues], Iterable[str]]
-# Returns the values with some overruled by a stronger source, or derived, and notes of it.
-Settlement = Callable[[SettingValues], SettingValues]
-
-
-def read_settings(
-    argument_classes: Sequence[type],
-    argv: Sequence[str] | None = None,
-    *,
-    settle: Sequence[Settlement] = (),
-    checks: Sequence[Check] = (),
-    prog: str | None = None,
-    description: str | None = None,
-) -> SettingValues:
-    """Read the settings that the dataclasses declare from flags, recipes and defaults.
-
-    Flags win over recipes (`--config A.yaml B.yaml`, which is no field of a class), later recipes
-    over earlier ones, all of them over the defaults. `argv` is the command line without the
-    program's name (None: this process's). `settle` puts what a stronger source makes moot back to
-    its default and derives what nobody gave. Then each check gets all values and yields one line
-    for each contradiction; one that reads a missing or faulty setting is left out.
-
-    Raises ConfigurationError with every fault of recipes, flags and checks. `--help` prints and
-    leaves the process with 0, as argparse does.
-    """
-    declared = declared_settings(argument_classes)
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        print_help(declared, prog, description)
-        raise SystemExit(0)
-    flags, problems = read_flags(argv, declared)
-    recipes, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
-    problems += recipe_problems
-    complete = not problems  # or a file or word is missing that may have said more
-    entries = recipes | {
-        name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()
-    }
-    values, faults = _checked(declared, refused_settings(argument_classes), entries)
-    problems += faults
-    for settlement in settle:
-        with suppress(UnusableSettingError):  # a fault above says why
-            values = settlement(values)
-    if complete:
-        missing = [
-            name
-            for name, declaration in declared.items()
-            if declaration.required and name not in {*values.given, *values.unusable}
-        ]
-        problems += [f"{name} is required: {declared[name].help}" for name in missing]
-        values = replace(values, unusable=values.unusable | set(missing))
-        for check in checks:
-            with suppress(UnusableSettingError):  # a fault above says why
-                problems.extend(check(values))
-    if problems:
-        raise ConfigurationError(problems)
-    return values
-
-
-def _checked(
-    declared: Mapping[str, Declaration], refused: Mapping[str, str], entries: Mapping[str, Given]
-) -> tuple[SettingValues, list[str]]:
-    """Return the entries that are settings with a value of their type, and a line for each other.
-
-    A setting that such a line names is unusable unless it is given: an unknown or refused name may
-    have stood for it, so nothing is to be concluded from its absence.
-    """
-    given: dict[str, Given] = {}
-    problems = []
-    faulty = set()
-    for name, entry in entries.items():
-        is_flag = entry.rank == FLAGS_RANK
-        shown, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
-        if name not in declared:
-            problems.append(where + _unknown(shown, name, declared, refused))
-            continue
-        try:
-            value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-            given[name] = replace(entry, value=checked_value(declared[name], value))
-        except WrongValueError as error:
-            problems.append(f"{where}{shown}: {error}")
-            faulty.add(name)
-    named = set(re.findall(r"\w+", " ".join(problems))) & declared.keys()
-    return SettingValues(declared, given, frozenset(faulty | named - given.keys())), problems
-
-
-def _unknown(
-    shown: str, name: str, declared: Mapping[str, Declaration], refused: Mapping[str, str]
-) -> str:
-    if name in refused:
-        return f"{shown} cannot be set here: {refused[name]}"
-    if name == CONFIG_FLAG:
-        return f"a recipe names others with {EXTENDS}"
-    return unknown_name(shown, name, [*declared, CONFIG_FLAG])

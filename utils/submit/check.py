@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.precision import LAUNCHER_VARIABLES
 from utils.launch.accelerate_command import choose_config, read_config, strategy_variables
 from utils.launch.processes import requested_strategy
 from utils.launch.script import run_script
