@@ -22,14 +22,12 @@ from utils.config.arguments import (
     train_sources,
     weight_problems,
 )
-from utils.config.declarations import SettingValues, UnusableSettingError
+from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.errors import ConfigurationError
-
-Check = Callable[[SettingValues], Iterator[str]]
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without a directory or a model, and accepted changes of no setting."""
+    """Refuse a run without a directory or weights, and accepted changes of no setting."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -37,6 +35,8 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
+    if values["use_peft"] and values["model_config"] and not values["init_from"]:
+        yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:
         if name not in values:
             nearest = get_close_matches(name, values, n=1)
@@ -66,12 +66,6 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
 
 
-def check_lora(values: SettingValues) -> Iterator[str]:
-    """Refuse LoRA without weights to adapt."""
-    if values["use_peft"] and values["model_config"] and not values["init_from"]:
-        yield "use_peft adapts existing weights: it does not go with model_config alone"
-
-
 def check_train_data(values: SettingValues) -> Iterator[str]:
     """Refuse entries that are not DIR or DIR=weight, and some weights without the others."""
     sources: list[TrainSource] = []
@@ -91,11 +85,11 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         yield str(error)
         return
     if values["eval_strategy"] == "steps" and values["eval_steps"] is None and splits:
-        yield f"{values.shown('eval_strategy')} needs eval_steps: every log would evaluate else"
+        yield f"{values.shown('eval_strategy')} needs eval_steps: otherwise each log would evaluate"
     if values["save_strategy"] == "best":
         yield (
             f"{values.shown('save_strategy')} saves nothing while the model does not improve, and "
-            "nothing at the end: a crash would lose all since. Give save_best: true beside "
+            "nothing at the end: a crash loses all steps since. Give save_best: true beside "
             "save_steps"
         )
     metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
@@ -260,14 +254,10 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def check_every_weight_is_trained(values: SettingValues) -> Iterator[str]:
-    """Refuse LoRA in pretraining."""
+def check_pretraining(values: SettingValues) -> Iterator[str]:
+    """Refuse what only sft_train.py does."""
     if values["use_peft"]:
         yield f"{values.shown('use_peft')}: pretrain.py trains every weight; LoRA is for sft_train"
-
-
-def check_documents_are_split(values: SettingValues) -> Iterator[str]:
-    """Refuse a choice for long documents where they are always split."""
     if values.changed("on_overlong"):
         yield f"{values.shown('on_overlong')}: pretraining splits long documents; leave it out"
 
@@ -275,7 +265,6 @@ def check_documents_are_split(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_precision,
-    check_lora,
     check_train_data,
     check_evaluation,
     check_ranges,
@@ -283,31 +272,4 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_schedule,
     check_packages,
 )
-PRETRAINING_CHECKS = (
-    *FINE_TUNING_CHECKS,
-    check_every_weight_is_trained,
-    check_documents_are_split,
-)
-
-
-def missing_devices(environment: Mapping[str, str], visible_gpus: int) -> str | None:
-    """Say that there are more processes on this host than GPUs to give them; None if not.
-
-    torchrun starts all processes of a host with the same GPUs in sight: all of them refuse. Tasks
-    that srun started may each see a GPU of their own, which is all that such a task can look for.
-    """
-    if str_to_bool(environment.get("ACCELERATE_USE_CPU", "0")):
-        return None
-    processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    local_rank = int(environment.get("LOCAL_RANK", "0"))
-    needed = processes if "TORCHELASTIC_RUN_ID" in environment else local_rank + 1
-    if needed <= visible_gpus:
-        return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    chosen = " is not set" if visible is None else f"={visible}"
-    return (
-        f"this host has {processes} processes (this is local rank {local_rank}), but torch sees "
-        f"{visible_gpus} GPU{'s' if visible_gpus != 1 else ''} (CUDA_VISIBLE_DEVICES{chosen}): "
-        "start as many processes as GPUs (--num_processes over all nodes), or ask Slurm for as "
-        "many GPUs (--gpus-per-node)."
-    )
+PRETRAINING_CHECKS = (*FINE_TUNING_CHECKS, check_pretraining)

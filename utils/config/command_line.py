@@ -3,13 +3,14 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_origin
 
 from utils.config.declarations import (
     FLAGS_RANK,
+    Check,
     Declaration,
     Given,
     SettingValues,
@@ -29,7 +30,6 @@ _TRUTHS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
 
-Check = Callable[[SettingValues], Iterable[str]]
 # Returns the values with some put back to their defaults or derived, and notes of it.
 Settlement = Callable[[SettingValues], SettingValues]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import NoneType, UnionType
@@ -292,6 +292,10 @@ class SettingValues(Mapping[str, Any]):
             raise
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+
+
+# What reads the values of all settings and yields a line for each fault.
+Check = Callable[[SettingValues], Iterable[str]]
 
 
 def shown(value: Any) -> str:

@@ -14,9 +14,9 @@ from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, Check, schedule_keywords
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_keywords
 from utils.config.command_line import read_settings
-from utils.config.declarations import SettingValues, UnusableSettingError
+from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import with_precision
 from utils.config.trainer_arguments import (
     FineTuneConfig,

@@ -8,9 +8,10 @@ from command_lines import BOTH, EVALUATED, METRICS, parse, problems_of
 from transformers.training_args import OptimizerNames
 
 from utils.config import checks as contradictions
-from utils.config.checks import OPTIMIZERS, check_packages, missing_devices
+from utils.config.checks import OPTIMIZERS, check_packages
 from utils.config.errors import UnfitClusterError
 from utils.config.settings import parse_fine_tuning
+from utils.config.trainer_arguments import missing_devices
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 LORA = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
