@@ -67,7 +67,7 @@ CPU_CELLS: tuple[Cell, ...] = (
             Workload(LLAMA_23M, sequence_length=512, documents=8), "bf16", 1,
             (STOKER, TRAINER, PLAIN_LOOP), steps=8, warmup_steps=3,
         ),
-        "sequence_length", (256, 512, 1024, 2048),
+        (256, 512, 1024, 2048),
     ),
     ComponentCell("loss_head"),
     ComponentCell("attention"),

@@ -19,7 +19,6 @@ from benchmarks.cells.kinds import (
     ComponentCell,
     Contestant,
     ProbeCell,
-    SweepCell,
     TrainingCell,
 )
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
@@ -31,41 +30,22 @@ LIGER_TRAINER = Contestant(
 LIGER_SFT_TRAINER = Contestant(
     "SFTTrainer, tuned, Liger", "trl_sft", needs="liger_kernel", variant="liger"
 )
-# Each size of a sweep would be compiled anew.
-_EAGER = (("TORCHDYNAMO_DISABLE", "1"),)
-UNCOMPILED_TRAINER = replace(TUNED_TRAINER, name="Trainer, tuned, not compiled", environment=_EAGER)
-UNCOMPILED_SFT_TRAINER = replace(
-    TUNED_SFT_TRAINER, name="SFTTrainer, tuned, not compiled", environment=_EAGER
-)
-TORCHTITAN = Contestant("torchtitan, tuned", "torchtitan_trainer", needs="torchtitan")
-GRAPHED_TORCHTITAN = replace(
-    TORCHTITAN, name="torchtitan, tuned, CUDA graphs", variant="cuda graphs"
-)
 TORCHTUNE = Contestant("torchtune, tuned", "torchtune_recipe", needs="torchtune")
 UNSLOTH = Contestant("Unsloth, tuned", "unsloth_sft", needs="unsloth")
 FLASH_UNSLOTH = replace(UNSLOTH, name="Unsloth, tuned, FlashAttention", variant="flash attention")
-# Nothing here drives them yet: they are named, so that nobody takes silence for a result.
-OTHER_TORCHTITAN = Contestant("torchtitan", None, needs="torchtitan")  # it has no GPT-2
-OTHER_LITGPT = Contestant("litgpt", None, needs="litgpt")  # Llamas with tied embeddings have one
-AXOLOTL = Contestant("axolotl", None, needs="axolotl")
-OTHER_TORCHTUNE = Contestant("torchtune", None, needs="torchtune")  # it has no Qwen3
-
 _EVERYWHERE = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
-_GPT2 = (*_EVERYWHERE, OTHER_TORCHTITAN, OTHER_LITGPT)
-_PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER, TORCHTITAN, GRAPHED_TORCHTITAN)
-_QWEN3_PRETRAINING = (*_PRETRAINING, OTHER_LITGPT)
+_PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER)
 _LLAMA_PRETRAINING = (*_PRETRAINING, LITGPT, TUNED_LITGPT)
-_OTHERS = (UNSLOTH, FLASH_UNSLOTH, AXOLOTL, OTHER_LITGPT)
 # Not Trainer, which pads, and compiles anew for each length of a batch.
 _FINE_TUNING = (
-    STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, *_OTHERS,
-    OTHER_TORCHTUNE,
+    STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, UNSLOTH, FLASH_UNSLOTH,
 )  # fmt: skip
 # Of 8 B parameters each start loads 16 GB: fewer of them.
-_LARGE = (STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, TORCHTUNE, *_OTHERS)
+_LARGE = (
+    STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, TORCHTUNE, UNSLOTH, FLASH_UNSLOTH,
+)  # fmt: skip
 # There is no warm-up: at 3e-4 losses jumped by ten for some steps, after which nobody's agree.
 PRETRAINING_RATE = 1e-4
-_LIMITS = (replace(STOKER, environment=_EAGER), UNCOMPILED_TRAINER, UNCOMPILED_SFT_TRAINER)
 
 
 def _rows(model: dict, length: int, micro_batch_size: int, steps: int) -> Workload:
@@ -78,20 +58,16 @@ def _chats(model: dict, documents: int) -> Workload:
 
 
 _LARGE_CHATS = replace(_chats(LLAMA_8B, 400), weights_dtype="bfloat16")
-# Zeros take no room on disk and fit as any weights do.
-_LONG_ROWS = replace(_rows(LLAMA_1B, 8192, 1, 3), zeros=True)
-_LARGE_ROWS = replace(_rows(LLAMA_8B, 4096, 1, 3), zeros=True, weights_dtype="bfloat16")
-
 GPU_CELLS: tuple[Cell, ...] = (
     ProbeCell(),
     TrainingCell(
         "gpt2_124m", "GPT-2 124M, 32 x 1,024 tokens, bf16",
-        _rows(GPT2_124M, 1024, 32, 65), "bf16", 32, _GPT2,
+        _rows(GPT2_124M, 1024, 32, 65), "bf16", 32, _EVERYWHERE,
         steps=65, warmup_steps=15, learning_rate=PRETRAINING_RATE, trace=True,
     ),
     TrainingCell(
         "qwen3_600m_pretrain", "Qwen3-0.6B shape, pretraining, 4 x 4,096 tokens, bf16",
-        _rows(QWEN3_600M, 4096, 4, 30), "bf16", 4, _QWEN3_PRETRAINING,
+        _rows(QWEN3_600M, 4096, 4, 30), "bf16", 4, _PRETRAINING,
         steps=30, warmup_steps=8, learning_rate=PRETRAINING_RATE, trace=True,
     ),
     TrainingCell(
@@ -118,22 +94,5 @@ GPU_CELLS: tuple[Cell, ...] = (
         steps=20, warmup_steps=5, learning_rate=1e-4, lora_rank=16, trace=True,
     ),
     ComponentCell("gpu_loss_head"),
-    ComponentCell("gpu_packed_attention"),
-    ComponentCell("gpu_row_attention"),
     ComponentCell("gpu_optimizer"),
-    SweepCell(
-        TrainingCell(
-            "longest_sequence", "Llama-3.2-1B shape, one row that grows, bf16",
-            _LONG_ROWS, "bf16", 1, _LIMITS, steps=3, warmup_steps=1,
-        ),
-        "sequence_length", (8192, 16384, 32768, 65536, 98304, 131072),
-    ),
-    SweepCell(
-        TrainingCell(
-            "largest_model",
-            "Llama-3.1-8B shape, layers that grow, 4,096 tokens, bf16 weights, checkpointing",
-            _LARGE_ROWS, "bf16_weights", 1, _LIMITS, steps=3, warmup_steps=1, checkpointing=True,
-        ),
-        "num_hidden_layers", (16, 32, 48, 64, 72, 80, 88),
-    ),
 )  # fmt: skip

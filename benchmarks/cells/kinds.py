@@ -13,12 +13,11 @@ OURS_TUNED = "Stoker, tuned"
 class Contestant:
     """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`.
 
-    `module` None: a toolkit that nothing here drives yet. `variant` is for the module to read;
-    `environment` holds variables of its process.
+    `variant` is for the module to read; `environment` holds variables of its process.
     """
 
     name: str
-    module: str | None
+    module: str
     tuned: bool = True
     needs: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
@@ -28,7 +27,7 @@ class Contestant:
         """Say why it cannot run here; None: it can."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
-        return None if self.module else "there is no adapter for it"
+        return None
 
 
 STOKER = Contestant(OURS, "stoker", tuned=False)
@@ -61,7 +60,6 @@ class TrainingCell:
     warmup_steps: int = 3
     learning_rate: float = 1e-3
     lora_rank: int = 0
-    checkpointing: bool = False
     trace: bool = False
 
 
@@ -117,13 +115,9 @@ class DurationCell:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A training cell with one thing growing, as long as a contestant can.
-
-    `grows` is "sequence_length" or "num_hidden_layers". Each size is taken once.
-    """
+    """A training cell whose sequences grow as long as a contestant can; each size once."""
 
     base: TrainingCell
-    grows: str
     sizes: tuple[int, ...]
 
     @property

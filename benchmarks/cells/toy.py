@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell, TrainingCell
+from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, TrainingCell
 from benchmarks.cells.shapes import ModelShape
 from benchmarks.workloads.workload import Workload
 
@@ -26,9 +26,6 @@ def toy(cell: Cell) -> Cell:
         return _toy_training(cell)
     if isinstance(cell, ComponentCell):
         return replace(cell, sizes=(LENGTH, 2 * LENGTH))
-    if isinstance(cell, SweepCell):
-        sizes = (LENGTH, 2 * LENGTH) if cell.grows == "sequence_length" else (1, 2)
-        return replace(cell, base=_toy_training(cell.base), sizes=sizes)
     assert isinstance(cell, ProbeCell)
     return replace(cell, toy=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.components.attention_inputs import device
+from benchmarks.hardware.device import device
 from benchmarks.recording.job import CannotRunError
 
 TITLE = "Loss head, 8,192 tokens of width 2,048, bf16, forward and backward"

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.components.attention_inputs import device
+from benchmarks.hardware.device import device
 from utils.training.low_precision_adam import LowPrecisionAdamW
 
 TITLE = "AdamW, square matrices and a norm for each, by the matrices' width"

@@ -32,7 +32,7 @@ def train(job: Job) -> Outcome:
     """Train with Trainer on rows in Stoker's order, or on padded chats."""
     settings = common_settings(job) | {"remove_unused_columns": False}
     if job.tuned:
-        settings |= tuned_settings(job)
+        settings |= tuned_settings()
     from datasets import load_from_disk
     from transformers import Trainer, TrainingArguments
 

@@ -32,7 +32,7 @@ def common_settings(job: Job) -> dict[str, Any]:
     }
 
 
-def tuned_settings(job: Job) -> dict[str, Any]:
+def tuned_settings() -> dict[str, Any]:
     """Return what tuning changes for both; to be called before accelerate is imported.
 
     Layers are compiled one by one, which the environment alone can ask of accelerate: the whole
@@ -44,7 +44,7 @@ def tuned_settings(job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "logging_nan_inf_filter": False,
         "torch_compile": True,
-        "gradient_checkpointing": job.checkpointing,
+        "gradient_checkpointing": False,
     }
     return settings | loader_settings()
 

@@ -56,8 +56,6 @@ def settings(job: Job, run: Path) -> dict[str, Any]:
     }
     if job.tuned:
         chosen["compile"] = True
-    if job.checkpointing:
-        chosen["gradient_checkpointing"] = True
     if job.lora_rank:
         chosen |= {"use_peft": True, "lora_r": job.lora_rank, "lora_alpha": job.lora_rank}
         chosen |= {"lora_target_modules": "all-linear", "lora_dropout": 0.0}  # PEFT's default

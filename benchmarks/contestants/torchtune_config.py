@@ -55,7 +55,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
         },
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "compile": True,  # layers one by one, and the loss
-        "enable_activation_checkpointing": job.checkpointing,
+        "enable_activation_checkpointing": False,
         "enable_activation_offloading": False,
         "output_dir": job.scratch,
         "metric_logger": {

@@ -28,7 +28,7 @@ def train(job: Job) -> Outcome:
         "completion_only_loss": job.kind == "sft",
     }
     if job.tuned:
-        settings |= tuned_settings(job) | {
+        settings |= tuned_settings() | {
             "packing": True,
             "per_device_train_batch_size": job.micro_batch_size,
         }

@@ -78,7 +78,7 @@ def load_model(job: Job) -> Any:
         load_in_4bit=False,
         full_finetuning=not job.lora_rank,
         float32_mixed_precision=job.numbers.weights == "float32",
-        use_gradient_checkpointing=checkpointing(job),
+        use_gradient_checkpointing=False,
         use_exact_model_name=True,
         local_files_only=True,
     )
@@ -91,7 +91,7 @@ def load_model(job: Job) -> Any:
         lora_dropout=0,
         bias="none",
         target_modules=TARGETS,
-        use_gradient_checkpointing=checkpointing(job),
+        use_gradient_checkpointing=False,
         random_state=SEED,
     )
 
@@ -107,7 +107,7 @@ def settings(job: Job) -> dict[str, Any]:
             "packing": True,
             "per_device_train_batch_size": job.micro_batch_size,
             "gradient_accumulation_steps": 1,
-            "gradient_checkpointing": job.checkpointing,
+            "gradient_checkpointing": False,
             "optim": "adamw_torch_fused",
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
@@ -115,11 +115,6 @@ def settings(job: Job) -> dict[str, Any]:
             "logging_nan_inf_filter": False,
         }
     )
-
-
-def checkpointing(job: Job) -> bool | str:
-    """Return how activations are recomputed: Unsloth's own way, or not."""
-    return "unsloth" if job.checkpointing else False
 
 
 def use_torch_flash() -> None:

@@ -10,7 +10,7 @@ from benchmarks.cells.kinds import OURS, SweepCell, TrainingCell
 from benchmarks.contests.ratios import paired_ratio
 from benchmarks.contests.training import made_in_process, run_contestant_of
 from benchmarks.contests.turns import LEFT_OUT, ContestantFailedError, Rounds, say
-from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
+from benchmarks.hardware.efficiency import Device, efficiency
 from benchmarks.recording.job import Outcome
 
 # By contestant and size, Outcomes as JSON.
@@ -35,12 +35,12 @@ def hold(
         if len(stopped) == len(cell.base.contestants):
             break
         kept.begin_round()
-        _take_size(cell, size, device, outcomes, stopped)
+        _take_size(cell, size, outcomes, stopped)
         kept.end_round(number + 1, outcomes, stopped)
     return {
         "title": cell.base.title,
         "unit": "tokens",
-        "grows": cell.grows,
+        "grows": "sequence_length",
         "sizes": list(cell.sizes),
         "work": asdict(cell.base) | {"contestants": [one.name for one in cell.base.contestants]},
         "contestants": {
@@ -54,23 +54,13 @@ def hold(
 
 def grown(cell: SweepCell, size: int) -> TrainingCell:
     """Return the training cell of one size."""
-    workload = cell.base.workload
-    if cell.grows == "sequence_length":
-        workload = replace(workload, sequence_length=size)
-    else:
-        workload = replace(workload, model=workload.model | {cell.grows: size})
-    return replace(cell.base, workload=workload)
+    return replace(cell.base, workload=replace(cell.base.workload, sequence_length=size))
 
 
-def _take_size(
-    cell: SweepCell, size: int, device: Device, outcomes: Outcomes, stopped: dict[str, str]
-) -> None:
+def _take_size(cell: SweepCell, size: int, outcomes: Outcomes, stopped: dict[str, str]) -> None:
     """Let all who still can take one size; note the others in `stopped`."""
     work = grown(cell, size)
     going = [one for one in cell.base.contestants if one.name not in stopped]
-    if too_large := reason_not_to_fit(work, device):
-        stopped |= {one.name: f"at {size:,}: {too_large}" for one in going}
-        return
     with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
         made_in_process(work.workload, Path(directory))
         for one in going:

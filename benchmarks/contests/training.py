@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cells.kinds import OURS, OURS_TUNED, Contestant, TrainingCell
 from benchmarks.contests.ratios import paired_ratio
 from benchmarks.contests.turns import LEFT_OUT, Rounds, Turns, run_process
-from benchmarks.hardware.efficiency import Device, efficiency, reason_not_to_fit
+from benchmarks.hardware.efficiency import Device, efficiency
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import Workload
 
@@ -33,15 +33,13 @@ def hold(
 ) -> dict[str, Any]:
     """Let the contestants of a cell train in turn, but for those `left_out`; return its results.
 
-    A peer that is not installed, does not fit, or fails, is named with the reason. Raises
+    A peer that is not installed, or fails, is named with the reason. Raises
     ContestantFailedError when Stoker itself fails.
     """
     device = device or Device()
     contestants = {one.name: one for one in cell.contestants}
     reasons = {name: one.reason_not_to_run() for name, one in contestants.items()}
     reasons |= {name: LEFT_OUT for name in left_out if name in reasons}
-    if too_large := reason_not_to_fit(cell, device):
-        reasons = dict.fromkeys(contestants, too_large)
     turns: Turns[dict[str, Any]] = Turns(
         {name: reason for name, reason in reasons.items() if reason}, kept
     )
@@ -136,7 +134,6 @@ def job_of(cell: TrainingCell, contestant: Contestant, workload: Path, scratch: 
         tuned=contestant.tuned,
         learning_rate=cell.learning_rate,
         lora_rank=cell.lora_rank,
-        checkpointing=cell.checkpointing,
         trace=cell.trace,
         variant=contestant.variant,
     )

@@ -14,7 +14,7 @@ from utils.support import host as processor
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
-    "liger-kernel", "cut-cross-entropy", "litgpt", "torchtitan", "unsloth", "axolotl", "torchtune",
+    "liger-kernel", "cut-cross-entropy", "litgpt", "unsloth", "torchtune",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 

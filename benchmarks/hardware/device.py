@@ -60,3 +60,10 @@ def _number(text: str) -> float | str:
     with contextlib.suppress(ValueError):
         return float(text)
     return text
+
+
+def device() -> str:
+    """Return where torch computes: the GPU if there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

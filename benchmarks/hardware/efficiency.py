@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.cells.kinds import TrainingCell
 from benchmarks.hardware.device import data_sheet_peak
-from benchmarks.hardware.flops import ModelSize, effective_length, model_size
+from benchmarks.hardware.flops import effective_length, model_size
 from benchmarks.hardware.roofline import Peaks, StepWork, tokens_per_second
 from benchmarks.recording.job import Outcome
 from benchmarks.recording.precision import PRECISIONS
@@ -25,7 +25,6 @@ class Device:
     name: str | None = None
     data_sheet: float | None = None
     probed: Peaks | None = None
-    memory_bytes: int | None = None
 
 
 def known_device(hardware: dict[str, Any], probes: Path) -> Device:
@@ -39,29 +38,7 @@ def known_device(hardware: dict[str, Any], probes: Path) -> Device:
             peaks = Peaks(
                 found["matmul"]["flops_per_second"], found["bandwidth"]["bytes_per_second"]
             )
-    memory_mib = hardware.get("gpu_facts", {}).get("memory.total")
-    memory = int(memory_mib * 2**20) if isinstance(memory_mib, float) else None
-    return Device(name, data_sheet_peak(name), peaks, memory)
-
-
-def state_bytes(size: ModelSize, precision: str) -> int:
-    """Return the bytes of weights, gradients and both moments, activations not among them."""
-    numbers = PRECISIONS[precision]
-    frozen = size.parameters if size.adapters else 0
-    return frozen * numbers.frozen_bytes + size.trained * 4 * numbers.trained_bytes
-
-
-def reason_not_to_fit(cell: TrainingCell, device: Device) -> str | None:
-    """Say why a cell cannot fit the device by its states alone; None: they leave some room."""
-    if device.memory_bytes is None:
-        return None
-    needed = state_bytes(model_size(cell.workload.model, cell.lora_rank), cell.precision)
-    if needed < device.memory_bytes:
-        return None
-    return (
-        f"weights, gradients and optimizer alone take {needed / 2**30:.0f} GiB, and the device has "
-        f"{device.memory_bytes / 2**30:.0f}"
-    )
+    return Device(name, data_sheet_peak(name), peaks)
 
 
 def efficiency(cell: TrainingCell, outcomes: Sequence[Outcome], device: Device) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class Job:
     learning_rate: float = 1e-3
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lora_rank: int = 0  # above 0: adapters on all linear layers but the last, alpha the same
-    checkpointing: bool = False  # of activations
     trace: bool = False
     variant: str = ""
 

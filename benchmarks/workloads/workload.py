@@ -53,7 +53,6 @@ class Workload:
     mean_length: float | None = None
     loss_share: float = 2 / 3
     weights_dtype: str = "float32"
-    zeros: bool = False  # all weights: where nothing but room is asked for
 
     @property
     def kind(self) -> str:
@@ -67,20 +66,19 @@ def make_workload(workload: Workload, directory: Path) -> Path:
     order.npy: int64 (documents,), the document of each sample as Stoker takes them with SEED.
     """
     import torch
-    from transformers import AutoConfig
-
-    from benchmarks.workloads.initial_weights import save_random_weights, save_zero_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     documents = make_documents(workload)
     save_documents(documents, workload.kind, directory / "documents", workload.loss_share)
     make_tokenizer(int(workload.model["vocab_size"]), directory / "tokenizer")
     ids: dict[str, Any] = {"pad_token_id": PAD_TOKEN_ID, "bos_token_id": None, "eos_token_id": 0}
     config = AutoConfig.for_model(**workload.model, **ids)
-    dtype = getattr(torch, workload.weights_dtype)
-    if workload.zeros:
-        save_zero_weights(config, dtype, directory / "weights")
-    else:
-        save_random_weights(config, dtype, SEED, directory / "weights")
+    torch.manual_seed(SEED)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, workload.weights_dtype)
+        )
+    model.save_pretrained(directory / "weights")
     if workload.kind == "pretrain":
         np.save(directory / "order.npy", sample_order(workload))
     (directory / "workload.json").write_text(json.dumps(dataclasses.asdict(workload)))

@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.contestants import settings
-from benchmarks.recording.job import CannotRunError, Job
+from benchmarks.contestants import settings, unsloth_sft
+from benchmarks.recording.job import Job
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def test_libraries_know_what_they_are_told_on_a_gpu(job):
     from trl import SFTConfig
 
     with mock.patch.dict(os.environ), mock.patch("torch.cuda.is_available", return_value=True):
-        told = settings.common_settings(job) | settings.tuned_settings(job)
+        told = settings.common_settings(job) | settings.tuned_settings()
     assert told["use_cpu"] is False
     assert told["accelerator_config"] == {"non_blocking": True}
     with mock.patch.dict(os.environ):
@@ -29,10 +29,10 @@ def test_libraries_know_what_they_are_told_on_a_gpu(job):
             assert arguments.accelerator_config.non_blocking
 
 
-def test_liger_without_a_gpu_says_so(job, monkeypatch):
-    monkeypatch.setattr(settings, "_installed", lambda _: False)
-    with pytest.raises(CannotRunError, match="liger_kernel is not installed"):
-        settings.use_liger_kernels(None)
-    monkeypatch.setattr(settings, "_installed", lambda _: True)
-    with pytest.raises(CannotRunError, match="need a GPU"):
-        settings.use_liger_kernels(None)
+def test_trl_knows_what_unsloth_tells_it(job):
+    from trl import SFTConfig
+
+    told = SFTConfig(**unsloth_sft.settings(job))
+    assert told.max_grad_norm == 1.0
+    assert told.packing
+    assert told.completion_only_loss

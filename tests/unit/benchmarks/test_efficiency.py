@@ -1,29 +1,20 @@
 """What a speed is worth on a device, and what is said where that is not known."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TrainingCell
-from benchmarks.cells.shapes import LLAMA_8B
-from benchmarks.hardware import device as device_module
 from benchmarks.hardware.circumstances import hardware
-from benchmarks.hardware.device import data_sheet_peak, gpu_facts, gpu_state
-from benchmarks.hardware.efficiency import (
-    Device,
-    efficiency,
-    known_device,
-    reason_not_to_fit,
-    state_bytes,
-)
+from benchmarks.hardware.device import data_sheet_peak, gpu_state
+from benchmarks.hardware.efficiency import Device, efficiency, known_device
 from benchmarks.hardware.flops import model_size
 from benchmarks.hardware.roofline import Peaks
 from benchmarks.recording.job import Outcome
 
 CELLS = {cell.name: cell for cell in GPU_CELLS}
-H200 = Device("NVIDIA H200", 989e12, Peaks(700e12, 4e12), 143_771 * 2**20)
+H200 = Device("NVIDIA H200", 989e12, Peaks(700e12, 4e12))
 
 
 def outcome(cell: TrainingCell, step_s: float) -> Outcome:
@@ -70,20 +61,6 @@ def test_nothing_is_made_up_for_an_unknown_device():
     assert data_sheet_peak("NVIDIA A100-SXM4-80GB") is None
 
 
-def test_what_cannot_fit_is_known_before_it_is_tried():
-    whole, adapters = CELLS["llama_8b_sft"], CELLS["llama_8b_lora"]
-    assert state_bytes(model_size(LLAMA_8B), "bf16_weights") == 8 * 8_030_261_248
-    with_adapters = model_size(LLAMA_8B, lora_rank=16)
-    frozen, trained = 2 * with_adapters.parameters, 16 * with_adapters.adapters
-    assert state_bytes(with_adapters, "bf16_frozen") == frozen + trained
-    assert reason_not_to_fit(whole, H200) is None
-    small = replace(H200, memory_bytes=40 * 2**30)
-    assert reason_not_to_fit(adapters, small) is None
-    assert "alone take 60 GiB, and the device has 40" in str(reason_not_to_fit(whole, small))
-    mixed = replace(whole, precision="bf16")
-    assert "alone take 120 GiB" in str(reason_not_to_fit(mixed, replace(H200, memory_bytes=2**36)))
-
-
 def test_probes_count_on_their_own_device_alone(tmp_path):
     probes = tmp_path / "probes.json"
     peaks = {"matmul": {"flops_per_second": 7e14}, "bandwidth": {"bytes_per_second": 4e12}}
@@ -122,9 +99,3 @@ def test_a_gpu_is_asked_for_its_state(nvidia_smi):
         "throttled": True,  # 0x4: the power limit
         "reasons": "0x4",
     }
-
-
-def test_without_nvidia_smi_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(device_module.shutil, "which", lambda _: None)
-    assert gpu_facts() == gpu_state() == {}
-    assert "gpu" not in hardware()

@@ -19,9 +19,6 @@ def test_a_run_that_learns_less_does_not_hold_and_one_that_learns_more_does():
     assert judged()["holds"]
     assert judged(states_in_int8=-1.0)["holds"]
     assert not judged(states_in_int8=0.03)["holds"]
-
-
-def test_the_contrast_need_not_hold():
     (contrast,) = [variant.name for variant in CELL.variants if not variant.held]
     losses = {variant.name: [5.0] * 40 for variant in CELL.variants} | {contrast: [9.0] * 40}
     assert parity.parity(CELL, losses)["holds"]

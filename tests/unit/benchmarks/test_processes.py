@@ -1,11 +1,9 @@
 """A contestant's process: its environment, its last words, its time limit."""
 
 import pytest
-import torch
 
 from benchmarks.contests import turns as contest
 from benchmarks.contests.turns import CannotRunHereError, ContestantFailedError, run_process
-from benchmarks.recording.job import CANNOT_RUN, saying_why_not
 
 
 @pytest.fixture
@@ -18,15 +16,6 @@ def run(tmp_path):
     return run
 
 
-def test_a_contestant_has_variables_of_its_own(run, tmp_path):
-    run(
-        "import os, pathlib, sys\n"
-        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ['OWN'] + sys.argv[1])",
-        OWN="own ",
-    )
-    assert (tmp_path / "seen").read_text() == "own argument"
-
-
 def test_a_failure_ends_with_the_last_lines(run):
     with pytest.raises(ContestantFailedError, match=r"^exit code 3: two \| three \| four$"):
         run("print('one\\ntwo\\nthree\\nfour'); raise SystemExit(3)")
@@ -36,12 +25,6 @@ def test_what_a_contestant_lacks_is_told_in_its_own_words(run):
     code = "from benchmarks.recording.job import *\nwith saying_why_not():\n    "
     with pytest.raises(CannotRunHereError, match=r"^no such kernel$"):
         run(code + "raise CannotRunError('no such kernel')")
-
-
-def test_a_want_of_memory_is_told_without_its_advice(capsys):
-    with pytest.raises(SystemExit, match=str(CANNOT_RUN)), saying_why_not():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. See also")
-    assert capsys.readouterr().out == "CUDA out of memory. Tried to allocate 2 GiB\n"
 
 
 def test_who_does_not_end_is_told_so(run, monkeypatch):

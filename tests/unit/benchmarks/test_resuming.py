@@ -4,11 +4,9 @@ import time
 
 import pytest
 
-from benchmarks import measure
-from benchmarks.__main__ import AGAIN, main
+from benchmarks.__main__ import main
 from benchmarks.__main__ import measure as measure_cells
-from benchmarks.cells.gpu import GPU_CELLS
-from benchmarks.cells.kinds import OURS, ComponentCell, ProbeCell, TrainingCell
+from benchmarks.cells.kinds import OURS, ComponentCell
 from benchmarks.contests.turns import CannotRunHereError, ContestantFailedError, Turns
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError, Progress
@@ -53,20 +51,8 @@ def test_no_round_begins_that_would_not_end(tmp_path, capsys):
     assert Progress(path, KEY).load()["rounds"] == 1
 
 
-def test_a_want_of_memory_is_a_result_even_of_ours(tmp_path, capsys):
-    turns = take(Progress(tmp_path / "cell.json", KEY), 1, failing=OURS)
-    assert turns.not_run == {OURS: "no such package"}
-    assert list(turns.outcomes) == ["peer"]
-
-
 def session(tmp_path, **settings) -> Session:
     return Session(group="gpu", results=tmp_path, repeats=1, **settings)
-
-
-def test_time_that_is_up_asks_for_the_same_command_again(tmp_path, capsys):
-    late = session(tmp_path, deadline=time.monotonic() - 1)
-    assert measure_cells(late, [ProbeCell(toy=True)]) == AGAIN
-    assert "--resume" in capsys.readouterr().out
 
 
 def test_a_cell_that_fails_does_not_keep_the_others_from_their_turn(tmp_path, capsys, monkeypatch):
@@ -86,13 +72,6 @@ def test_a_cell_that_fails_does_not_keep_the_others_from_their_turn(tmp_path, ca
     monkeypatch.setattr(Session, "_hold", None)
     assert session(tmp_path, resume=True).measure(ComponentCell("sound"))
     assert not session(tmp_path, resume=True).measure(ComponentCell("another training"))
-
-
-def test_losses_of_toys_are_by_chance(tmp_path, capsys, monkeypatch):
-    result = {"title": "", "probes": PROBES, "not_run": {}, "parity": {"holds": False}}
-    monkeypatch.setattr(Session, "_hold", lambda *_: result)
-    assert session(tmp_path, toy=True).measure(ComponentCell("cell"))
-    assert not session(tmp_path).measure(ComponentCell("cell"))
 
 
 PROBES = {
@@ -115,19 +94,3 @@ def test_a_command_that_cannot_be_is_refused(argv, message, capsys, monkeypatch)
     with pytest.raises(SystemExit):
         main(argv)
     assert message in capsys.readouterr().err
-
-
-def test_probes_come_first(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Session, "measure", lambda _, cell: seen.append(cell.name) or True)
-    arguments = ["gpu", "--toy", "--results", str(tmp_path), "--cells", "gpt2_124m"]
-    assert main(arguments) == 0
-    assert seen == ["probes", "gpt2_124m"]
-
-
-def test_every_peer_that_was_promised_is_named():
-    named = {
-        one.name for cell in GPU_CELLS if isinstance(cell, TrainingCell) for one in cell.contestants
-    }
-    assert {"torchtitan", "Unsloth, tuned", "axolotl", "torchtune", "litgpt"} < named
-    assert measure.SAME == ("commit", "hardware", "python", "versions")

@@ -84,15 +84,3 @@ def test_a_table_from_a_gpu_has_shares_of_the_peaks():
     assert speed_figures.table(result).splitlines()[4] == (
         "| Stoker | 100 (90-110) |  | 1.00 GiB | 9.0 s | 50.0 % | 91.2 % |"
     )
-
-
-def test_probes_have_a_table():
-    probes = {
-        "matmul": {"flops_per_second": 7.12e14, "shape": [8192, 4096, 2048]},
-        "bandwidth": {"bytes_per_second": 4.05e12},
-    }
-    lines = speed_figures.table({"title": "Peaks", "probes": probes, "not_run": {}}).splitlines()
-    assert lines[4:] == [
-        "| bf16 matrix products, best shape (8,192 x 4,096 x 2,048) | 712 TFLOP/s |",
-        "| copy, bytes read and written | 4.05 TB/s |",
-    ]

@@ -1,6 +1,5 @@
 """What torchtune's recipes are told and how they are watched, as far as is known without it."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +9,10 @@ import torch
 
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TrainingCell
-from benchmarks.cells.shapes import LLAMA_8B, QWEN3_600M
+from benchmarks.cells.shapes import LLAMA_8B
 from benchmarks.contestants import torchtune_recipe
 from benchmarks.contestants.torchtune_config import recipe_config
-from benchmarks.recording.job import CannotRunError, Job
+from benchmarks.recording.job import Job
 
 CELLS = {cell.name: cell for cell in GPU_CELLS if isinstance(cell, TrainingCell)}
 PAIR = torch.tensor([[5, 6, 7, 8, 9, 1]])  # documents of two and three tokens, and padding
@@ -47,25 +46,6 @@ def test_recipes_are_told_of_the_cell(job, name):
     assert model["num_kv_heads"] == 8
     assert model.get("lora_rank", 0) == model.get("lora_alpha", 0) == rank
     assert model["_component_"].endswith("lora_llama3" if rank else "llama3.llama3")
-
-
-def test_what_torchtune_has_not_is_not_asked_of_it(job):
-    (job.files / "weights" / "config.json").write_text(json.dumps(QWEN3_600M))
-    with pytest.raises(AssertionError):
-        recipe_config(job)
-    with pytest.raises(AssertionError, match="no autocast"):
-        recipe_config(replace(job, precision="bf16"))
-    names = {
-        name: {one.name for one in cell.contestants if one.needs == "torchtune" and one.module}
-        for name, cell in CELLS.items()
-    }
-    assert {name for name, found in names.items() if found} == {"llama_8b_sft", "llama_8b_lora"}
-
-
-def test_without_torchao_it_says_so(job, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(CannotRunError, match="torchao is not installed"):
-        torchtune_recipe.train(job)
 
 
 def test_a_recipe_is_watched_and_saves_nothing():
