@@ -6,7 +6,7 @@
     python -m benchmarks gpu --toy --results /tmp/toy   rehearse them on any machine
     python -m benchmarks experiments              Stoker beside itself without a choice of ours
 
-Let nothing else run meanwhile. Contestants run in turn, each in a fresh process.
+Let nothing else run meanwhile. Baselines run in turn, each in a fresh process.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell
 from benchmarks.cells.toy import toy
-from benchmarks.contests.turns import ContestantFailedError, say
+from benchmarks.comparisons.turns import BaselineFailedError, say
 from benchmarks.hardware.circumstances import ROOT, hardware
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError
@@ -31,14 +31,14 @@ AGAIN = 75  # exit code: the same command goes on, as with the training scripts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Hold the contests that the command line names."""
+    """Hold the comparisons that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--cells", default="", help="names, separated by commas; default: all")
     parser.add_argument(
-        "--without", default="", help="contestants to leave out, separated by semicolons"
+        "--without", default="", help="baselines to leave out, separated by semicolons"
     )
     parser.add_argument(
         "--sizes",
@@ -106,7 +106,7 @@ def measure(session: Session, cells: list[Cell]) -> int:
         except OutOfTimeError:
             say("time is up; the same command with --resume goes on here")
             return AGAIN
-        except ContestantFailedError as error:
+        except BaselineFailedError as error:
             failed.append(f"{cell.name}: Stoker failed: {error}")
             say(failed[-1])
     for line in failed:

@@ -15,8 +15,8 @@ from benchmarks.cells.kinds import (
     ProbeCell,
     SweepCell,
 )
-from benchmarks.contests import component, duration, parity, sweep, training
-from benchmarks.contests.turns import run_process, say
+from benchmarks.comparisons import component, duration, parity, sweep, training
+from benchmarks.comparisons.turns import run_process, say
 from benchmarks.figures.table import table
 from benchmarks.hardware.circumstances import circumstances, hardware
 from benchmarks.hardware.efficiency import Device, known_device
@@ -30,7 +30,7 @@ SAME = ("commit", "hardware", "python", "versions")
 class Session:
     """What the command line says of all cells. `deadline`: one of time.monotonic(), or None.
 
-    `left_out` names contestants that do not take part; `sizes` are those of cells that grow.
+    `left_out` names baselines that do not take part; `sizes` are those of cells that grow.
     """
 
     group: str
@@ -49,7 +49,7 @@ class Session:
     def measure(self, cell: Cell) -> bool:
         """Measure a cell and write its JSON; return whether its losses agree; a toy's need not.
 
-        Raises ContestantFailedError when Stoker itself fails, OutOfTimeError between two rounds.
+        Raises BaselineFailedError when Stoker itself fails, OutOfTimeError between two rounds.
         """
         found = circumstances(self._made_by(cell)) | ({"toy": True} if self.toy else {})
         key = {name: found[name] for name in SAME} | {
@@ -104,7 +104,7 @@ class Session:
 
 
 def losses_agree(result: Mapping[str, Any]) -> bool:
-    """Return whether a cell's contestants trained the same; True where nobody trains."""
+    """Return whether a cell's baselines trained the same; True where nobody trains."""
     return bool(result.get("parity", {"holds": True})["holds"])
 
 

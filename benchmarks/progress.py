@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contests.turns import say
+from benchmarks.comparisons.turns import say
 
 FIRST_ROUND_S = 120.0  # taken for granted while none is known
 

@@ -12,9 +12,9 @@ from benchmarks.cells.kinds import (
     TUNED_SFT_TRAINER,
     TUNED_STOKER,
     TUNED_TRAINER,
+    Baseline,
     Cell,
     ComponentCell,
-    Contestant,
     DurationCell,
     ParityCell,
     SweepCell,
@@ -24,8 +24,8 @@ from benchmarks.cells.kinds import (
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload
 
 
-def _stoker_with(name: str, **variables: str) -> Contestant:
-    return Contestant(name, "stoker", tuned=False, environment=tuple(variables.items()))
+def _stoker_with(name: str, **variables: str) -> Baseline:
+    return Baseline(name, "stoker", tuned=False, environment=tuple(variables.items()))
 
 
 # glibc's. The second says its default, but counts as told: Stoker leaves malloc alone then.
@@ -33,9 +33,9 @@ _HEAP_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 _LEFT_ALONE = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}
 
 
-def _on_cpu(contestant: Contestant) -> Contestant:
-    """Let glibc keep what is freed, as Stoker does, where a contestant is tuned."""
-    return dataclasses.replace(contestant, environment=tuple(_HEAP_KEPT.items()))
+def _on_cpu(baseline: Baseline) -> Baseline:
+    """Let glibc keep what is freed, as Stoker does, where a baseline is tuned."""
+    return dataclasses.replace(baseline, environment=tuple(_HEAP_KEPT.items()))
 
 
 _ROWS = Workload(LLAMA_23M, sequence_length=512, documents=64)

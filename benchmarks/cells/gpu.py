@@ -1,6 +1,6 @@
 """What is measured on one GPU (H100 or H200), beside what other toolkits do there.
 
-Windows are short, so that a round of a cell, each contestant once, takes about a minute.
+Windows are short, so that a round of a cell, each baseline once, takes about a minute.
 """
 
 from dataclasses import replace
@@ -15,23 +15,23 @@ from benchmarks.cells.kinds import (
     TUNED_SFT_TRAINER,
     TUNED_STOKER,
     TUNED_TRAINER,
+    Baseline,
     Cell,
     ComponentCell,
-    Contestant,
     ProbeCell,
     TrainingCell,
 )
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
 from benchmarks.workloads.workload import Workload
 
-LIGER_TRAINER = Contestant(
+LIGER_TRAINER = Baseline(
     "Trainer, tuned, Liger", "hf_trainer", needs="liger_kernel", variant="liger"
 )
-LIGER_SFT_TRAINER = Contestant(
+LIGER_SFT_TRAINER = Baseline(
     "SFTTrainer, tuned, Liger", "trl_sft", needs="liger_kernel", variant="liger"
 )
-TORCHTUNE = Contestant("torchtune, tuned", "torchtune_recipe", needs="torchtune")
-UNSLOTH = Contestant("Unsloth, tuned", "unsloth_sft", needs="unsloth")
+TORCHTUNE = Baseline("torchtune, tuned", "torchtune_recipe", needs="torchtune")
+UNSLOTH = Baseline("Unsloth, tuned", "unsloth_sft", needs="unsloth")
 FLASH_UNSLOTH = replace(UNSLOTH, name="Unsloth, tuned, FlashAttention", variant="flash attention")
 _EVERYWHERE = (STOKER, TUNED_STOKER, TRAINER, TUNED_TRAINER, PLAIN_LOOP)
 _PRETRAINING = (*_EVERYWHERE, LIGER_TRAINER)

@@ -10,8 +10,8 @@ OURS_TUNED = "Stoker, tuned"
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A toolkit with its settings: `module` of benchmarks/contestants/, and what it `needs`.
+class Baseline:
+    """A toolkit with its settings: `module` of benchmarks/baselines/, and what it `needs`.
 
     `variant` is for the module to read; `environment` holds variables of its process.
     """
@@ -30,20 +30,20 @@ class Contestant:
         return None
 
 
-STOKER = Contestant(OURS, "stoker", tuned=False)
-TUNED_STOKER = Contestant(OURS_TUNED, "stoker")
-TRAINER = Contestant("Trainer, as documented", "hf_trainer", tuned=False)
-TUNED_TRAINER = Contestant("Trainer, tuned", "hf_trainer")
-SFT_TRAINER = Contestant("SFTTrainer, as documented", "trl_sft", tuned=False)
-TUNED_SFT_TRAINER = Contestant("SFTTrainer, tuned", "trl_sft")
-PLAIN_LOOP = Contestant("plain loop, tuned", "plain_loop")
-LITGPT = Contestant("litgpt, as documented", "litgpt", tuned=False, needs="litgpt")
-TUNED_LITGPT = Contestant("litgpt, tuned", "litgpt", needs="litgpt")
+STOKER = Baseline(OURS, "stoker", tuned=False)
+TUNED_STOKER = Baseline(OURS_TUNED, "stoker")
+TRAINER = Baseline("Trainer, as documented", "hf_trainer", tuned=False)
+TUNED_TRAINER = Baseline("Trainer, tuned", "hf_trainer")
+SFT_TRAINER = Baseline("SFTTrainer, as documented", "trl_sft", tuned=False)
+TUNED_SFT_TRAINER = Baseline("SFTTrainer, tuned", "trl_sft")
+PLAIN_LOOP = Baseline("plain loop, tuned", "plain_loop")
+LITGPT = Baseline("litgpt, as documented", "litgpt", tuned=False, needs="litgpt")
+TUNED_LITGPT = Baseline("litgpt, tuned", "litgpt", needs="litgpt")
 
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """Contestants that train the same model on the same documents in the same precision.
+    """Baselines that train the same model on the same documents in the same precision.
 
     `precision` is a key of benchmarks/recording/precision.py.
     `lora_rank` above 0: the weights are frozen, adapters of that rank on all linear layers but the
@@ -55,7 +55,7 @@ class TrainingCell:
     workload: Workload
     precision: str
     micro_batch_size: int
-    contestants: tuple[Contestant, ...]
+    baselines: tuple[Baseline, ...]
     steps: int = 10
     warmup_steps: int = 3
     learning_rate: float = 1e-3
@@ -115,7 +115,7 @@ class DurationCell:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A training cell whose sequences grow as long as a contestant can; each size once."""
+    """A training cell whose sequences grow as long as a baseline can; each size once."""
 
     base: TrainingCell
     sizes: tuple[int, ...]

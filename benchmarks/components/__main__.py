@@ -1,4 +1,4 @@
-"""Time one contestant at every size, in this process.
+"""Time one baseline at every size, in this process.
 
 All have the environment of a run, and on a CPU a heap that keeps what is freed: kernels are
 compared, not how often the system clears pages for them.
@@ -27,13 +27,13 @@ FEWEST_CALLS = 3
 
 def main() -> None:
     """Write {"seconds": {size: median of calls}, "units": {size: n}, "peak_memory_bytes": n}."""
-    module_name, contestant, outcome, *sizes = sys.argv[1:]
+    module_name, baseline, outcome, *sizes = sys.argv[1:]
     configure_environment()
     if not torch.cuda.is_available():
         keep_freed_memory(os.environ)
     module = importlib.import_module(f"benchmarks.components.{module_name}")
     with saying_why_not():
-        seconds, units = time_sizes(module.CONTESTANTS[contestant], [int(size) for size in sizes])
+        seconds, units = time_sizes(module.BASELINES[baseline], [int(size) for size in sizes])
     found = {"seconds": seconds, "units": units, "peak_memory_bytes": peak_memory_bytes()}
     Path(outcome).write_text(json.dumps(found))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contests.turns import run_process
+from benchmarks.comparisons.turns import run_process
 from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
 TITLE = "Training stands still for a save, by megabytes of the checkpoint (weights and AdamW's)"
@@ -43,7 +43,7 @@ def stalls(
     return {size: found[str(size)] for size in sizes}
 
 
-CONTESTANTS: dict[str, Callable[[Sequence[int], Path, Path], dict[int, float]]] = {
+BASELINES: dict[str, Callable[[Sequence[int], Path, Path], dict[int, float]]] = {
     "Stoker": partial(stalls, toolkit="stoker"),
     "Stoker, async_save": partial(stalls, toolkit="stoker_async"),
     "Trainer": partial(stalls, toolkit="trainer"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contests.turns import run_process
+from benchmarks.comparisons.turns import run_process
 from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
 TITLE = "A step of two ranks under DDP on this machine, by millions of parameters"
@@ -40,7 +40,7 @@ def seconds(
     return found
 
 
-CONTESTANTS: dict[str, Callable[[Sequence[int], Path, Path], dict[int, float]]] = {
+BASELINES: dict[str, Callable[[Sequence[int], Path, Path], dict[int, float]]] = {
     "Stoker": partial(seconds, variant="stoker"),
     "gradients copied into buckets": partial(seconds, variant="copies"),
     "static graph": partial(seconds, variant="static_graph"),

@@ -66,7 +66,7 @@ def train_trainer(prepared: Path, size: int, run: Path) -> None:
     from datasets import load_from_disk
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from benchmarks.contestants.hf_trainer import collate
+    from benchmarks.baselines.hf_trainer import collate
 
     args = TrainingArguments(
         output_dir=str(run),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contests.turns import run_process
+from benchmarks.comparisons.turns import run_process
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import LLAMA_11M, Workload, document_lengths, make_workload
 
@@ -51,13 +51,13 @@ def save_short_documents(documents: int, directory: Path) -> None:
 
 
 def first_step(module: str, kind: str, workload: Path, scratch: Path, cache: Path) -> float:
-    """Run a contestant for one step and return the seconds from its start to that step's end."""
+    """Run a baseline for one step and return the seconds from its start to that step's end."""
     scratch.mkdir(parents=True)
     job = Job(str(workload), str(scratch), kind, "fp32", ROW, ROWS, 1, 1, tuned=False)
     job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
     job_file.write_text(json.dumps(asdict(job)))
     arguments = [str(job_file), str(outcome_file)]
-    run_process(f"benchmarks.contestants.{module}", arguments, scratch, {CACHE: str(cache)})
+    run_process(f"benchmarks.baselines.{module}", arguments, scratch, {CACHE: str(cache)})
     return Outcome(**json.loads(outcome_file.read_text())).first_step_s
 
 
@@ -119,8 +119,8 @@ def trainer(sizes: Sequence[int], prepared: Path, scratch: Path) -> dict[int, fl
     }
 
 
-Contestant = Callable[[Sequence[int], Path, Path], dict[int, float]]
-CONTESTANTS: dict[str, Contestant] = {
+Baseline = Callable[[Sequence[int], Path, Path], dict[int, float]]
+BASELINES: dict[str, Baseline] = {
     "Stoker": stoker,
     "Stoker, data of unknown origin": stoker_unknown,
     "Stoker --dry_run": partial(stoker_command, flag="--dry_run=true"),

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, Cell
-from benchmarks.contests.ratios import paired_ratio
+from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.figures.marks import replace_between
 from benchmarks.figures.table import component_figure, ratio_text, table
 from benchmarks.hardware.circumstances import ROOT
@@ -48,24 +48,24 @@ def details(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _training_row(result: Mapping[str, Any]) -> list[str]:
-    contestants, ratios = result["contestants"], result["ratios"]
+    baselines, ratios = result["contestants"], result["ratios"]
     closest = min(ratios, key=lambda name: ratios[name]["median"])
-    ours = contestants[OURS_TUNED if OURS_TUNED in contestants else OURS]
+    ours = baselines[OURS_TUNED if OURS_TUNED in baselines else OURS]
     return [
         result["title"],
         f"{ours['tokens_per_second']:,.0f} tokens/s",
-        f"{closest}: {contestants[closest]['tokens_per_second']:,.0f}",
+        f"{closest}: {baselines[closest]['tokens_per_second']:,.0f}",
         ratio_text(ratios[closest]),
     ]
 
 
 def _component_row(result: Mapping[str, Any]) -> list[str]:
-    contestants = result["contestants"]
+    baselines = result["contestants"]
     # The largest that somebody else did as well.
     size = max((size for ratios in result["ratios"].values() for size in ratios), key=int)
-    ours = OURS_COMPILED if OURS_COMPILED in contestants else OURS
+    ours = OURS_COMPILED if OURS_COMPILED in baselines else OURS
     ratios = {
-        name: by_size[size] if ours == OURS else _ratio(contestants, ours, name, size)
+        name: by_size[size] if ours == OURS else _ratio(baselines, ours, name, size)
         for name, by_size in result["ratios"].items()
         if size in by_size and not name.startswith(OURS)  # ours with other settings
     }
@@ -73,15 +73,15 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
     unit = "s" if result["unit"] == "s" else f"{result['unit']}/s"
     return [
         f"{result['title']}; size {int(size):,}",
-        f"{component_figure(contestants[ours], size)} {unit}",
-        f"{closest}: {component_figure(contestants[closest], size)}",
+        f"{component_figure(baselines[ours], size)} {unit}",
+        f"{closest}: {component_figure(baselines[closest], size)}",
         ratio_text(ratios[closest]),
     ]
 
 
-def _ratio(contestants: Mapping[str, Any], ours: str, name: str, size: str) -> Mapping[str, float]:
+def _ratio(baselines: Mapping[str, Any], ours: str, name: str, size: str) -> Mapping[str, float]:
     """Return how often faster one is than the other at a size, of runs side by side."""
-    pair = (contestants[one]["repeats"][size] for one in (ours, name))
+    pair = (baselines[one]["repeats"][size] for one in (ours, name))
     return paired_ratio(*pair)._asdict()
 
 

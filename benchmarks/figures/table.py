@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.contests.ratios import median_interval
+from benchmarks.comparisons.ratios import median_interval
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Write one line a contestant, or a contestant and size: speed, and Stoker's gain."""
+    """Write one line a baseline, or a baseline and size: speed, and Stoker's gain."""
     if "probes" in result:
         rows = _probe_rows(result["probes"])
     elif "variants" in result:

@@ -1,4 +1,4 @@
-"""What a contestant's speed is worth: model FLOPs, their share of the peak, and of the roofline."""
+"""What a baseline's speed is worth: model FLOPs, their share of the peak, and of the roofline."""
 
 import json
 import statistics

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contests.turns import run_process, say
+from benchmarks.comparisons.turns import run_process, say
 from benchmarks.hardware.circumstances import ROOT, circumstances
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
 from utils.model.compilation import CHOICES

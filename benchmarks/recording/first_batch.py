@@ -1,4 +1,4 @@
-"""Which documents of the workload a contestant's first batch held, however it lays them out."""
+"""Which documents of the workload a baseline's first batch held, however it lays them out."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a contestant is given and what it gives back, as JSON files between processes."""
+"""What a baseline is given and what it gives back, as JSON files between processes."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ class Job:
     """A short training run.
 
     `workload` is a directory of `make_workload`. `tuned`: with the best settings that we found,
-    not with those of the toolkit's documentation; `variant` is for the contestant to read. Of
+    not with those of the toolkit's documentation; `variant` is for the baseline to read. Of
     `steps` optimizer steps the first `warmup_steps` are not timed. A step takes one micro-batch.
     `settings` are Stoker's alone.
     With `trace` two more are taken: the first shows the kernels in use, for the last one of a run
@@ -92,8 +92,8 @@ class CannotRunError(Exception):
     """What is asked for is not installed here, or does not fit; the message says which."""
 
 
-def run_contestant(train: Callable[[Job], Outcome]) -> None:
-    """Train as the command line says: the body of each contestant's `__main__`."""
+def run_baseline(train: Callable[[Job], Outcome]) -> None:
+    """Train as the command line says: the body of each baseline's `__main__`."""
     job_file, outcome_file = map(Path, sys.argv[1:])
     with saying_why_not():
         outcome = train(Job(**json.loads(job_file.read_text())))
@@ -109,7 +109,7 @@ def saying_why_not() -> Iterator[None]:
         print(error)  # noqa: T201 - read by the process that started this one
         sys.exit(CANNOT_RUN)
     except RuntimeError as error:
-        import torch  # not before: when it is imported is the contestant's affair
+        import torch  # not before: when it is imported is the baseline's affair
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise

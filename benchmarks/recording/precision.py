@@ -1,4 +1,4 @@
-"""The precisions in which contestants train, by the names that cells give them."""
+"""The precisions in which baselines train, by the names that cells give them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Times, losses and tokens of training steps, taken alike from every contestant."""
+"""Times, losses and tokens of training steps, taken alike from every baseline."""
 
 import resource
 import sys

@@ -1,7 +1,7 @@
 """What the first loss of a fine-tuning run has to be: that of plain transformers on its documents.
 
 `python -m benchmarks.workloads.first_loss asked.json answered.json`: asked are a workload's
-directory, a precision and, by contestant, documents; answered is a loss for each.
+directory, a precision and, by baseline, documents; answered is a loss for each.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def first_loss(model: Any, documents: Any, numbers: Sequence[int], autocast: boo
 def first_losses(
     workload: Path, precision: str, documents: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return the first loss by contestant; `documents` are those of its first batch."""
+    """Return the first loss by baseline; `documents` are those of its first batch."""
     from datasets import load_from_disk
     from transformers import AutoModelForCausalLM
 

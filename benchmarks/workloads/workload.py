@@ -1,7 +1,7 @@
-"""What contestants train on: documents, a tokenizer, and one set of initial weights for all.
+"""What baselines train on: documents, a tokenizer, and one set of initial weights for all.
 
 Documents are made on the spot: each token follows from the one before, except for some noise, so
-that there is something to learn and losses tell contestants apart.
+that there is something to learn and losses tell baselines apart.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def document_lengths(workload: Workload, random: np.random.Generator) -> np.ndar
 def save_documents(
     documents: list[np.ndarray], kind: str, directory: Path, loss_share: float = 2 / 3
 ) -> None:
-    """Save them as a `datasets` folder, as all contestants read it."""
+    """Save them as a `datasets` folder, as all baselines read it."""
     import datasets
 
     columns: dict[str, list[np.ndarray]] = {"input_ids": documents}

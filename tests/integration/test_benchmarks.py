@@ -1,9 +1,9 @@
-"""A contest of two, in real processes: the same losses, everything measured."""
+"""A comparison of two, in real processes: the same losses, everything measured."""
 
 import pytest
 
-from benchmarks.cells.kinds import OURS, STOKER, ComponentCell, Contestant, TrainingCell
-from benchmarks.contests import component, training
+from benchmarks.cells.kinds import OURS, STOKER, Baseline, ComponentCell, TrainingCell
+from benchmarks.comparisons import component, training
 from benchmarks.workloads.workload import LLAMA_11M, Workload
 
 pytestmark = pytest.mark.slow
@@ -14,11 +14,11 @@ SMALL = LLAMA_11M | {
     "num_hidden_layers": 2,
     "vocab_size": 200,
 }
-PLAIN = Contestant("plain loop", "plain_loop", tuned=False)
-ABSENT = Contestant("absent", "absent", needs="no_such_package")
+PLAIN = Baseline("plain loop", "plain_loop", tuned=False)
+ABSENT = Baseline("absent", "absent", needs="no_such_package")
 
 
-def test_a_contest_of_toolkits(capsys):
+def test_a_comparison_of_toolkits(capsys):
     cell = TrainingCell(
         "small",
         "Small",
@@ -44,7 +44,7 @@ def test_a_contest_of_toolkits(capsys):
     assert result["ratios"]["plain loop"]["median"] > 0
 
 
-def test_a_contest_of_parts(capsys):
+def test_a_comparison_of_parts(capsys):
     cell = ComponentCell("attention", sizes=(64, 128))
     result = component.hold(cell, repeats=1, left_out=["sdpa with a block mask"])
     assert result["not_run"] == {"sdpa with a block mask": "left out"}

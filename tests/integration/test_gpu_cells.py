@@ -1,6 +1,6 @@
 """The cells for a GPU, cut down to toys on this CPU: whatever can run here runs.
 
-Contestants train in this process, not in their own, for time's sake; tests/integration/
+Baselines train in this process, not in their own, for time's sake; tests/integration/
 test_benchmarks.py starts processes.
 """
 
@@ -19,8 +19,8 @@ from transformers.trainer_callback import CallbackHandler
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TUNED_STOKER, ComponentCell, TrainingCell
 from benchmarks.cells.toy import toy
+from benchmarks.comparisons.training import job_of, parity
 from benchmarks.components.__main__ import time_sizes
-from benchmarks.contests.training import job_of, parity
 from benchmarks.recording.job import STARTED_AT, CannotRunError
 from benchmarks.workloads.first_loss import first_losses
 from benchmarks.workloads.workload import make_workload
@@ -38,7 +38,7 @@ del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and p
 
 @pytest.fixture(autouse=True)
 def a_process_of_its_own():
-    """What a contestant changes in its process is as before for the next one."""
+    """What a baseline changes in its process is as before for the next one."""
     variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
     # Compiling takes longer than all else here; tests/integration/test_compiled_runs.py does it.
     with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
@@ -51,12 +51,12 @@ def put_back():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(cell, contestant, workload, scratch):
-    """Train as the contestant's own process would."""
+def train(cell, baseline, workload, scratch):
+    """Train as the baseline's own process would."""
     put_back()
-    module = importlib.import_module(f"benchmarks.contestants.{contestant.module}")
+    module = importlib.import_module(f"benchmarks.baselines.{baseline.module}")
     scratch.mkdir()
-    return module.train(job_of(cell, contestant, workload, scratch))
+    return module.train(job_of(cell, baseline, workload, scratch))
 
 
 @pytest.mark.parametrize("cell", TRAINED.values(), ids=lambda cell: cell.name)
@@ -64,11 +64,11 @@ def test_everybody_trains_the_same_model(cell, tmp_path):
     (tmp_path / "workload").mkdir()
     workload = make_workload(cell.workload, tmp_path / "workload")
     outcomes = {}
-    for number, contestant in enumerate(cell.contestants):
-        if contestant.reason_not_to_run() or (contestant is TUNED_STOKER and cell.name in REPEATED):
+    for number, baseline in enumerate(cell.baselines):
+        if baseline.reason_not_to_run() or (baseline is TUNED_STOKER and cell.name in REPEATED):
             continue
         try:
-            outcome = train(cell, contestant, workload, tmp_path / str(number))
+            outcome = train(cell, baseline, workload, tmp_path / str(number))
         except CannotRunError as error:
             assert re.search(LACKS, str(error))  # noqa: PT017 - who can run here does
             continue
@@ -76,7 +76,7 @@ def test_everybody_trains_the_same_model(cell, tmp_path):
         assert outcome.window_tokens >= outcome.window_loss_tokens > 0
         assert len(outcome.losses) == len(outcome.step_s) + 1 == cell.steps
         assert bool(outcome.notes.get("kernels")) is cell.trace
-        outcomes[contestant.name] = [outcome]
+        outcomes[baseline.name] = [outcome]
     assert len(outcomes) >= 2
     expected = {}
     if cell.workload.kind == "sft":
@@ -95,9 +95,9 @@ def test_everybody_trains_the_same_model(cell, tmp_path):
 )
 def test_every_part_runs_or_says_why_not(cell):
     module = importlib.import_module(f"benchmarks.components.{cell.module}")
-    assert "Stoker" in module.CONTESTANTS
+    assert "Stoker" in module.BASELINES
     ran, reasons = [], []
-    for name, prepare in module.CONTESTANTS.items():
+    for name, prepare in module.BASELINES.items():
         try:
             seconds, units = time_sizes(prepare, cell.sizes, shortest_s=0.0)
         except CannotRunError as error:

@@ -1,4 +1,4 @@
-"""What a contest of waits comes to."""
+"""What a comparison of waits comes to."""
 
 import sys
 import types
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cells.kinds import DurationCell
-from benchmarks.contests import duration
+from benchmarks.comparisons import duration
 from benchmarks.figures import speed as speed_figures
 from benchmarks.figures.table import table
 
 
 @pytest.fixture
 def result(monkeypatch, capsys):
-    """Three contestants; one waits at the largest size alone, one twice as long as Stoker."""
+    """Three baselines; one waits at the largest size alone, one twice as long as Stoker."""
     module = types.ModuleType("benchmarks.durations.waiting")
     module.TITLE, module.SIZES = "Waiting", (10, 2000)
     module.prepare = lambda directory, sizes: (directory / "prepared").write_text(str(sizes))
@@ -27,7 +27,7 @@ def result(monkeypatch, capsys):
 
         return wait
 
-    module.CONTESTANTS = {
+    module.BASELINES = {
         "Stoker": waits({10: 1.0, 2000: 2.0}),
         "Stoker, again": waits({2000: 0.5}),
         "peer": waits({10: 2.0, 2000: 4.0}),

@@ -2,7 +2,7 @@
 
 from benchmarks.cells.cpu import EXPERIMENTS
 from benchmarks.cells.kinds import ParityCell
-from benchmarks.contests import parity
+from benchmarks.comparisons import parity
 from benchmarks.figures.table import table
 
 CELL = next(cell for cell in EXPERIMENTS if isinstance(cell, ParityCell))

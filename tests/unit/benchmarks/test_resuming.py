@@ -7,7 +7,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.__main__ import measure as measure_cells
 from benchmarks.cells.kinds import OURS, ComponentCell
-from benchmarks.contests.turns import CannotRunHereError, ContestantFailedError, Turns
+from benchmarks.comparisons.turns import BaselineFailedError, CannotRunHereError, Turns
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError, Progress
 
@@ -58,7 +58,7 @@ def session(tmp_path, **settings) -> Session:
 def test_a_cell_that_fails_does_not_keep_the_others_from_their_turn(tmp_path, capsys, monkeypatch):
     def hold(self, cell, kept):
         if cell.name == "broken":
-            raise ContestantFailedError("exit code 1: no")
+            raise BaselineFailedError("exit code 1: no")
         parity = {"holds": cell.name != "another training"}
         return {"title": cell.name, "probes": PROBES, "not_run": {}, "parity": parity}
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_flash_attention_utils
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.contestants import torch_flash
+from benchmarks.baselines import torch_flash
 from utils.kernels.per_document import Documents, ScoreTerms, per_document_sdpa
 
 LENGTHS = (1, 130, 64, 300)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.baselines import torchtune_recipe
+from benchmarks.baselines.torchtune_config import recipe_config
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TrainingCell
 from benchmarks.cells.shapes import LLAMA_8B
-from benchmarks.contestants import torchtune_recipe
-from benchmarks.contestants.torchtune_config import recipe_config
 from benchmarks.recording.job import Job
 
 CELLS = {cell.name: cell for cell in GPU_CELLS if isinstance(cell, TrainingCell)}

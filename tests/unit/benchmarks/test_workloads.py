@@ -1,4 +1,4 @@
-"""The documents that contestants train on."""
+"""The documents that baselines train on."""
 
 import dataclasses
 

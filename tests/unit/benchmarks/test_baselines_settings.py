@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.contestants import settings, unsloth_sft
+from benchmarks.baselines import settings, unsloth_sft
 from benchmarks.recording.job import Job
 
 

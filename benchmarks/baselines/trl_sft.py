@@ -8,7 +8,7 @@ for. The variant `liger`: Liger's kernels for all but the loss, which TRL comput
 
 from typing import Any
 
-from benchmarks.contestants.settings import (
+from benchmarks.baselines.settings import (
     LIGER,
     common_settings,
     load_model,
@@ -16,7 +16,7 @@ from benchmarks.contestants.settings import (
     tuned_settings,
     use_liger_kernels,
 )
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder, watch_trainer
 
 
@@ -54,4 +54,4 @@ def train(job: Job) -> Outcome:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

@@ -1,4 +1,4 @@
-"""What a contest comes to: ratios of pairs, their intervals, the same training or not."""
+"""What a comparison comes to: ratios of pairs, their intervals, the same training or not."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.cells.cpu import CPU_CELLS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, SweepCell, TrainingCell
-from benchmarks.contests import sweep
-from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.training import parity, ratios, summary
-from benchmarks.contests.turns import ContestantFailedError, Turns
+from benchmarks.comparisons import sweep
+from benchmarks.comparisons.ratios import paired_ratio
+from benchmarks.comparisons.training import parity, ratios, summary
+from benchmarks.comparisons.turns import BaselineFailedError, Turns
 from benchmarks.figures.table import table
 from benchmarks.hardware.efficiency import Device
 from benchmarks.progress import Progress
@@ -93,7 +93,7 @@ def run_all(failing: str) -> Turns:
     def run(name, directory):
         order.append(name)
         if name == failing:
-            raise ContestantFailedError("exit code 1: no such thing")
+            raise BaselineFailedError("exit code 1: no such thing")
         return directory
 
     order = []
@@ -114,7 +114,7 @@ def test_who_does_not_run_is_named_with_the_reason(capsys):
 
 
 def test_our_own_failure_is_no_result(capsys):
-    with pytest.raises(ContestantFailedError):
+    with pytest.raises(BaselineFailedError):
         run_all(failing=OURS)
 
 
@@ -150,19 +150,19 @@ def test_who_failed_at_a_size_is_not_tried_at_a_larger_one(monkeypatch, tmp_path
     cell = next(cell for cell in CPU_CELLS if isinstance(cell, SweepCell))
     base = dataclasses.replace(cell.base, steps=2, warmup_steps=1)
     cell = dataclasses.replace(cell, base=base, sizes=(64, 128))
-    tried, peer = [], cell.base.contestants[1].name
+    tried, peer = [], cell.base.baselines[1].name
 
-    def run(cell, contestant, workload, scratch):
+    def run(cell, baseline, workload, scratch):
         size = cell.workload.sequence_length
-        tried.append((size, contestant.name))
-        if (size, contestant.name) == (64, peer):
-            raise ContestantFailedError("out of memory")
+        tried.append((size, baseline.name))
+        if (size, baseline.name) == (64, peer):
+            raise BaselineFailedError("out of memory")
         return dataclasses.asdict(outcome(tokens=size))
 
-    monkeypatch.setattr(sweep, "run_contestant_of", run)
+    monkeypatch.setattr(sweep, "run_baseline_of", run)
     monkeypatch.setattr(sweep, "made_in_process", lambda *_: None)
     kept = Progress(tmp_path / "kept.json", {"a": 1})
-    result = sweep.hold(cell, Device(), kept, [cell.base.contestants[2].name])
+    result = sweep.hold(cell, Device(), kept, [cell.base.baselines[2].name])
     assert tried == [(64, OURS), (64, peer), (128, OURS)]
     assert result["not_run"][peer] == "at 64: out of memory"
     assert result["contestants"][OURS]["per_second"] == {"64": 32.0, "128": 64.0}

@@ -1,4 +1,4 @@
-"""Contests of whole toolkits: the same model, documents and precision, tokens a second."""
+"""Comparisons of whole toolkits: the same model, documents and precision, tokens a second."""
 
 import json
 import statistics
@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells.kinds import OURS, OURS_TUNED, Contestant, TrainingCell
-from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.turns import LEFT_OUT, Rounds, Turns, run_process
+from benchmarks.cells.kinds import OURS, OURS_TUNED, Baseline, TrainingCell
+from benchmarks.comparisons.ratios import paired_ratio
+from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
 from benchmarks.hardware.efficiency import Device, efficiency
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import Workload
@@ -31,14 +31,14 @@ def hold(
     kept: Rounds | None = None,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Let the contestants of a cell train in turn, but for those `left_out`; return its results.
+    """Let the baselines of a cell train in turn, but for those `left_out`; return its results.
 
     A peer that is not installed, or fails, is named with the reason. Raises
-    ContestantFailedError when Stoker itself fails.
+    BaselineFailedError when Stoker itself fails.
     """
     device = device or Device()
-    contestants = {one.name: one for one in cell.contestants}
-    reasons = {name: one.reason_not_to_run() for name, one in contestants.items()}
+    baselines = {one.name: one for one in cell.baselines}
+    reasons = {name: one.reason_not_to_run() for name, one in baselines.items()}
     reasons |= {name: LEFT_OUT for name in left_out if name in reasons}
     turns: Turns[dict[str, Any]] = Turns(
         {name: reason for name, reason in reasons.items() if reason}, kept
@@ -48,10 +48,10 @@ def hold(
 
         def run(name: str, directory: Path) -> dict[str, Any]:
             make_once(cell.workload, workload)
-            return run_contestant_of(cell, contestants[name], workload, directory)
+            return run_baseline_of(cell, baselines[name], workload, directory)
 
         turns.take(
-            list(contestants),
+            list(baselines),
             repeats,
             run,
             lambda one: f"{Outcome(**one).tokens_per_second:,.0f} tokens/s",
@@ -60,11 +60,11 @@ def hold(
         expected = expected_first_losses(cell, outcomes, workload)
     return {
         "title": cell.title,
-        "work": asdict(cell) | {"contestants": list(contestants)},
+        "work": asdict(cell) | {"contestants": list(baselines)},
         "contestants": {
             name: summary(runs) | efficiency(cell, runs, device) for name, runs in outcomes.items()
         },
-        "ratios": ratios(outcomes, [one.name for one in cell.contestants if one.tuned]),
+        "ratios": ratios(outcomes, [one.name for one in cell.baselines if one.tuned]),
         "parity": parity(cell, outcomes, expected),
         "not_run": turns.not_run,
     }
@@ -107,21 +107,21 @@ def made_in_process(workload: Workload, directory: Path) -> None:
         run_process("benchmarks.workloads.workload", [str(given), str(directory)], Path(scratch))
 
 
-def run_contestant_of(
-    cell: TrainingCell, contestant: Contestant, workload: Path, scratch: Path
+def run_baseline_of(
+    cell: TrainingCell, baseline: Baseline, workload: Path, scratch: Path
 ) -> dict[str, Any]:
-    """Let one contestant train in a fresh process; return its Outcome as JSON."""
-    job = job_of(cell, contestant, workload, scratch)
+    """Let one baseline train in a fresh process; return its Outcome as JSON."""
+    job = job_of(cell, baseline, workload, scratch)
     job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
     job_file.write_text(json.dumps(asdict(job)))
-    module = f"benchmarks.contestants.{contestant.module}"
+    module = f"benchmarks.baselines.{baseline.module}"
     arguments = [str(job_file), str(outcome_file)]
-    run_process(module, arguments, scratch, dict(contestant.environment))
+    run_process(module, arguments, scratch, dict(baseline.environment))
     return json.loads(outcome_file.read_text())
 
 
-def job_of(cell: TrainingCell, contestant: Contestant, workload: Path, scratch: Path) -> Job:
-    """Return what the contestant is told."""
+def job_of(cell: TrainingCell, baseline: Baseline, workload: Path, scratch: Path) -> Job:
+    """Return what the baseline is told."""
     return Job(
         workload=str(workload),
         scratch=str(scratch),
@@ -131,11 +131,11 @@ def job_of(cell: TrainingCell, contestant: Contestant, workload: Path, scratch: 
         micro_batch_size=cell.micro_batch_size,
         steps=cell.steps,
         warmup_steps=cell.warmup_steps,
-        tuned=contestant.tuned,
+        tuned=baseline.tuned,
         learning_rate=cell.learning_rate,
         lora_rank=cell.lora_rank,
         trace=cell.trace,
-        variant=contestant.variant,
+        variant=baseline.variant,
     )
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from benchmarks.contestants.settings import use_fastest_products
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.baselines.settings import use_fastest_products
+from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder
 from benchmarks.workloads.workload import SEED
 
@@ -145,4 +145,4 @@ def watch_litgpt(recorder: StepRecorder) -> None:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.workloads.workload import SEED
 from utils.launch.environment import configure_environment
 
@@ -67,4 +67,4 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contestants.settings import (
+from benchmarks.baselines.settings import (
     LIGER,
     common_settings,
     fastest_sdpa,
@@ -21,7 +21,7 @@ from benchmarks.contestants.settings import (
     tuned_settings,
     use_liger_kernels,
 )
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder, watch_trainer
 from benchmarks.workloads.workload import PAD_TOKEN_ID
 
@@ -90,4 +90,4 @@ def collate(documents: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

@@ -1,4 +1,4 @@
-"""Contests of waits that a user sees: seconds at growing sizes, each start a fresh process."""
+"""Comparisons of waits that a user sees: seconds at growing sizes, each start a fresh process."""
 
 import importlib
 import statistics
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells.kinds import OURS, DurationCell
-from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.turns import Turns
+from benchmarks.comparisons.ratios import paired_ratio
+from benchmarks.comparisons.turns import Turns
 
 Seconds = dict[int, float]  # by size
 
 
 def hold(cell: DurationCell, repeats: int) -> dict[str, Any]:
-    """Let the contestants wait in turn; return the seconds.
+    """Let the baselines wait in turn; return the seconds.
 
     Stoker is held against others alone, not against itself with other settings.
     """
@@ -27,9 +27,9 @@ def hold(cell: DurationCell, repeats: int) -> dict[str, Any]:
         module.prepare(prepared, sizes)
 
         def run(name: str, scratch: Path) -> Seconds:
-            return module.CONTESTANTS[name](sizes, prepared, scratch)
+            return module.BASELINES[name](sizes, prepared, scratch)
 
-        turns.take(list(module.CONTESTANTS), min(repeats, cell.most_repeats), run, describe)
+        turns.take(list(module.BASELINES), min(repeats, cell.most_repeats), run, describe)
     return {
         "title": module.TITLE,
         "unit": "s",

@@ -1,4 +1,4 @@
-"""Contests of parts of a step: the same work at growing sizes, units a second."""
+"""Comparisons of parts of a step: the same work at growing sizes, units a second."""
 
 import importlib
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells.kinds import OURS, ComponentCell
-from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.turns import LEFT_OUT, Rounds, Turns, run_process
+from benchmarks.comparisons.ratios import paired_ratio
+from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
 
 Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 
@@ -17,10 +17,10 @@ Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 def hold(
     cell: ComponentCell, repeats: int, kept: Rounds | None = None, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Let the contestants of a component do their work in turn; return its results."""
+    """Let the baselines of a component do their work in turn; return its results."""
     module = importlib.import_module(f"benchmarks.components.{cell.module}")
     sizes = cell.sizes or module.SIZES
-    absent = {name: LEFT_OUT for name in module.CONTESTANTS if name in left_out}
+    absent = {name: LEFT_OUT for name in module.BASELINES if name in left_out}
     turns: Turns[Timings] = Turns(absent, kept)
 
     def run(name: str, scratch: Path) -> Timings:
@@ -29,7 +29,7 @@ def hold(
         run_process("benchmarks.components", arguments, scratch)
         return json.loads(outcome.read_text())
 
-    turns.take(list(module.CONTESTANTS), repeats, run, describe)
+    turns.take(list(module.BASELINES), repeats, run, describe)
     return {
         "title": module.TITLE,
         "unit": module.UNIT,

@@ -11,9 +11,9 @@ import torch
 from datasets import load_from_disk
 from torch import nn
 
-from benchmarks.contestants.plain_models import layers_of, load_plain_model
-from benchmarks.contestants.settings import fastest_sdpa, use_fastest_products
-from benchmarks.recording.job import Job, Outcome, run_contestant
+from benchmarks.baselines.plain_models import layers_of, load_plain_model
+from benchmarks.baselines.settings import fastest_sdpa, use_fastest_products
+from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder
 
 
@@ -50,4 +50,4 @@ def train(job: Job) -> Outcome:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

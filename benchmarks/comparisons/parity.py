@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.cells.kinds import ParityCell, Variant
-from benchmarks.contests.turns import run_process, say
+from benchmarks.comparisons.turns import run_process, say
 from benchmarks.recording.job import Job
 from benchmarks.workloads.workload import make_workload
 from utils.planning.memory_estimate import optimizer_bytes_per_parameter
@@ -64,7 +64,7 @@ def _losses(cell: ParityCell, variant: Variant, workload: Path) -> list[float]:
         )
         job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
         job_file.write_text(json.dumps(asdict(job)))
-        module = "benchmarks.contestants.stoker"
+        module = "benchmarks.baselines.stoker"
         one_thread = {"OMP_NUM_THREADS": "1"}  # the same sums whatever the cores
         run_process(module, [str(job_file), str(outcome_file)], scratch, one_thread)
         found: list[float] = json.loads(outcome_file.read_text())["losses"]

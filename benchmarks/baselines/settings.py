@@ -89,7 +89,7 @@ def load_model(job: Job) -> Any:
     flash = job.tuned and torch.cuda.is_available() and job.kind == "sft"
     attention = "flash_attention_2" if flash else "sdpa"
     if flash and not _installed("flash_attn"):
-        from benchmarks.contestants.torch_flash import stand_in_for_flash_attn
+        from benchmarks.baselines.torch_flash import stand_in_for_flash_attn
 
         stand_in_for_flash_attn()
     return AutoModelForCausalLM.from_pretrained(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.contestants.torchtune_config import recipe_config
-from benchmarks.recording.job import CannotRunError, Job, Outcome, run_contestant
+from benchmarks.baselines.torchtune_config import recipe_config
+from benchmarks.recording.job import CannotRunError, Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder
 
 # What torchtune imports whatever it trains.
@@ -84,4 +84,4 @@ def watch_recipe(recipe: Any, recorder: StepRecorder) -> None:
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

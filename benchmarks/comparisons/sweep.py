@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells.kinds import OURS, SweepCell, TrainingCell
-from benchmarks.contests.ratios import paired_ratio
-from benchmarks.contests.training import made_in_process, run_contestant_of
-from benchmarks.contests.turns import LEFT_OUT, ContestantFailedError, Rounds, say
+from benchmarks.comparisons.ratios import paired_ratio
+from benchmarks.comparisons.training import made_in_process, run_baseline_of
+from benchmarks.comparisons.turns import LEFT_OUT, BaselineFailedError, Rounds, say
 from benchmarks.hardware.efficiency import Device, efficiency
 from benchmarks.recording.job import Outcome
 
-# By contestant and size, Outcomes as JSON.
+# By baseline and size, Outcomes as JSON.
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 
 
 def hold(
     cell: SweepCell, device: Device, kept: Rounds, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Let each contestant train at each size, from the smallest, until it fails.
+    """Let each baseline train at each size, from the smallest, until it fails.
 
     Why it did is told, whoever it is: what does not fit is a result here.
     """
@@ -28,11 +28,11 @@ def hold(
     outcomes: Outcomes = before["outcomes"]
     stopped: dict[str, str] = before["not_run"] or {
         one.name: reason
-        for one in cell.base.contestants
+        for one in cell.base.baselines
         if (reason := LEFT_OUT if one.name in left_out else one.reason_not_to_run())
     }
     for number, size in list(enumerate(cell.sizes))[before["rounds"] :]:
-        if len(stopped) == len(cell.base.contestants):
+        if len(stopped) == len(cell.base.baselines):
             break
         kept.begin_round()
         _take_size(cell, size, outcomes, stopped)
@@ -42,7 +42,7 @@ def hold(
         "unit": "tokens",
         "grows": "sequence_length",
         "sizes": list(cell.sizes),
-        "work": asdict(cell.base) | {"contestants": [one.name for one in cell.base.contestants]},
+        "work": asdict(cell.base) | {"contestants": [one.name for one in cell.base.baselines]},
         "contestants": {
             name: _summary(cell, by_size, device) for name, by_size in outcomes.items()
         },
@@ -60,14 +60,14 @@ def grown(cell: SweepCell, size: int) -> TrainingCell:
 def _take_size(cell: SweepCell, size: int, outcomes: Outcomes, stopped: dict[str, str]) -> None:
     """Let all who still can take one size; note the others in `stopped`."""
     work = grown(cell, size)
-    going = [one for one in cell.base.contestants if one.name not in stopped]
+    going = [one for one in cell.base.baselines if one.name not in stopped]
     with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
         made_in_process(work.workload, Path(directory))
         for one in going:
             with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
                 try:
-                    outcome = run_contestant_of(work, one, Path(directory), Path(scratch))
-                except ContestantFailedError as error:
+                    outcome = run_baseline_of(work, one, Path(directory), Path(scratch))
+                except BaselineFailedError as error:
                     stopped[one.name] = f"at {size:,}: {error}"
                     say(f"{size:,}  {one.name}: {error}")
                     continue

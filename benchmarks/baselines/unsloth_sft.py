@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.contestants.settings import (
+from benchmarks.baselines.settings import (
     common_settings,
     compile_every_layer,
     loader_settings,
 )
-from benchmarks.contestants.torch_flash import (
+from benchmarks.baselines.torch_flash import (
     flash_attn_func,
     flash_attn_varlen_func,
     stand_in_for_flash_attn,
 )
-from benchmarks.recording.job import CannotRunError, Job, Outcome, run_contestant
+from benchmarks.recording.job import CannotRunError, Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder, watch_trainer
 from benchmarks.workloads.workload import SEED
 
@@ -139,4 +139,4 @@ def varlen_without_dropout(*args: Any, dropout_p: float = 0.0, **options: Any) -
 
 
 if __name__ == "__main__":
-    run_contestant(train)
+    run_baseline(train)

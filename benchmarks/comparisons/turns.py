@@ -1,4 +1,4 @@
-"""Contestants in turn, A B C A B C, each in a fresh process."""
+"""Baselines in turn, A B C A B C, each in a fresh process."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from benchmarks.hardware.circumstances import ROOT
 from benchmarks.recording.job import CANNOT_RUN, STARTED_AT
 
 LIMIT_S = 900
-LEFT_OUT = "left out"  # why a contestant did not run
+LEFT_OUT = "left out"  # why a baseline did not run
 Outcome = TypeVar("Outcome")
 
 
-class ContestantFailedError(Exception):
-    """A contestant's process ended without an outcome; the message ends with its last lines."""
+class BaselineFailedError(Exception):
+    """A baseline's process ended without an outcome; the message ends with its last lines."""
 
 
-class CannotRunHereError(ContestantFailedError):
-    """A contestant said that this machine lacks what it needs: a package, a GPU, memory."""
+class CannotRunHereError(BaselineFailedError):
+    """A baseline said that this machine lacks what it needs: a package, a GPU, memory."""
 
 
 class Rounds(Protocol):
@@ -40,7 +40,7 @@ class Rounds(Protocol):
 
 
 class Turns(Generic[Outcome]):
-    """All repeats of all contestants, and why some did not run.
+    """All repeats of all baselines, and why some did not run.
 
     With `kept` outcomes are JSON and outlive the command, round by round.
     """
@@ -57,9 +57,9 @@ class Turns(Generic[Outcome]):
         run: Callable[[str, Path], Outcome],
         describe: Callable[[Outcome], str],
     ) -> None:
-        """Let `run(name, directory)` do each contestant's work, `repeats` times around.
+        """Let `run(name, directory)` do each baseline's work, `repeats` times around.
 
-        A peer that fails once is out, with the reason. Raises ContestantFailedError when Stoker
+        A peer that fails once is out, with the reason. Raises BaselineFailedError when Stoker
         itself fails, unless for want of memory or the like; and what `kept` raises.
         """
         first = 0
@@ -85,7 +85,7 @@ class Turns(Generic[Outcome]):
             with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
                 try:
                     outcome = run(name, Path(directory))
-                except ContestantFailedError as error:
+                except BaselineFailedError as error:
                     if name in (OURS, OURS_TUNED) and not isinstance(error, CannotRunHereError):
                         raise
                     self.not_run[name] = str(error)
@@ -106,7 +106,7 @@ def run_process(
 
     `variables` come on top of the environment.
 
-    Raises ContestantFailedError when it fails or does not end, CannotRunHereError when it says why.
+    Raises BaselineFailedError when it fails or does not end, CannotRunHereError when it says why.
     """
     with (directory / "log").open("w+") as log:
         environment = quiet_environment(directory) | {
@@ -130,11 +130,11 @@ def run_process(
     if ending == f"exit code {CANNOT_RUN}":
         raise CannotRunHereError(said[-1])
     if ending != "exit code 0":
-        raise ContestantFailedError(f"{ending}: {' | '.join(said[-3:])}")
+        raise BaselineFailedError(f"{ending}: {' | '.join(said[-3:])}")
 
 
 def quiet_environment(directory: Path) -> dict[str, str]:
-    """Return this environment for a contestant: one thread a core, and nothing from the network.
+    """Return this environment for a baseline: one thread a core, and nothing from the network.
 
     What torch compiles is kept from one repeat to the next: for each toolkit alike the first start
     is the slow one.

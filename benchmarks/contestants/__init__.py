@@ -1,1 +1,0 @@
-"""One module a toolkit: `python -m benchmarks.contestants.NAME JOB OUTCOME` trains and measures."""
