@@ -68,4 +68,4 @@ def masked_sdpa(length: int) -> tuple[Callable[[], object], int]:
     return _timed(length, attend)
 
 
-CONTESTANTS = {"Stoker": stoker, "sdpa with a block mask": masked_sdpa}
+BASELINES = {"Stoker": stoker, "sdpa with a block mask": masked_sdpa}

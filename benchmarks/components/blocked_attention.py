@@ -56,7 +56,7 @@ def kernel_float32(length: int) -> tuple[Callable[[], object], int]:
     return _timed(length, torch.float32, blocked=False)
 
 
-CONTESTANTS = {
+BASELINES = {
     "Stoker": stoker,
     "torch's kernel, bf16": kernel,
     "Stoker, float32": stoker_float32,

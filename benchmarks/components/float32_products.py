@@ -36,4 +36,4 @@ def torch_alone(width: int) -> tuple[Callable[[], object], int]:
     return _timed(width)
 
 
-CONTESTANTS = {"Stoker": stoker, "torch's default": torch_alone}
+BASELINES = {"Stoker": stoker, "torch's default": torch_alone}

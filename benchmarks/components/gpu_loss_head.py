@@ -108,4 +108,4 @@ def _prepare(name: str, vocabulary: int) -> tuple[Callable[[], object], int]:
     return call, tokens
 
 
-CONTESTANTS = {name: partial(_prepare, name) for name in LOSSES}
+BASELINES = {name: partial(_prepare, name) for name in LOSSES}

@@ -51,4 +51,4 @@ def _prepare(name: str, width: int) -> tuple[Callable[[], object], int]:
     return optimizer_of(weights).step, sum(weight.numel() for weight in weights)
 
 
-CONTESTANTS = {name: partial(_prepare, name) for name in STEPS}
+BASELINES = {name: partial(_prepare, name) for name in STEPS}

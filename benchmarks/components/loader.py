@@ -75,7 +75,7 @@ def trl(documents: int, *, numpy_format: bool = False) -> tuple[Callable[[], obj
     return call, counted
 
 
-CONTESTANTS = {
+BASELINES = {
     "Stoker": stoker,
     "datasets and TRL's collator": trl,
     "datasets (numpy) and TRL's collator": partial(trl, numpy_format=True),

@@ -43,4 +43,4 @@ def by_tokens(vocabulary: int) -> tuple[Callable[[], object], int]:
     return call, TOKENS
 
 
-CONTESTANTS = {"Stoker": stoker, "logits as (tokens, V)": by_tokens}
+BASELINES = {"Stoker": stoker, "logits as (tokens, V)": by_tokens}

@@ -57,4 +57,4 @@ def trl(vocabulary: int) -> tuple[Callable[[], object], int]:
     ))  # fmt: skip
 
 
-CONTESTANTS = {"Stoker": stoker, "all logits": all_logits, "TRL's chunked head": trl}
+BASELINES = {"Stoker": stoker, "all logits": all_logits, "TRL's chunked head": trl}

@@ -48,4 +48,4 @@ def trl(documents: int) -> tuple[Callable[[], object], int] | None:
     return partial(pack_dataset, dataset, ROW, "bfd"), documents
 
 
-CONTESTANTS = {"Stoker": stoker, "TRL pack_dataset, bfd": trl}
+BASELINES = {"Stoker": stoker, "TRL pack_dataset, bfd": trl}

@@ -45,4 +45,4 @@ def half(length: int) -> tuple[Callable[[], object], int]:
     return _timed(length, 0)
 
 
-CONTESTANTS = {"Stoker": stoker, "in bf16": half}
+BASELINES = {"Stoker": stoker, "in bf16": half}

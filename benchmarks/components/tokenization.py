@@ -106,7 +106,7 @@ def mapped(megabytes: int) -> tuple[Callable[[], object], int]:
     return call, megabytes
 
 
-CONTESTANTS = {
+BASELINES = {
     "Stoker": stoker,
     "Stoker, without gigatoken": partial(stoker, backend="tokenizers"),
     "datasets.map": mapped,
