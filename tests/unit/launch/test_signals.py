@@ -75,29 +75,8 @@ def _leave_no_process(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_without_our_launcher_a_signal_asks_for_a_stop(number):
     child = Child(WAIT)
-    child.send(number)
+    child.send(number, number)
     assert child.end() == (0, f"asked: {number.name}\n")
-
-
-@pytest.mark.slow
-def test_the_first_of_several_signals_counts():
-    child = Child("time.sleep(0.5)\n" + WAIT)
-    child.send(signal.SIGUSR1)
-    time.sleep(0.1)
-    child.send(signal.SIGTERM, signal.SIGTERM)
-    assert child.end() == (0, "asked: SIGUSR1\n")
-
-
-@pytest.mark.slow
-def test_sigint_stays_as_it_is():
-    # A shell without job control lets what it starts with `&` ignore SIGINT, these tests too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    child = Child(WAIT)
-    signal.signal(signal.SIGINT, before)
-    child.send(signal.SIGINT)
-    code, output = child.end()
-    assert code != 0
-    assert "KeyboardInterrupt" in output
 
 
 @pytest.mark.slow
@@ -129,13 +108,6 @@ def test_a_process_stuck_in_c_stays_where_the_job_is_to_stop(tmp_path):
     child.send(signal.SIGTERM, signal.SIGUSR1)
     with pytest.raises(subprocess.TimeoutExpired):
         child.end(timeout_s=1.5)
-
-
-@pytest.mark.slow
-def test_sigusr1_is_the_launchers_to_answer(tmp_path):
-    child = Child("time.sleep(0.5)\n" + "print(signals.stop_request())", tmp_path)
-    child.send(signal.SIGUSR1)
-    assert child.end() == (0, "None\n")
 
 
 def test_the_launchers_file_is_a_request(tmp_path, monkeypatch):

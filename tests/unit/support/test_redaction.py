@@ -66,11 +66,6 @@ def test_other_lines_are_counted_and_not_used(tmp_path, caplog):
     assert "canary" not in caplog.text.lower()
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700, 0o500])
-def test_a_private_file_is_taken(tmp_path, mode):
-    assert load_env_file(env_file(tmp_path, "HF_TOKEN=x", mode)) == ["HF_TOKEN"]
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o777, 0o444])
 def test_a_file_that_others_can_touch_is_refused(tmp_path, mode):
     path = env_file(tmp_path, f"HF_TOKEN={CANARY}", mode)
@@ -105,15 +100,11 @@ def test_secret_values_of_the_environment_are_masked(monkeypatch, name):
     assert redact(f"Bearer {CANARY}, again {CANARY}") == "Bearer ***, again ***"
 
 
-def test_a_secret_within_another_leaves_no_remainder(monkeypatch):
+def test_a_secret_within_another_leaves_no_remainder_and_short_values_stay(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", CANARY)
     monkeypatch.setenv("MY_SECRET", CANARY + "-and-more")
-    assert redact(f"x {CANARY}-and-more y") == "x *** y"
-
-
-def test_short_values_do_not_mask_ordinary_words(monkeypatch):
     monkeypatch.setenv("DEBUG_TOKEN", "true")
-    assert redact("use_cpu=true") == "use_cpu=true"
+    assert redact(f"x {CANARY}-and-more y use_cpu=true") == "x *** y use_cpu=true"
 
 
 def test_hub_tokens_are_known_by_their_form():
@@ -141,6 +132,7 @@ LEAKY = """
 import logging, threading
 from utils.launch.environment import configure_logging
 from utils.support.redaction import load_env_file
+configure_logging()
 configure_logging()
 load_env_file({path!r})
 import os
