@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import socket
@@ -28,8 +27,6 @@ from utils.launch.slurm import (
     listen,
     taken_port_message,
 )
-
-logger = logging.getLogger("launch_node")
 
 MOST_CLOCK_SKEW_S = 60.0
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
@@ -62,18 +59,18 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "gpus": allocation.gpus,
         "devices": devices,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in _PACKAGES},
         "code": code.hexdigest()[:12],
         "clock_ahead_s": 0.0,  # of the first node's
     }
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
@@ -86,12 +83,6 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
     problems = node_problems(everyone)
     if problems:
         raise UnfitClusterError(problems)
-    for node in everyone:
-        if node["gpus"] is not None and node["devices"] > node["gpus"]:
-            logger.warning(
-                "%s: torch sees %d GPUs, and the job uses %d: Slurm does not keep the others "
-                "from it", node["host"], node["devices"], node["gpus"],
-            )  # fmt: skip
     devices = "CPU only" if allocation.gpus is None else f"{allocation.gpus} GPU(s) each"
     if not several:
         return f"node check: {allocation.host}, {devices}"

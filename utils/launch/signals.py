@@ -1,7 +1,7 @@
 """Turns the signals that end jobs into a request to stop, which the training loop answers.
 
 Who sends a SIGTERM decides what it means. Slurm means the job: slurm/launch_node.sh then leaves the
-file STOP in the node's private directory (STOKER_NODE_DIR), and every process goes on until its
+file STOP in the node's private directory (STOKER_NODE_DIR), and every process continues until its
 checkpoint is written. The launcher means this process, because another one failed: no file
 appears, and waiting would only hold the job up. Where a user starts the processes without
 launch_node.sh there is no directory, and SIGTERM and SIGUSR1 are requests to stop.
@@ -22,7 +22,7 @@ STOP = "STOP"
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
-_requested: str | None = None  # a signal handler has nowhere else to leave word
+_requested: str | None = None  # a signal handler can write nowhere else
 _wakeup_pipe: tuple[int, int] | None = None
 
 
@@ -54,15 +54,15 @@ def _request(number: int, _frame: object) -> None:
 
 
 def _node_request() -> str | None:
-    """Say why the launcher asked this node's processes to stop, in its words where it has some."""
+    """Return why the launcher asked this node's processes to stop; None while it did not."""
     directory = os.environ.get(NODE_DIR)
     if not directory:
         return None
     try:
-        said = (Path(directory) / STOP).read_text(encoding="utf-8", errors="replace").strip()
+        reason = (Path(directory) / STOP).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    return said.splitlines()[0] if said else "a signal to the job"
+    return reason.splitlines()[0] if reason else "a signal to the job"
 
 
 def _watch_for_sigterm() -> None:
@@ -81,29 +81,20 @@ def _watch_for_sigterm() -> None:
         ).start()
     signal.set_wakeup_fd(_wakeup_pipe[1], warn_on_full_buffer=False)
     # A handler, though it does nothing: without one the interpreter does not see the signal.
-    signal.signal(signal.SIGTERM, _leave_to_the_thread)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
 
 
-def _leave_to_the_thread(_number: int, _frame: object) -> None:
-    """Do nothing, see `_watch_for_sigterm`."""
-
-
 def _answer_signals(pipe: int) -> None:
+    """On SIGTERM: stay if the launcher leaves its file in time, else it is ending this process."""
     while True:
         numbers = os.read(pipe, 64)  # one byte a signal, of any kind that has a handler
-        if signal.SIGTERM in numbers:
-            _stay_or_leave()
-
-
-def _stay_or_leave() -> None:
-    """Stay where the launcher left its file in time; else it is ending this process: leave."""
-    give_up_at = time.monotonic() + FILE_WITHIN_S
-    while _node_request() is None:
-        if time.monotonic() >= give_up_at:
-            # Without a word: the launcher says why, and the main thread may never come back.
-            os._exit(KILLED_BY_SIGTERM)
-        time.sleep(0.1)
+        give_up_at = time.monotonic() + FILE_WITHIN_S
+        while signal.SIGTERM in numbers and _node_request() is None:
+            if time.monotonic() >= give_up_at:
+                # The launcher logs why; the main thread may never come back.
+                os._exit(KILLED_BY_SIGTERM)
+            time.sleep(0.1)
 
 
 def shield_loader_worker(_worker_id: int) -> None:
