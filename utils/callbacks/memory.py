@@ -1,7 +1,6 @@
 """Watches each rank's device and host memory, with peaks told apart by train, eval and save."""
 
 import resource
-import socket
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback, gather_over_ranks
+from utils.support.host import host_name
 
 GIB = 1024**3
 PHASES = ("train", "eval", "save")
@@ -137,7 +137,7 @@ class MemoryMonitor(MetricCallback):
 
     def by_rank(self) -> list[dict[str, Any]]:
         """Return one row per rank as of the last `metrics()`: rank, host and its figures in GiB."""
-        hosts = self.hosts or [socket.gethostname()] * len(self.figures)
+        hosts = self.hosts or [host_name()] * len(self.figures)
         return [
             {"rank": rank, "host": hosts[rank]}
             | {
@@ -185,7 +185,7 @@ def _line(row: dict[str, Any], ranks: int, on_device: bool) -> str:
 
 def _host_names() -> list[str]:
     """Return each rank's host name; all ranks call it together."""
-    own = socket.gethostname()
+    own = host_name()
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [own]
     names = [own] * torch.distributed.get_world_size()

@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from utils.support.host import host_name
 
 CACHE_FORMAT = 1
 
@@ -27,7 +28,7 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
     Raises OSError, with the draft removed.
     """
     # Several processes, on several hosts, may write the same file at once.
-    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)

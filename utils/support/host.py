@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -83,8 +84,6 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 # How much more memory the processes of this job may take on this host.
 
-_KIB = 1024
-
 
 def memory_room_bytes(root: Path = Path("/")) -> int:
     """Return the least of what the kernel has available and what each control group leaves.
@@ -92,7 +91,8 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
     Slurm limits a job's memory by control groups, and what is in /dev/shm counts. File pages that
     the kernel would drop first are no use of memory. `root` is there for tests.
     """
-    room = [_available_bytes(root)]
+    memory = (root / "proc/meminfo").read_text(encoding="utf-8")
+    room = [int(re.findall(r"^MemAvailable: *([0-9]+) kB$", memory, re.MULTILINE)[0]) * 1024]
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -105,14 +105,6 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
                 "memory.usage_in_bytes",
             )
     return max(0, min(room))
-
-
-def _available_bytes(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * _KIB
-    raise AssertionError("no Linux since 3.14 is without MemAvailable")
 
 
 def _group_rooms(mount: Path, path: str, limit_file: str, usage_file: str) -> list[int]:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from utils.data.description import DESCRIPTION_FILE
 from utils.data.prepare.plan import TRAIN, WorkUnit
 from utils.data.prepare.units import UnitCounts
 from utils.support.files import replace_text
+from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class ShardArray:
 
 def partial_name(path: Path) -> Path:
     """Return a name beside `path` that no other process uses."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
 
 
 def _read(path: Path) -> dict[str, Any]:
