@@ -58,15 +58,12 @@ def test_every_shipped_config_starts_on_one_gpu_and_on_many(path):
         ("distributed_type: MULTI_CPU", r"use accelerate_configs/multi_gpu.yaml"),
     ],
 )
-def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, text, problem):
+def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, monkeypatch, text, problem):
     path = tmp_path / "config.yaml"
     if text is not None:
         path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=f"ACCELERATE_CONFIG={path}.*{problem}"):
         read_config(path, SECOND)
-
-
-def test_deepspeed_has_to_be_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ConfigurationError, match="pip install deepspeed"):
         read_config(ROOT / "accelerate_configs/zero2.yaml", FOUR)
