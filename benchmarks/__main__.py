@@ -27,11 +27,11 @@ from benchmarks.progress import OutOfTimeError
 RESULTS = ROOT / "benchmarks" / "results"
 GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}
 GROWING = (ComponentCell, SweepCell)
-AGAIN = 75  # exit code: the same command goes on, as with the training scripts
+AGAIN = 75  # exit code: the same command resumes, as with the training scripts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Hold the comparisons that the command line names."""
+    """Run the comparisons that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
     )
@@ -104,7 +104,7 @@ def measure(session: Session, cells: list[Cell]) -> int:
                     f"{cell.name}: the losses do not agree, this is not the same training"
                 )
         except OutOfTimeError:
-            say("time is up; the same command with --resume goes on here")
+            say("time is up; the same command with --resume continues here")
             return AGAIN
         except BaselineFailedError as error:
             failed.append(f"{cell.name}: Stoker failed: {error}")

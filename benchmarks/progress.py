@@ -35,7 +35,7 @@ class Progress:
             kept = json.loads(self.path.read_text())
             if kept["key"] == self.key:
                 self.longest_s = kept["longest_s"]
-                say(f"goes on after round {kept['rounds']}")
+                say(f"resumes after round {kept['rounds']}")
                 return kept
         return {"rounds": 0, "outcomes": {}, "not_run": {}}
 

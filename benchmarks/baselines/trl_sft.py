@@ -24,7 +24,7 @@ def train(job: Job) -> Outcome:
     """Fine-tune on the workload's tokenized chats."""
     settings: dict[str, Any] = common_settings(job) | {
         "max_length": job.sequence_length,
-        # Unasked it would train on the prompts of tokenized chats too: another task.
+        # By default it would train on the prompts of tokenized chats too: another task.
         "completion_only_loss": job.kind == "sft",
     }
     if job.tuned:

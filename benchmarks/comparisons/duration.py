@@ -17,7 +17,7 @@ Seconds = dict[int, float]  # by size
 def hold(cell: DurationCell, repeats: int) -> dict[str, Any]:
     """Let the baselines wait in turn; return the seconds.
 
-    Stoker is held against others alone, not against itself with other settings.
+    Stoker is compared with others alone, not with itself under other settings.
     """
     module = importlib.import_module(f"benchmarks.durations.{cell.module}")
     sizes = cell.sizes or module.SIZES

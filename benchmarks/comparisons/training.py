@@ -20,7 +20,7 @@ PRETRAINING_PARITY = 2e-2
 # Of the first loss alone, from that of plain transformers on the very same documents: toolkits
 # take other documents, whose losses lie further apart than many a mistake.
 FINE_TUNING_PARITY = 5e-3
-# Of the share of tokens that bear loss: toolkits take other documents, whose prompts are alike.
+# Of the share of loss tokens: toolkits take other documents, whose prompts are alike.
 LOSS_SHARE_PARITY = 2e-2
 
 
@@ -187,8 +187,8 @@ def parity(
 ) -> dict[str, Any]:
     """Return how far losses are from what they have to be, and whether that is the same training.
 
-    In pretraining everybody's are held against ours, step by step; in fine-tuning each one's first
-    loss against what is `expected` of its first batch. The share of tokens that bear loss has to
+    In pretraining everybody's are compared with ours, step by step; in fine-tuning each one's first
+    loss against what is `expected` of its first batch. The share of loss tokens must
     agree too. Without Stoker nothing is compared.
     """
     if not (reference := _ours(outcomes)):

@@ -16,7 +16,7 @@ from benchmarks.figures.marks import replace_between
 from benchmarks.figures.table import component_figure, ratio_text, table
 from benchmarks.hardware.circumstances import ROOT
 
-OURS_COMPILED = f"{OURS}, compiled"  # a part as a GPU takes it unasked
+OURS_COMPILED = f"{OURS}, compiled"  # a part as a GPU takes it by default
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"
 

@@ -65,7 +65,7 @@ class Outcome:
     """What a run was measured to do.
 
     `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only, of which
-    `window_loss_tokens` bear loss;
+    `window_loss_tokens` are loss tokens;
     `first_step_s` counts from the start of the process to the end of its first step. A fine-tuning
     run's first batch held the workload's `first_documents`. `notes` says which settings and kernels
     were in use.

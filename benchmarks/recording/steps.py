@@ -39,9 +39,9 @@ class StepRecorder:
         self.seen: dict[str, Any] = {}
 
     def saw_batch(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> None:
-        """Count the real tokens of a step's batch, and those that bear loss.
+        """Count the real tokens of a step's batch, and the loss tokens.
 
-        `labels` are not shifted; None: each token but a row's first bears loss.
+        `labels` are not shifted; None: each token but a row's first is a loss token.
         """
         self.tokens.append(input_ids.ne(PAD_TOKEN_ID).sum())
         targets = (input_ids if labels is None else labels)[:, 1:]

@@ -18,7 +18,7 @@ from benchmarks.recording.precision import PRECISIONS
 
 @torch.no_grad()
 def first_loss(model: Any, documents: Any, numbers: Sequence[int], autocast: bool) -> float:
-    """Return the mean loss of all tokens that bear loss, in nats; each document stands alone.
+    """Return the mean loss of all loss tokens, in nats; each document stands alone.
 
     documents: input_ids and completion_mask by number. autocast: mixed precision bf16.
     """

@@ -9,7 +9,7 @@ from benchmarks.cells.cpu import CPU_CELLS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, SweepCell, TrainingCell
 from benchmarks.comparisons import sweep
 from benchmarks.comparisons.ratios import paired_ratio
-from benchmarks.comparisons.training import parity, ratios, summary
+from benchmarks.comparisons.training import parity, ratios
 from benchmarks.comparisons.turns import BaselineFailedError, Turns
 from benchmarks.figures.table import table
 from benchmarks.hardware.efficiency import Device
@@ -59,7 +59,7 @@ def test_another_share_of_tokens_that_bear_loss_breaks_the_parity():
     assert found["loss_share_differences"]["peer"] == pytest.approx(0.33)
 
 
-def test_a_first_loss_is_held_against_that_of_the_same_documents():
+def test_a_first_loss_is_compared_with_that_of_the_same_documents():
     cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
     outcomes = {OURS: [outcome((4.0, 3.0))], "peer": [outcome((4.2, 3.0))]}
     held = parity(cell, outcomes, {OURS: 4.001, "peer": 4.199})
@@ -79,7 +79,7 @@ def test_stoker_tuned_stands_in_where_the_other_was_left_out():
     assert not parity(cell, other, {})["holds"]
 
 
-def test_tuned_is_held_against_tuned():
+def test_tuned_is_compared_with_tuned():
     seconds = {OURS: 1.0, OURS_TUNED: 0.5, "peer": 2.0, "tuned peer": 2.0}
     outcomes = {name: [outcome(window_s=window)] for name, window in seconds.items()}
     found = ratios(outcomes, tuned=[OURS_TUNED, "tuned peer"])
@@ -116,34 +116,6 @@ def test_who_does_not_run_is_named_with_the_reason(capsys):
 def test_our_own_failure_is_no_result(capsys):
     with pytest.raises(BaselineFailedError):
         run_all(failing=OURS)
-
-
-def test_a_table_has_a_line_for_everybody():
-    result = {
-        "title": "Work",
-        "contestants": {name: summary([outcome()]) for name in (OURS, "peer")},
-        "ratios": {"peer": {"median": 1.234, "low": 1.1, "high": 1.3}},
-        "not_run": {"absent": "it is not installed"},
-    }
-    lines = table(result).splitlines()
-    assert lines[0] == "**Work**"
-    assert "| peer | 50 | 1.23 (1.10-1.30) | 1.00 GiB | 9.0 s |" in lines
-    assert "| absent | not run: it is not installed |  |  |  |" in lines
-
-
-def test_a_table_of_a_component_has_a_column_for_each_size():
-    ours = {"per_second": {"10": 2000.0, "20": 1000.0}}
-    result = {
-        "title": "Part",
-        "unit": "tokens",
-        "sizes": [10, 20],
-        "contestants": {OURS: ours, "peer": {"per_second": {"10": 500.0}}},
-        "ratios": {"peer": {"10": {"median": 4.0, "low": 3.5, "high": 4.5}}},
-        "not_run": {},
-    }
-    lines = table(result).splitlines()
-    assert "| Stoker | 2,000 | 1,000 |" in lines
-    assert "| Stoker / peer | 4.00 (3.50-4.50) |  |" in lines
 
 
 def test_who_failed_at_a_size_is_not_tried_at_a_larger_one(monkeypatch, tmp_path, capsys):

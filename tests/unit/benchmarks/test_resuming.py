@@ -1,4 +1,4 @@
-"""Rounds that one command leaves are those that the next one goes on with."""
+"""The next command resumes after the rounds that one has finished."""
 
 import time
 
@@ -25,7 +25,7 @@ def take(kept: Progress, repeats: int, failing: str = "") -> Turns:
     return turns
 
 
-def test_rounds_go_on_where_they_ended(tmp_path, capsys):
+def test_rounds_resume(tmp_path, capsys):
     path = tmp_path / "unfinished" / "cell.json"
     take(Progress(path, KEY), 2, failing="peer")
     turns = take(Progress(path, KEY), 5)
@@ -34,21 +34,15 @@ def test_rounds_go_on_where_they_ended(tmp_path, capsys):
     assert "3/5" in capsys.readouterr().out
 
 
-def test_rounds_of_another_machine_or_commit_do_not_count(tmp_path, capsys):
+def test_rounds_of_another_commit_do_not_count_and_none_begins_too_late(tmp_path, capsys):
     path = tmp_path / "cell.json"
-    take(Progress(path, KEY), 2)
+    take(Progress(path, KEY), 1)
+    with pytest.raises(OutOfTimeError):
+        take(Progress(path, KEY, deadline=time.monotonic()), 2)
+    assert Progress(path, KEY).load()["rounds"] == 1
     capsys.readouterr()
     take(Progress(path, {"cell": "another"}), 3)
     assert capsys.readouterr().out.startswith("1/3")
-
-
-def test_no_round_begins_that_would_not_end(tmp_path, capsys):
-    path = tmp_path / "cell.json"
-    take(Progress(path, KEY), 1)
-    late = Progress(path, KEY, deadline=time.monotonic())
-    with pytest.raises(OutOfTimeError):
-        take(late, 2)
-    assert Progress(path, KEY).load()["rounds"] == 1
 
 
 def session(tmp_path, **settings) -> Session:

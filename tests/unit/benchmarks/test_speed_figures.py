@@ -73,14 +73,3 @@ def test_the_documents_say_that_nothing_is_from_a_gpu_until_something_is(monkeyp
     assert "Probes" in performance
     for text in (readme, performance):
         assert "No figures from a GPU" not in text
-
-
-def test_a_table_from_a_gpu_has_shares_of_the_peaks():
-    measured = {
-        "tokens_per_second": 100.0, "repeats": [90.0, 100.0, 110.0], "peak_memory_bytes": 2**30,
-        "first_step_s": 9.0, "mfu": 0.5, "roofline_share": 0.912,
-    }  # fmt: skip
-    result = {"title": "Work", "contestants": {OURS: measured}, "ratios": {}, "not_run": {}}
-    assert speed_figures.table(result).splitlines()[4] == (
-        "| Stoker | 100 (90-110) |  | 1.00 GiB | 9.0 s | 50.0 % | 91.2 % |"
-    )
