@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation, shard_of
-from utils.data.prepare.assembly import (
+from utils.data.prepare.plan import TRAIN, plan_preparation
+from utils.data.prepare.pool import UnitJob, run_units
+from utils.data.prepare.report import (
     decoded_example,
     read_example,
     report_lines,
     source_lines,
     split_figures,
 )
-from utils.data.prepare.chats import end_of_turn_id, masks_from
-from utils.data.prepare.plan import (
-    TRAIN,
+from utils.data.prepare.tokenization import MASK_COLUMNS, choose_backend
+from utils.data.prepare.tokenizer import (
+    end_of_turn_id,
     given_tokenizer,
-    plan_preparation,
+    masks_from,
     save_tokenizer,
     tokenizer_identity,
     trained_tokenizer,
 )
-from utils.data.prepare.pool import UnitJob, run_units
-from utils.data.prepare.tokenization import MASK_COLUMNS, choose_backend
 from utils.data.prepare.units import SplitCounts, UnitCounts, token_features
 from utils.data.prepare.workspace import Workspace, is_already_prepared
 from utils.data.token_dataset import TokenDataset, describe_split

@@ -1,4 +1,8 @@
-"""Texts to token ids: by the tokenizer itself, or by gigatoken where that gives the same ids."""
+"""Tokenization: documents to token ids and the mask of those that are trained on.
+
+Texts are encoded by the tokenizer itself, or by gigatoken (optional, many times faster) where that
+gives the same ids.
+"""
 
 import importlib.util
 import logging
@@ -12,19 +16,208 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
 from utils.data.prepare.chat_templates import ChatRefused
-from utils.data.prepare.chats import tokenize
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
 from utils.data.prepare.records import BadRow
 from utils.data.tokenizers import id_type
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
+
 # (texts, special tokens?) -> the ids of each text, in the dataset's id type.
 Encode = Callable[[Sequence[str], bool], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all trained on.
+
+    drops_thinking: the chat template leaves out reasoning of earlier turns.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None
+    drops_thinking: bool = False
+
+    @property
+    def loss_tokens(self) -> int:
+        """The number of tokens that are trained on."""
+        return len(self.ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a token behind the first one is trained on: nothing predicts the first."""
+        return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
+
+    def truncated(self, length: int) -> "TokenizedDocument":
+        """Return the first `length` tokens."""
+        mask = None if self.loss_mask is None else self.loss_mask[:length]
+        return replace(self, ids=self.ids[:length], loss_mask=mask)
+
+
+class DocumentTokenizer:
+    """Turns documents of one format into ids and masks.
+
+    Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
+    strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
+    are rendered by the chat template, which itself prints what ends them; template_date: the date
+    (YYYY-MM-DD) that it prints for today's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        backend: str = "tokenizers",
+        template_date: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.id_type = id_type(tokenizer)
+        is_fast = backend == "gigatoken"
+        self._encode = GigatokenEncoder(tokenizer) if is_fast else TokenizerEncoder(tokenizer)
+        self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
+        self._template_date = template_date
+
+    def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
+        """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
+        texts = [d.text for d in documents if isinstance(d, TextDocument)]
+        pairs = [d for d in documents if isinstance(d, CompletionDocument)]
+        chats = [d for d in documents if isinstance(d, ChatDocument)]
+        found = {
+            TextDocument: iter(self._texts(texts) if texts else []),
+            CompletionDocument: iter(self._pairs(pairs) if pairs else []),
+            ChatDocument: iter(self._chats(chats) if chats else []),
+        }
+        return [next(found[type(document)]) for document in documents]
+
+    @cached_property
+    def _masks(self) -> ChatMasks:
+        return ChatMasks(self.tokenizer, self._template_date)
+
+    def _closed(self, ids: np.ndarray) -> np.ndarray:
+        return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
+
+    def _texts(self, texts: list[str]) -> list[TokenizedDocument | BadRow]:
+        return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
+
+    def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
+        prompts = self._encode([document.prompt for document in documents], True)
+        completions = self._encode([document.completion for document in documents], False)
+        found = []
+        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
+            # An end that the tokenizer adds is taken off, for the text continues.
+            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end[0] else prompt
+            ids = np.concatenate([opening, self._closed(completion)])
+            found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
+        return found
+
+    def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
+        """Render chats one by one and tokenize them at once."""
+        rendered = [self._rendered(document) for document in documents]
+        masked = [chat for chat in rendered if isinstance(chat, MaskedChat)]
+        tokenized = iter(tokenize(self.tokenizer, masked) if masked else [])
+        found: list[TokenizedDocument | BadRow] = []
+        for document, chat in zip(documents, rendered, strict=True):
+            pair = chat if isinstance(chat, ChatRefused) else next(tokenized)
+            if isinstance(pair, ChatRefused):
+                found.append(BadRow(pair.reason, str(pair), document.location))
+            elif isinstance(chat, MaskedChat):
+                found.append(self._checked(document, *pair, drops_thinking=chat.drops_thinking))
+        return found
+
+    def _rendered(self, document: ChatDocument) -> MaskedChat | ChatRefused:
+        try:
+            return self._masks(
+                document.messages,
+                document.tools,
+                document.template_options,
+                document.first_trained,
+            )
+        except ChatRefused as refused:
+            return refused
+
+    def _checked(
+        self, document: Document, ids: np.ndarray, mask: np.ndarray, drops_thinking: bool = False
+    ) -> TokenizedDocument | BadRow:
+        tokenized = TokenizedDocument(
+            ids.astype(self.id_type), mask.astype(np.int8), drops_thinking
+        )
+        if not tokenized.has_target:
+            message = "no assistant token: nothing in this conversation is trained on"
+            return BadRow("no_assistant_tokens", message, document.location)
+        return tokenized
+
+
+# --- chats
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[MaskedChat]
+) -> list[tuple[np.ndarray, np.ndarray] | ChatRefused]:
+    """Return (ids, loss mask), both (tokens,), of each chat, or why it has none.
+
+    A chat is refused if one token holds words of a trained turn and of something else.
+    """
+    encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
+    found: list[tuple[np.ndarray, np.ndarray] | ChatRefused] = []
+    for index, chat in enumerate(chats):
+        ids = np.array(encoded["input_ids"][index], dtype=np.int64)
+        mask = np.zeros(len(ids), dtype=np.int8)
+        try:
+            for span in chat.spans:
+                first, last = _tokens_of(encoded, index, chat.text, span)
+                mask[first : last + 1] = 1
+            found.append((ids, mask))
+        except ChatRefused as refused:
+            found.append(refused)
+    return found
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", masks: ChatMasks, messages: Any, tools: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, loss mask) of one chat; raises ChatRefused."""
+    (found,) = tokenize(tokenizer, [masks(messages, tools)])
+    if isinstance(found, ChatRefused):
+        raise found
+    return found
+
+
+def _tokens_of(
+    encoded: "BatchEncoding", index: int, text: str, span: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the first and the last token of a span of characters.
+
+    A token that joins blanks of the turn to what precedes it (header and line break) is given to
+    the model; one that joins blanks before or behind the turn to its words is the model's.
+    """
+    start, stop = span
+    tokens = (encoded.char_to_token(index, k) for k in range(start, stop))
+    first = next((token for token in tokens if token is not None), None)
+    tokens = (encoded.char_to_token(index, k) for k in range(stop - 1, start - 1, -1))
+    last = next((token for token in tokens if token is not None), None)
+    if first is None or last is None:
+        return 0, -1
+    opening, final = encoded.token_to_chars(index, first), encoded.token_to_chars(index, last)
+    assert opening is not None
+    assert final is not None
+    if opening.start < start and text[start : opening.end].isspace() and opening.end < stop:
+        first += 1
+    elif text[opening.start : start].strip():
+        raise ChatRefused("one token holds the header of a turn and its first words", "straddled")
+    while last + 1 < len(encoded["input_ids"][index]):
+        following = encoded.token_to_chars(index, last + 1)
+        if following is None or following.start >= stop or following.start >= final.end:
+            break
+        last += 1  # a character of several tokens
+    if text[stop : final.end].strip():
+        raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
+    return first, last
+
+
+# --- texts
 
 VERIFIED_SHARE = 1 / 64  # of the characters; the tokenizer itself is a hundred times slower
 FIRST_VERIFIED = 1 << 14  # characters
@@ -42,25 +235,20 @@ PROBES = (
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
     """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken where it gives the same ids.
 
-    Says which. Raises ConfigurationError when gigatoken is asked for and cannot be used.
+    Logs which. Raises ConfigurationError when gigatoken is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted
     problem = _problem_of_gigatoken(tokenizer, document_format)
     if problem is None:
-        logger.info("tokenized with gigatoken, held against the tokenizer as it goes")
+        logger.info("tokenizing with gigatoken; 1 in 64 characters is compared with the tokenizer")
         return "gigatoken"
     if wanted == "gigatoken":
         raise ConfigurationError(
             f"tokenizer_backend is gigatoken, but {problem}: use --tokenizer_backend tokenizers"
         )
-    logger.info("tokenized with the tokenizer itself: %s", problem)
+    logger.info("tokenizing with the tokenizer itself: %s", problem)
     return "tokenizers"
-
-
-def encoder(backend: str, tokenizer: "PreTrainedTokenizerBase") -> Encode:
-    """Return what encodes texts with the chosen backend."""
-    return GigatokenEncoder(tokenizer) if backend == "gigatoken" else TokenizerEncoder(tokenizer)
 
 
 class TokenizerEncoder:
@@ -101,26 +289,31 @@ class GigatokenEncoder:
 
     def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         """Return the ids of each text."""
-        found = self._encode(texts, special_tokens)
+        found = self._fast_ids(texts, special_tokens)
         self._unverified += VERIFIED_SHARE * sum(map(len, texts))
         for text, ids in zip(texts, found, strict=True):
             if len(text) <= self._unverified:
                 self._unverified -= len(text)
-                self._verify(text, ids, special_tokens)
+                if not np.array_equal(ids, self._exact([text], special_tokens)[0]):
+                    raise ConfigurationError(
+                        f"gigatoken gives other ids than the tokenizer for the text {_shown(text)}"
+                        ", so what it made cannot be trusted: remove the output folder and run "
+                        "again with --tokenizer_backend tokenizers"
+                    )
                 break
         return found
 
     def first_difference(self, texts: Sequence[str]) -> str | None:
         """Return the first of these texts that the tokenizer gives other ids for."""
         for special_tokens in (False, True):
-            fast = self._encode(texts, special_tokens)
+            fast = self._fast_ids(texts, special_tokens)
             exact = self._exact(texts, special_tokens)
             for text, one, other in zip(texts, fast, exact, strict=True):
                 if not np.array_equal(one, other):
                     return text
         return None
 
-    def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+    def _fast_ids(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         import awkward
 
         encoded: Any = self._fast.encode_batch(list(texts))
@@ -131,24 +324,15 @@ class GigatokenEncoder:
             return [np.concatenate([self._before, ids, self._behind]) for ids in found]
         return found
 
-    def _verify(self, text: str, ids: np.ndarray, special_tokens: bool) -> None:
-        (exact,) = self._exact([text], special_tokens)
-        if not np.array_equal(ids, exact):
-            raise ConfigurationError(
-                f"gigatoken gives other ids than the tokenizer for the text {_shown(text)}, so "
-                "what it made cannot be trusted: remove the output folder and run again with "
-                "--tokenizer_backend tokenizers"
-            )
-
 
 def _problem_of_gigatoken(tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str | None:
-    """Return why gigatoken cannot stand in for this tokenizer."""
+    """Return why gigatoken cannot be used for this tokenizer."""
     if document_format == "messages":
-        return "the mask of a chat comes from the places of characters, which only it gives"
+        return "the mask of a chat needs the offsets of characters, which only it gives"
     if importlib.util.find_spec("gigatoken") is None:
         return "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return "this tokenizer is none of the tokenizers library, which gigatoken reads"
+        return "this is not a fast tokenizer, which gigatoken needs"
     try:
         fast = GigatokenEncoder(tokenizer)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -156,16 +340,13 @@ def _problem_of_gigatoken(tokenizer: "PreTrainedTokenizerBase", document_format:
     added = [str(token) for token in tokenizer.get_added_vocab()]
     between = [f"a{token}b {token} c{token}" for token in added]
     different = fast.first_difference([*PROBES, *added, *between])
-    if different is None:
-        return None
-    return f"gigatoken gives other ids for the text {_shown(different)}"
+    return different and f"gigatoken gives other ids for the text {_shown(different)}"
 
 
 def _surroundings(encode: Encode) -> tuple[np.ndarray, np.ndarray]:
     """Return the special tokens that the tokenizer puts before and behind a text."""
     (bare,), (full,) = encode(["a"], False), encode(["a"], True)
-    added = len(full) - len(bare)
-    for before in range(added + 1):
+    for before in range(len(full) - len(bare) + 1):
         if np.array_equal(full[before : before + len(bare)], bare):
             return full[:before], full[before + len(bare) :]
     raise ValueError("its special tokens change what stands between them")
@@ -173,124 +354,3 @@ def _surroundings(encode: Encode) -> tuple[np.ndarray, np.ndarray]:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "...")
-
-
-# Tokenization: documents to token ids and the mask of those that bear loss.
-
-MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
-
-
-@dataclass(frozen=True)
-class TokenizedDocument:
-    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all bear loss.
-
-    drops_thinking: the chat template leaves out reasoning of earlier turns.
-    """
-
-    ids: np.ndarray
-    loss_mask: np.ndarray | None
-    drops_thinking: bool = False
-
-    @property
-    def loss_tokens(self) -> int:
-        """The number of tokens that bear loss."""
-        return len(self.ids) if self.loss_mask is None else int(self.loss_mask.sum())
-
-    def truncated(self, length: int) -> "TokenizedDocument":
-        """Return the first `length` tokens."""
-        mask = None if self.loss_mask is None else self.loss_mask[:length]
-        return replace(self, ids=self.ids[:length], loss_mask=mask)
-
-    @property
-    def has_target(self) -> bool:
-        """Whether a token behind the first one bears loss: nothing predicts the first."""
-        return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
-
-
-class DocumentTokenizer:
-    """Turns documents of one format into ids and masks.
-
-    Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
-    strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
-    are rendered by the chat template, which says itself what ends them; template_date: the date
-    (YYYY-MM-DD) that it prints for today's.
-    """
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        backend: str = "tokenizers",
-        template_date: str | None = None,
-    ):
-        self.tokenizer = tokenizer
-        self.id_type = id_type(tokenizer)
-        self._encode = encoder(backend, tokenizer)
-        self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
-        self._template_date = template_date
-
-    def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
-        if documents and isinstance(documents[0], TextDocument):
-            return self._texts([d.text for d in documents if isinstance(d, TextDocument)])
-        pairs = [d for d in documents if isinstance(d, CompletionDocument)]
-        chats = [d for d in documents if isinstance(d, ChatDocument)]
-        of_pairs = iter(self._pairs(pairs) if pairs else [])
-        of_chats = iter(self._chats(chats) if chats else [])
-        return [next(of_chats if isinstance(d, ChatDocument) else of_pairs) for d in documents]
-
-    @cached_property
-    def _masks(self) -> ChatMasks:
-        return ChatMasks(self.tokenizer, self._template_date)
-
-    def _closed(self, ids: np.ndarray) -> np.ndarray:
-        return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
-
-    def _texts(self, texts: list[str]) -> list[TokenizedDocument | BadRow]:
-        return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
-
-    def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
-        prompts = self._encode([document.prompt for document in documents], True)
-        completions = self._encode([document.completion for document in documents], False)
-        found = []
-        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
-            # An end that the tokenizer adds is taken off, for the text goes on.
-            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end[0] else prompt
-            ids = np.concatenate([opening, self._closed(completion)])
-            found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
-        return found
-
-    def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
-        """Render chats one by one and tokenize them at once."""
-        found: list[TokenizedDocument | BadRow | None] = [None] * len(documents)
-        rendered: dict[int, MaskedChat] = {}
-        for place, document in enumerate(documents):
-            try:
-                rendered[place] = self._masks(
-                    document.messages,
-                    document.tools,
-                    document.template_options,
-                    document.first_trained,
-                )
-            except ChatRefused as refused:
-                found[place] = BadRow(refused.reason, str(refused), document.location)
-        tokenized = tokenize(self.tokenizer, list(rendered.values())) if rendered else []
-        for place, chat, pair in zip(rendered, rendered.values(), tokenized, strict=True):
-            if isinstance(pair, ChatRefused):
-                found[place] = BadRow(pair.reason, str(pair), documents[place].location)
-            else:
-                checked = self._checked(documents[place], *pair)
-                if isinstance(checked, TokenizedDocument):
-                    checked = replace(checked, drops_thinking=chat.drops_thinking)
-                found[place] = checked
-        return [document for document in found if document is not None]
-
-    def _checked(
-        self, document: Document, ids: np.ndarray | list[int], mask: np.ndarray | list[int]
-    ) -> TokenizedDocument | BadRow:
-        tokenized = TokenizedDocument(
-            np.array(ids, dtype=self.id_type), np.array(mask, dtype=np.int8)
-        )
-        if not tokenized.has_target:
-            message = "no assistant token: nothing in this conversation bears loss"
-            return BadRow("no_assistant_tokens", message, document.location)
-        return tokenized

@@ -10,8 +10,8 @@ import pytest
 import trl
 
 from utils.data.prepare.chat_masks import ChatMasks
-from utils.data.prepare.chat_templates import ChatRefused
-from utils.data.prepare.chats import tokenize
+from utils.data.prepare.chat_templates import Chat, ChatRefused
+from utils.data.prepare.tokenization import tokenize
 
 SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]
@@ -96,7 +96,7 @@ def test_a_turn_starts_where_generation_does(path):
     masked = said_in(path.read_text(), "one turn")[2]
     template = prepared(path.read_text())[1].template
     question = template.adapted(samples.KINDS["one turn"][:1])
-    prompt = template.render(question, generation_prompt=True)
+    prompt = template.render(Chat(question), generation_prompt=True)
     given = masked.text[: masked.spans[0][0]]
     assert prompt.startswith(given)
     assert not GLUE.sub("", samples.SPECIAL.sub("", prompt.removeprefix(given)))

@@ -6,12 +6,11 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import ChatMasks
 from utils.data.prepare.chat_templates import ChatRefused
-from utils.data.prepare.chats import (
+from utils.data.prepare.tokenization import render, tokenize
+from utils.data.prepare.tokenizer import (
     attach_training_template,
     end_of_turn_id,
     read_chat_template,
-    render,
-    tokenize,
 )
 
 WITHOUT_MARKERS = (
@@ -109,9 +108,6 @@ def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
         template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer = samples.tiny_tokenizer(template)
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    bare = template.replace("'<|endoftext|>'", "''")  # its last answer ends with nothing
-    tokenizer = samples.tiny_tokenizer(bare)
-    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog):

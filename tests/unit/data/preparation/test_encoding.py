@@ -50,7 +50,7 @@ def test_gigatoken_gives_the_ids_of_the_tokenizer(make):
     @given(st.lists(st.lists(st.sampled_from(pieces) | st.text()).map("".join), min_size=1))
     def check(texts):
         for special_tokens in (False, True):
-            found = fast._encode(texts, special_tokens)
+            found = fast._fast_ids(texts, special_tokens)
             for one, other in zip(found, exact(texts, special_tokens), strict=True):
                 assert one.dtype == other.dtype
                 np.testing.assert_array_equal(one, other)
@@ -61,7 +61,7 @@ def test_gigatoken_gives_the_ids_of_the_tokenizer(make):
 def test_gigatoken_is_taken_where_it_gives_the_same_ids(caplog):
     caplog.set_level("INFO")
     assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "gigatoken"
-    assert "tokenized with gigatoken" in caplog.text
+    assert "tokenizing with gigatoken" in caplog.text
     assert choose_backend("tokenizers", samples.tiny_tokenizer(), "text") == "tokenizers"
 
 
@@ -69,7 +69,7 @@ def test_gigatoken_is_taken_where_it_gives_the_same_ids(caplog):
     ("make", "document_format", "reason"),
     [
         (words_only, "text", r"does not know this kind of tokenizer \(Unsupported model type"),
-        (samples.chatml_tokenizer, "messages", "the mask of a chat comes from the places"),
+        (samples.chatml_tokenizer, "messages", "the mask of a chat needs the offsets"),
     ],
 )
 def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reason, caplog):
@@ -77,7 +77,7 @@ def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reas
     assert choose_backend("auto", make(), document_format) == "tokenizers"
     with pytest.raises(ConfigurationError, match=f"{reason}.*--tokenizer_backend tokenizers"):
         choose_backend("gigatoken", make(), document_format)
-    assert "tokenized with the tokenizer itself" in caplog.text
+    assert "tokenizing with the tokenizer itself" in caplog.text
 
 
 def test_gigatoken_that_is_not_installed_is_named(monkeypatch, caplog):
@@ -88,10 +88,10 @@ def test_gigatoken_that_is_not_installed_is_named(monkeypatch, caplog):
 
 
 def test_other_ids_are_found_before_any_work(monkeypatch):
-    right = GigatokenEncoder._encode
+    right = GigatokenEncoder._fast_ids
     monkeypatch.setattr(
         GigatokenEncoder,
-        "_encode",
+        "_fast_ids",
         lambda self, texts, special: [
             ids[:-1] if "漢" in text else ids
             for text, ids in zip(texts, right(self, texts, special), strict=True)
@@ -104,11 +104,11 @@ def test_other_ids_are_found_before_any_work(monkeypatch):
 
 def test_other_ids_are_found_while_working(monkeypatch):
     encode = GigatokenEncoder(samples.tiny_tokenizer())
-    right = encode._encode
+    right = encode._fast_ids
     for _ in range(300):
         encode(["x " * 1000], True)
     monkeypatch.setattr(
-        encode, "_encode", lambda texts, special: [ids + 1 for ids in right(texts, special)]
+        encode, "_fast_ids", lambda texts, special: [ids + 1 for ids in right(texts, special)]
     )
     texts = ["x " * 1000] * 2 * round(1 / encoding.VERIFIED_SHARE)
     with pytest.raises(ConfigurationError, match=r"'x x .*\.\.\.', so what it made cannot be"):

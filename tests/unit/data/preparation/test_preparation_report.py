@@ -5,7 +5,7 @@ import preparation_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.data.prepare.assembly import (
+from utils.data.prepare.report import (
     PERCENTILES,
     decoded_example,
     length_percentiles,

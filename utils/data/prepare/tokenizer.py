@@ -1,0 +1,263 @@
+"""The tokenizer of a preparation and its chat template, checked before the work begins."""
+
+import hashlib
+import logging
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments
+from utils.data.prepare.chat_masks import ChatMasks
+from utils.data.prepare.chat_templates import RENDERING_ERRORS, ChatRefused, ChatTemplate
+from utils.data.prepare.documents import texts_of
+from utils.data.prepare.plan import TRAIN, PreparationPlan
+from utils.data.prepare.records import BadRow
+from utils.data.prepare.tokenization import render
+from utils.data.prepare.units import is_held_out, read_documents, refuse_bad_row
+from utils.data.prepare.workspace import partial_name
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template: give --chat_template FILE, for example "
+    "recipes/chat_templates/chatml.jinja"
+)
+# Chats that a template must be able to train on, one at least: some take no second turn, no plain
+# chat without tools, or no tools.
+TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
+LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": LOOK}]
+CALLS = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+PROBES: Sequence[tuple[Any, Any]] = (
+    ([*TURN, *TURN], None),
+    (TURN, None),
+    (TURN, TOOLS),
+    (CALLS, TOOLS),
+)
+
+
+def given_tokenizer(
+    arguments: PreparationArguments, plan: PreparationPlan
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer that the user names, with the chat template in use.
+
+    None when one is to be trained; its chat template is checked for being readable all the same.
+    """
+    if arguments.tokenizer_name_or_path is None:
+        if arguments.chat_template is not None:
+            read_chat_template(arguments.chat_template)
+        elif plan.needs_chat_template:
+            raise ConfigurationError(NO_CHAT_TEMPLATE)
+        return None
+    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
+    _add_tokens(tokenizer, arguments.add_tokens)
+    _attach_template(tokenizer, arguments, plan)
+    return tokenizer
+
+
+def tokenizer_identity(
+    tokenizer: "PreTrainedTokenizerBase | None", arguments: PreparationArguments
+) -> dict[str, Any]:
+    """Return what a tokenizer contributes to the digest, known before it is trained."""
+    if tokenizer is not None:
+        return {
+            "sha256": tokenizer_sha256(tokenizer),
+            "chat_template_sha256": chat_template_sha256(tokenizer),
+        }
+    template = arguments.chat_template
+    text = read_chat_template(template) if template else None
+    return {
+        "vocabulary": arguments.train_tokenizer,
+        "sample_bytes": arguments.tokenizer_sample_bytes,
+        "chat_template_sha256": text and hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def trained_tokenizer(
+    plan: PreparationPlan, arguments: PreparationArguments, folder: Path
+) -> "PreTrainedTokenizerBase":
+    """Train a tokenizer into `folder`, or load the one that an interrupted run left there."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not folder.exists():
+        assert arguments.train_tokenizer is not None
+        logger.info("training a tokenizer of %s tokens", f"{arguments.train_tokenizer:,}")
+        texts = _training_texts(plan, arguments.tokenizer_sample_bytes)
+        tokenizer = train_tokenizer(texts, arguments.train_tokenizer)
+        _attach_template(tokenizer, arguments, plan)
+        save_tokenizer(tokenizer, folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write a tokenizer folder that is either complete or not there."""
+    partial = partial_name(folder)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():  # another shard was first
+        shutil.rmtree(partial)
+    else:
+        partial.replace(folder)
+
+
+def _training_texts(plan: PreparationPlan, sample_bytes: int) -> Iterator[str]:
+    """Yield training texts: of each unit its beginning, in proportion to the unit's size.
+
+    Held-out documents are left out: the tokenizer is part of what is evaluated on them.
+    """
+    settings = plan.settings
+    units = [unit for unit in plan.units if unit.split == TRAIN]
+    total = max(sum(unit.size for unit in units), 1)
+    for unit in units:
+        left = sample_bytes * unit.size // total
+        for document in read_documents(unit, settings):
+            if isinstance(document, BadRow):
+                refuse_bad_row(document, settings)
+            elif not is_held_out(document, settings):
+                for text in texts_of(document):
+                    left -= len(text.encode())
+                    yield text
+            if left <= 0:
+                break
+
+
+def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
+    """Add tokens that text is cut at as they are written, with nothing stripped around them."""
+    from transformers import AddedToken
+
+    vocabulary = tokenizer.get_vocab() if words else {}
+    known = [word for word in words if word in vocabulary]
+    if known:
+        logger.info("add_tokens: %s: a token already", ", ".join(known))
+    new = [AddedToken(word, normalized=False) for word in words if word not in known]
+    if new:
+        tokenizer.add_tokens(new)
+        logger.info("add_tokens: %d new, ids up to %d", len(new), len(tokenizer) - 1)
+
+
+# --- the chat template
+
+
+def _attach_template(
+    tokenizer: "PreTrainedTokenizerBase", arguments: PreparationArguments, plan: PreparationPlan
+) -> None:
+    """Check the template where chats need it; a text dataset only passes a given one on."""
+    if plan.needs_chat_template or arguments.chat_template is not None:
+        attach_training_template(tokenizer, arguments.chat_template)
+        if ChatTemplate(tokenizer).prints_the_date:
+            logger.info(
+                "the chat template prints today's date: it is %s in this data (--template_date)",
+                plan.settings.template_date,
+            )
+
+
+def attach_training_template(
+    tokenizer: "PreTrainedTokenizerBase", template_file: str | None
+) -> None:
+    """Give the tokenizer the chat template that is trained with and saved beside the data.
+
+    The file's template if there is one, else the tokenizer's own. Its loss masks come from its
+    {% generation %} markers, else they are derived, which is logged. Raises ConfigurationError
+    without a template, or where no chat could be trained on, with the reason.
+    """
+    origin = template_file or "the tokenizer's chat template"
+    if template_file is not None:
+        tokenizer.chat_template = read_chat_template(template_file)
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(NO_CHAT_TEMPLATE)
+    if isinstance(tokenizer.chat_template, dict):
+        # Several named templates; conversations are rendered with the default one.
+        tokenizer.chat_template = tokenizer.get_chat_template()
+    if not tokenizer.is_fast:
+        raise ConfigurationError(
+            "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
+            "offsets"
+        )
+    problem = _problem(tokenizer)
+    if problem is None:
+        if not ChatTemplate(tokenizer).has_markers:
+            logger.info(
+                "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
+                "derived from its renderings, and checked for every chat",
+                origin,
+            )
+        return
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    vocabulary = tokenizer.get_vocab()
+    unknown = [token for token in written if token not in vocabulary]
+    advice = (
+        "Give another template with --chat_template (recipes/chat_templates/chatml.jinja is one), "
+        "or put {% generation %} ... {% endgeneration %} in it around the assistant's words and "
+        "the token that ends its turn"
+    )
+    if unknown:
+        advice = (
+            f"It prints {' '.join(unknown)}, and the tokenizer has no such tokens: give the "
+            "template that belongs to the model with --chat_template FILE, or add them with "
+            f"--add_tokens {shlex.join(unknown)}"
+        )
+    raise ConfigurationError(f"{origin} cannot be trained with: {problem}. {advice}")
+
+
+def _problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return why the tokenizer's template cannot be trained with; None if it can."""
+    try:
+        masks, problem = ChatMasks(tokenizer), ""
+        for messages, tools in PROBES:
+            try:
+                render(tokenizer, masks, messages, tools)
+            except ChatRefused as refused:
+                problem = problem or str(refused)
+            else:
+                return None
+    except RENDERING_ERRORS as error:
+        return str(error)
+    return problem
+
+
+def read_chat_template(path: str) -> str:
+    """Read a Jinja file; raises ConfigurationError when it is missing or no valid Jinja."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+        _compile_jinja_template(template)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"chat_template: {path}: cannot be read ({error})") from error
+    except TemplateError as error:
+        raise ConfigurationError(f"chat_template: {path}: not valid Jinja ({error})") from error
+    return template
+
+
+def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return where the loss masks of chats come from: "template" markers, or "derived"."""
+    return "template" if ChatTemplate(tokenizer).has_markers else "derived"
+
+
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the id of the last token that is trained on in a chat, which ends generation."""
+    masks = ChatMasks(tokenizer)
+    for messages, tools in PROBES[1:]:
+        try:
+            ids, mask = render(tokenizer, masks, messages, tools)
+        except ChatRefused:
+            continue
+        trained = ids[mask.astype(bool)].tolist()
+        words = [token for token in trained if str(tokenizer.decode([token])).strip()]
+        return words[-1] if words else None
+    return None
