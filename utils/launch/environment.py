@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from utils.launch.slurm import adopt_slurm_tasks
-from utils.support.host import host_name, limit_host_memory
+from utils.support.host import global_rank, host_name, limit_host_memory
 from utils.support.redaction import install_redaction
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,8 @@ class LineFormatter(logging.Formatter):
         return f"{self.formatTime(record, self.datefmt)}  {self.origin}{level}{record.message}"
 
 
-def global_rank() -> int:
-    """Rank of this process over all nodes, as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def configure_logging(level: int = logging.INFO) -> None:
-    """Send log lines to stdout: rank 0 from `level` on, other ranks warnings with their name.
+def configure_logging() -> None:
+    """Send log lines to stdout: all of rank 0, of other ranks warnings with their name.
 
     Secrets are redacted from all of them, and from uncaught errors. Libraries are kept to
     warnings; those of other ranks, which repeat rank 0's, to errors. Safe to call again.
@@ -66,7 +61,7 @@ def configure_logging(level: int = logging.INFO) -> None:
     for old in [known for known in root.handlers if isinstance(known, LineHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level if rank == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
         logging.getLogger(name).setLevel(library_level)

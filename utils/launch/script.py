@@ -14,7 +14,7 @@ from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.signals import NODE_DIR
-from utils.support.host import host_name
+from utils.support.host import global_rank, host_name
 from utils.support.notes import last_line, leave_note, storage_error
 from utils.support.redaction import redact
 
@@ -100,7 +100,7 @@ def _fail(error: Exception) -> int:
             "torch could not compile what this run trains: --compile false trains without, slower."
         )
     lines = redact("".join(traceback.format_exception(error))).splitlines()
-    origin = f"{host_name()} rank {_rank()}  " if _rank() else ""
+    origin = f"{host_name()} rank {global_rank()}  " if global_rank() else ""
     # In one write: ranks that fail together do not mix their lines.
     sys.stderr.write("".join(f"{origin}{line}\n" for line in lines))
     sys.stderr.flush()
@@ -114,7 +114,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     first = problems[0].splitlines()[0]
     leave_note(error.ending, error.exit_code, first)
     _tell_torchrun("\n".join([f"{error.kind}:", *(f"  - {problem}" for problem in problems)]))
-    if _rank() == 0:
+    if global_rank() == 0:
         # What is wrong with a machine says which one; settings and data are wrong on all of them.
         anywhere = error.exit_code in (ExitCode.REFUSED, ExitCode.NOT_FINITE)
         host = "" if anywhere else f" on {host_name()}"
@@ -122,7 +122,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
         sys.stderr.write("\n".join([f"{error.kind}{host} ({count}):", *listed]) + "\n")
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        sys.stderr.write(f"{host_name()} rank {_rank()}  {error.kind}: {first}\n")
+        sys.stderr.write(f"{host_name()} rank {global_rank()}  {error.kind}: {first}\n")
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
         time.sleep(SPEAK_FIRST_S)
@@ -138,7 +138,3 @@ def _tell_torchrun(text: str) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))

@@ -26,7 +26,7 @@ from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.config.errors import NoProgressError, UnfitClusterError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
-from utils.launch.environment import configure_logging, global_rank
+from utils.launch.environment import configure_logging
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
 from utils.launch.signals import install_stop_signals
 from utils.model.finished_model import name_of
@@ -51,6 +51,7 @@ from utils.runs.provenance import (
 )
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
+from utils.support.host import global_rank
 from utils.support.notes import mark_run_started
 from utils.support.redaction import load_env_file
 from utils.support.run_lock import leave_run_lock, take_run_lock

@@ -13,6 +13,11 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def global_rank() -> int:
+    """Rank of this process over all nodes, as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 # What Linux says of this processor; torch, which knows some of it, is not needed.
 
 _FACTS = Path("/proc/cpuinfo")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import StorageError
-from utils.support.host import host_name
+from utils.support.host import global_rank, host_name
 
 _ROOT = Path(__file__).parents[2]
 NOTES_DIR = "STOKER_NOTES_DIR"
@@ -84,7 +84,7 @@ def leave_note(
     if directory is None:
         return
     if rank is None:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
     _create(directory / f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
 

@@ -7,8 +7,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from utils.launch.environment import (
+    LineFormatter,
     LineHandler,
     configure_environment,
     configure_logging,
@@ -62,6 +64,22 @@ def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     (line,) = logged()
     assert line.endswith(f"  {host_name()} rank 3  WARNING  careful")
+
+
+def test_a_line_does_not_break_a_progress_bar():
+    out = io.StringIO()
+    handler = LineHandler()
+    handler.setStream(out)
+    handler.setFormatter(LineFormatter(0))
+    with tqdm(total=3, file=out, mininterval=0) as bar:
+        bar.update(1)
+        handler.emit(logging.LogRecord("x", logging.INFO, "f", 1, "hello", None, None))
+        bar.update(1)
+    shown = out.getvalue()
+    # On a line of its own: the bar was wiped before and drawn again after.
+    assert "hello\n" in shown
+    before = shown[: shown.index("hello")].rsplit("\r", 1)[1]
+    assert "%" not in before
 
 
 @pytest.mark.parametrize(
