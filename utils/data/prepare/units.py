@@ -1,17 +1,19 @@
-"""Unit preparation: one work unit read, checked, tokenized and written to its Arrow files."""
+"""Work units: read, checked, tokenized and written to Arrow files, by one process or several."""
 
-import json
+import logging
 import math
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.documents import (
@@ -25,92 +27,25 @@ from utils.data.prepare.documents import (
 from utils.data.prepare.plan import TRAIN, VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
+from utils.data.prepare.workspace import (
+    SplitCounts,
+    TokenFileWriter,
+    UnitCounts,
+    Workspace,
+    token_schema,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-# Tokens per record batch. Few large batches keep the reader's table of chunks short; the batch is
-# what a writer holds in memory (2 to 4 bytes a token, and 1 for its mask).
-TOKENS_PER_BATCH = 1 << 20
-EXAMPLES_KEPT = 5
 WEIGHT_KEY = 1 << 64  # apart from the key that holds documents out
 
 # Called with (documents, tokens) after each batch.
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class SplitCounts:
-    """What a unit put into one split; `lengths` maps tokens to the number of documents."""
-
-    documents: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    text_bytes: int = 0
-    file_bytes: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)
-
-    def count(self, document: TokenizedDocument, text_bytes: int) -> None:
-        """Count one document."""
-        self.documents += 1
-        self.tokens += len(document.ids)
-        self.loss_tokens += document.loss_tokens
-        self.text_bytes += text_bytes
-        _add_counts(self.lengths, {len(document.ids): 1})
-
-    def add(self, other: "SplitCounts") -> None:
-        """Add the counts of another unit."""
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.loss_tokens += other.loss_tokens
-        self.text_bytes += other.text_bytes
-        self.file_bytes += other.file_bytes
-        _add_counts(self.lengths, other.lengths)
-
-
-@dataclass
-class UnitCounts:
-    """What happened to the records of a unit; `dropped` by reason, with the first few messages."""
-
-    splits: dict[str, SplitCounts] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
-    truncated: int = 0
-    continued: int = 0
-    without_earlier_thinking: int = 0
-
-    def drop(self, row: BadRow) -> None:
-        """Count a record that is left out."""
-        _add_counts(self.dropped, {row.reason: 1})
-        if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
-            self.examples.append(str(row))
-
-    @classmethod
-    def total(cls, counts: Iterable["UnitCounts"]) -> "UnitCounts":
-        """Add up the counts of units."""
-        total = cls()
-        for unit in counts:
-            for split, added in unit.splits.items():
-                total.splits.setdefault(split, SplitCounts()).add(added)
-            _add_counts(total.dropped, unit.dropped)
-            total.examples = [*total.examples, *unit.examples][:EXAMPLES_KEPT]
-            total.truncated += unit.truncated
-            total.continued += unit.continued
-            total.without_earlier_thinking += unit.without_earlier_thinking
-        return total
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UnitCounts":
-        """Rebuild the counts from what `asdict` made of them."""
-        splits = {}
-        for name, split in content["splits"].items():
-            lengths = {int(length): documents for length, documents in split["lengths"].items()}
-            splits[name] = SplitCounts(**{**split, "lengths": lengths})
-        return cls(**{**content, "splits": splits})
-
-
-def _add_counts(total: dict[Any, int], added: Mapping[Any, int]) -> None:
-    for key, number in added.items():
-        total[key] = total.get(key, 0) + number
 
 
 class UnitPreparation:
@@ -269,71 +204,136 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
         yield batch
 
 
-class TokenFileWriter:
-    """Writes tokenized documents to one Arrow stream; a context manager that closes the file.
+# --- many units, in this process or in several
 
-    The bytes depend on the documents alone.
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_LINES = 10.0
+# What one process does in the seconds that a worker takes to start.
+LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """What a worker needs: the very tokenizer object, the settings and where results go."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    backend: str
+    settings: UnitSettings
+    workspace: Workspace
+
+    def run(self, unit: WorkUnit, progress: Progress) -> None:
+        """Prepare one unit into the workspace."""
+        preparation = UnitPreparation(self._document_tokenizer, self.settings)
+        splits = [unit.split]
+        if unit.split == TRAIN and self.settings.validation_fraction > 0:
+            splits.append(VALIDATION)
+
+        def prepare(unit: WorkUnit, files: dict[str, Path]) -> UnitCounts:
+            return preparation(unit, files, progress)
+
+        self.workspace.prepare(unit, splits, prepare)
+
+    @cached_property
+    def _document_tokenizer(self) -> DocumentTokenizer:
+        """Made once a process: gigatoken grows quicker with what it has seen."""
+        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
+
+
+def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:
+    """Prepare all units, in at most `num_proc` workers; the result does not depend on it.
+
+    Little work is done in this process, by as many threads of the tokenizer. Raises
+    ConfigurationError with the first fault of the sources, or when a worker was killed. Units that
+    were finished by then stay finished.
     """
-
-    def __init__(self, path: Path, schema: pa.Schema):
-        self._documents: list[TokenizedDocument] = []
-        self._tokens = 0
-        self._schema = schema
-        self._file = path.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
-
-    def append(self, document: TokenizedDocument) -> None:
-        """Add one document behind those before it."""
-        self._documents.append(document)
-        self._tokens += len(document.ids)
-        if self._tokens >= TOKENS_PER_BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._documents:
-            return
-        lengths = [len(document.ids) for document in self._documents]
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = [[document.ids for document in self._documents]]
-        if len(self._schema) == 2:
-            values.append([d.loss_mask for d in self._documents if d.loss_mask is not None])
-        columns = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column))) for column in values
-        ]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._tokens = [], 0
-
-    def __enter__(self) -> "TokenFileWriter":
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error_type is None:
-            self._flush()
-            self._stream.close()
-            self._file.flush()
-            # The file counts as done once it is renamed: its content must be on disk by then.
-            os.fsync(self._file.fileno())
-        self._file.close()
+    if not units:
+        return
+    progress = _ProgressLines(sum(unit.size for unit in units))
+    workers = min(num_proc, len(units), progress.total_bytes // LEAST_BYTES_A_WORKER[job.backend])
+    if workers < 2:
+        for unit in units:
+            job.run(unit, progress.advance)
+            progress.done_bytes += unit.size
+    else:
+        _run_in_processes(units, job, workers, progress)
+    progress.log()
 
 
-def token_schema(id_type: np.dtype, mask_column: str | None) -> pa.Schema:
-    """Return the Arrow schema of a split, with the features that `datasets` reads from it."""
-    fields = [pa.field("input_ids", pa.list_(pa.from_numpy_dtype(id_type)))]
-    if mask_column:
-        fields.append(pa.field(mask_column, pa.list_(pa.int8())))
-    info = {"info": {"features": token_features(id_type, mask_column)}}
-    return pa.schema(fields, metadata={"huggingface": json.dumps(info)})
+class _ProgressLines:
+    """Logs a line every ten seconds. total_bytes: size of the sources still to be read."""
+
+    def __init__(self, total_bytes: int):
+        self.total_bytes = total_bytes
+        self.documents = self.tokens = self.done_bytes = 0
+        self._start = self._shown = time.monotonic()
+
+    def advance(self, documents: int, tokens: int) -> None:
+        self.documents += documents
+        self.tokens += tokens
+        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+            self.log()
+
+    def log(self) -> None:
+        self._shown = time.monotonic()
+        seconds = max(self._shown - self._start, 1e-9)
+        logger.info(
+            f"{self.done_bytes / 2**20:,.1f} of {self.total_bytes / 2**20:,.1f} MiB, "
+            f"{self.documents:,} documents, {self.tokens:,} tokens "
+            f"({self.documents / seconds:,.0f} documents/s, {self.tokens / seconds:,.0f} tokens/s, "
+            f"{seconds:.0f} s)"
+        )
 
 
-def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them; mask_column None: no mask."""
-    types = {"input_ids": id_type.name} | ({mask_column: "int8"} if mask_column else {})
-    return {
-        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
-        for name, dtype in types.items()
-    }
+def _run_in_processes(
+    units: Sequence[WorkUnit], job: UnitJob, num_proc: int, progress: _ProgressLines
+) -> None:
+    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
+    context = multiprocessing.get_context("spawn")
+    totals = context.Array("q", 2)
+    executor = ProcessPoolExecutor(
+        num_proc, mp_context=context, initializer=_start_worker, initargs=(job, totals)
+    )
+    try:
+        futures = {executor.submit(_run_unit, unit): unit for unit in units}
+        pending: set[Future[list[str]]] = set(futures)
+        while pending:
+            done, pending = wait(pending, SECONDS_BETWEEN_LOOKS, return_when=FIRST_EXCEPTION)
+            for future in sorted(done, key=lambda f: futures[f].index):
+                if problems := future.result():
+                    raise ConfigurationError(problems)
+                progress.done_bytes += futures[future].size
+            progress.advance(totals[0] - progress.documents, totals[1] - progress.tokens)
+    except BrokenProcessPool as error:
+        raise ConfigurationError(
+            "a worker process was killed, most likely because the machine ran out of memory: run "
+            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_worker: tuple[UnitJob, "SynchronizedArray[int]"] | None = None
+
+
+def _start_worker(job: UnitJob, totals: "SynchronizedArray[int]") -> None:
+    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
+    # One process per core already: threads inside the tokenizer would fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = (job, totals)
+
+
+def _run_unit(unit: WorkUnit) -> list[str]:
+    """Prepare a unit in a worker; returns the problems, because a list survives pickling."""
+    assert _worker is not None
+    job, totals = _worker
+
+    def advance(documents: int, tokens: int) -> None:
+        with totals.get_lock():
+            totals[0] += documents
+            totals[1] += tokens
+
+    try:
+        job.run(unit, advance)
+    except ConfigurationError as error:
+        return error.problems
+    return []

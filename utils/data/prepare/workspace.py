@@ -8,21 +8,182 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.data.description import DESCRIPTION_FILE
+from utils.data.prepare.documents import FILTERED
 from utils.data.prepare.plan import TRAIN, WorkUnit
-from utils.data.prepare.units import UnitCounts
+from utils.data.prepare.records import BadRow
+from utils.data.prepare.tokenization import TokenizedDocument
 from utils.support.files import replace_text
 from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
+EXAMPLES_KEPT = 5
+# Tokens per record batch. Few large batches keep the reader's table of chunks short; the batch is
+# what a writer holds in memory (2 to 4 bytes a token, and 1 for its mask).
+TOKENS_PER_BATCH = 1 << 20
+
+
+# --- what a unit leaves: counts, and Arrow files
+
+
+@dataclass
+class SplitCounts:
+    """What a unit put into one split; `lengths` maps tokens to the number of documents."""
+
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    text_bytes: int = 0
+    file_bytes: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def count(self, document: TokenizedDocument, text_bytes: int) -> None:
+        """Count one document."""
+        self.documents += 1
+        self.tokens += len(document.ids)
+        self.loss_tokens += document.loss_tokens
+        self.text_bytes += text_bytes
+        _add_counts(self.lengths, {len(document.ids): 1})
+
+    def add(self, other: "SplitCounts") -> None:
+        """Add the counts of another unit."""
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.loss_tokens += other.loss_tokens
+        self.text_bytes += other.text_bytes
+        self.file_bytes += other.file_bytes
+        _add_counts(self.lengths, other.lengths)
+
+
+@dataclass
+class UnitCounts:
+    """What happened to the records of a unit; `dropped` by reason, with the first few messages."""
+
+    splits: dict[str, SplitCounts] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    truncated: int = 0
+    continued: int = 0
+    without_earlier_thinking: int = 0
+
+    def drop(self, row: BadRow) -> None:
+        """Count a record that is left out."""
+        _add_counts(self.dropped, {row.reason: 1})
+        if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(str(row))
+
+    @classmethod
+    def total(cls, counts: Iterable["UnitCounts"]) -> "UnitCounts":
+        """Add up the counts of units."""
+        total = cls()
+        for unit in counts:
+            for split, added in unit.splits.items():
+                total.splits.setdefault(split, SplitCounts()).add(added)
+            _add_counts(total.dropped, unit.dropped)
+            total.examples = [*total.examples, *unit.examples][:EXAMPLES_KEPT]
+            total.truncated += unit.truncated
+            total.continued += unit.continued
+            total.without_earlier_thinking += unit.without_earlier_thinking
+        return total
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "UnitCounts":
+        """Rebuild the counts from what `asdict` made of them."""
+        splits = {}
+        for name, split in content["splits"].items():
+            lengths = {int(length): documents for length, documents in split["lengths"].items()}
+            splits[name] = SplitCounts(**{**split, "lengths": lengths})
+        return cls(**{**content, "splits": splits})
+
+
+def _add_counts(total: dict[Any, int], added: Mapping[Any, int]) -> None:
+    for key, number in added.items():
+        total[key] = total.get(key, 0) + number
+
+
+class TokenFileWriter:
+    """Writes tokenized documents to one Arrow stream; a context manager that closes the file.
+
+    The bytes depend on the documents alone.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema):
+        self._documents: list[TokenizedDocument] = []
+        self._tokens = 0
+        self._schema = schema
+        self._file = path.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, schema)
+
+    def append(self, document: TokenizedDocument) -> None:
+        """Add one document behind those before it."""
+        self._documents.append(document)
+        self._tokens += len(document.ids)
+        if self._tokens >= TOKENS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._documents:
+            return
+        lengths = [len(document.ids) for document in self._documents]
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        values = [[document.ids for document in self._documents]]
+        if len(self._schema) == 2:
+            values.append([d.loss_mask for d in self._documents if d.loss_mask is not None])
+        columns = [
+            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column))) for column in values
+        ]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._documents, self._tokens = [], 0
+
+    def __enter__(self) -> "TokenFileWriter":
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error_type is None:
+            self._flush()
+            self._stream.close()
+            self._file.flush()
+            # The file counts as done once it is renamed: its content must be on disk by then.
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def token_schema(id_type: np.dtype, mask_column: str | None) -> pa.Schema:
+    """Return the Arrow schema of a split, with the features that `datasets` reads from it."""
+    fields = [pa.field("input_ids", pa.list_(pa.from_numpy_dtype(id_type)))]
+    if mask_column:
+        fields.append(pa.field(mask_column, pa.list_(pa.int8())))
+    info = {"info": {"features": token_features(id_type, mask_column)}}
+    return pa.schema(fields, metadata={"huggingface": json.dumps(info)})
+
+
+def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them; mask_column None: no mask."""
+    types = {"input_ids": id_type.name} | ({mask_column: "int8"} if mask_column else {})
+    return {
+        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
+        for name, dtype in types.items()
+    }
+
+
+# --- the folder
 
 
 class Workspace:
@@ -144,45 +305,6 @@ def is_already_prepared(workspace: Workspace, used_tokenizer: str | None) -> boo
             "overwritten: choose a new or empty folder"
         )
     return False
-
-
-class ShardArray:
-    """The tasks of a job array over shards: which of them have ended, and which one merges.
-
-    `task` is this one's shard, of `tasks` in all. The state is in files of the workspace named by
-    the array, so a task that died never blocks a later array. Methods raise FileNotFoundError when
-    another task has merged already.
-    """
-
-    def __init__(self, workspace: Path, array: str, task: int, tasks: int):
-        self.task = task
-        self.tasks = tasks
-        self._root = workspace
-        self._prefix = f"array-{array}-"
-
-    def finish(self) -> list[int]:
-        """Note that this task's shard is complete; return the tasks that are not there yet.
-
-        Whatever the order in which two tasks end, the later one sees both: it looks after it has
-        noted itself.
-        """
-        (self._root / f"{self._prefix}finished-{self.task}").touch()
-        # Listing a folder asks the server; looking for one file may be answered from a cache that
-        # NFS keeps for a minute.
-        present = set(os.listdir(self._root))  # noqa: PTH208 - names are compared
-        return [t for t in range(self.tasks) if f"{self._prefix}finished-{t}" not in present]
-
-    def claim_merge(self) -> bool:
-        """Return whether this task merges: the first one to ask, also after it was requeued."""
-        claim = self._root / f"{self._prefix}merged-by"
-        draft = self._root / f"{self._prefix}claim-of-{self.task}"
-        draft.write_text(str(self.task), encoding="utf-8")
-        try:
-            # A link is made by one of them only, on network file systems too, and is whole at once.
-            os.link(draft, claim)
-        except FileExistsError:
-            return claim.read_text(encoding="utf-8") == str(self.task)
-        return True
 
 
 def partial_name(path: Path) -> Path:

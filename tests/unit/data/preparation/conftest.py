@@ -3,7 +3,7 @@
 import preparation_samples as samples
 import pytest
 
-from utils.data.prepare import plan, pool
+from utils.data.prepare import plan, units
 
 
 @pytest.fixture
@@ -25,5 +25,5 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def workers_for_little(monkeypatch):
     """Let the few documents here be enough work for worker processes."""
-    worth = dict.fromkeys(pool.LEAST_BYTES_A_WORKER, 1)
-    monkeypatch.setattr(pool, "LEAST_BYTES_A_WORKER", worth)
+    worth = dict.fromkeys(units.LEAST_BYTES_A_WORKER, 1)
+    monkeypatch.setattr(units, "LEAST_BYTES_A_WORKER", worth)

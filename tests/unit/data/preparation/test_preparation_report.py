@@ -5,13 +5,13 @@ import preparation_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.data.prepare.report import (
+from utils.data.prepare.pipeline import (
     PERCENTILES,
     decoded_example,
     length_percentiles,
     report_lines,
 )
-from utils.data.prepare.units import SplitCounts, UnitCounts
+from utils.data.prepare.workspace import SplitCounts, UnitCounts
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300))

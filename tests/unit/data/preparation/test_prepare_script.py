@@ -13,7 +13,7 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare import pool
+from utils.data.prepare import units
 
 pytestmark = pytest.mark.usefixtures("small_units")
 REPOSITORY = Path(__file__).parents[4]
@@ -43,7 +43,7 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source):
 def test_a_killed_worker_ends_the_run_with_advice(
     tmp_path, source, tokenizer, workers_for_little, monkeypatch
 ):
-    monkeypatch.setattr(pool, "_run_unit", _killed)
+    monkeypatch.setattr(units, "_run_unit", _killed)
     with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
         samples.prepare(
             sources=[source],

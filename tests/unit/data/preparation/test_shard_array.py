@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.data.prepare.workspace import ShardArray
+from utils.data.prepare.merge_shards import ShardArray
 
 
 def arrays(root: Path, tasks: int, array: str = "7") -> list[ShardArray]:
