@@ -7,10 +7,9 @@ from utils.data.prepare.documents import (
     TextDocument,
     content_digest,
     parse_documents,
-    texts_of,
 )
 from utils.data.prepare.records import BadRow, Location, Record
-from utils.data.prepare.rows import RowSettings, detect_formats
+from utils.data.prepare.rows import RowSettings
 
 PLACE = Location("a.jsonl", "line", 3)
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -19,20 +18,6 @@ MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
 def parse(fields, document_format):
     (found,) = parse_documents(Record(fields, PLACE), RowSettings(document_format))
     return found
-
-
-@pytest.mark.parametrize(
-    ("fields", "formats"),
-    [
-        ({"text": "a", "id": 3}, ["text"]),
-        ({"messages": MESSAGES}, ["messages"]),
-        ({"prompt": "a", "completion": "b"}, ["prompt_completion"]),
-        ({"prompt": "a"}, []),
-        ({"text": "a", "messages": MESSAGES}, ["text", "messages"]),
-    ],
-)
-def test_columns_show_the_format(fields, formats):
-    assert detect_formats(fields) == formats
 
 
 @pytest.mark.parametrize(
@@ -100,8 +85,3 @@ def test_the_digest_follows_content_and_seed_and_not_the_place():
     chats = [ChatDocument(messages, PLACE) for messages in (MESSAGES, reordered, MESSAGES[:1])]
     digests = [content_digest(chat, 0) for chat in chats]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_texts_are_what_a_document_says():
-    assert texts_of(ChatDocument(MESSAGES, PLACE)) == ["q", "a"]
-    assert texts_of(CompletionDocument("p", "c", PLACE)) == ["p", "c"]

@@ -1,5 +1,3 @@
-import importlib.util
-
 import numpy as np
 import preparation_samples as samples
 import pytest
@@ -78,13 +76,6 @@ def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reas
     with pytest.raises(ConfigurationError, match=f"{reason}.*--tokenizer_backend tokenizers"):
         choose_backend("gigatoken", make(), document_format)
     assert "tokenizing with the tokenizer itself" in caplog.text
-
-
-def test_gigatoken_that_is_not_installed_is_named(monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "tokenizers"
-    assert "pip install gigatoken" in caplog.text
 
 
 def test_other_ids_are_found_before_any_work(monkeypatch):

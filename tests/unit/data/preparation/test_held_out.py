@@ -56,20 +56,6 @@ def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
     assert content["sources"]["continued"] == 20 * 4
 
 
-def test_another_seed_holds_out_other_documents(tmp_path, source, tokenizer):
-    for seed in (0, 1):
-        samples.prepare(
-            sources=[source],
-            output_dir=tmp_path / f"{seed}",
-            tokenizer_name_or_path=tokenizer,
-            validation_fraction=0.3,
-            seed=seed,
-        )
-    assert samples.rows(tmp_path / "0" / "validation") != samples.rows(
-        tmp_path / "1" / "validation"
-    )
-
-
 def test_the_tokenizer_never_sees_held_out_documents(tmp_path):
     # The odd word is in one document; it is held out with some seed and trained on with another.
     texts = [*samples.sentences(300), "Xylophon " * 400]

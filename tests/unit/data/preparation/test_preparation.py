@@ -46,7 +46,7 @@ def test_gigatoken_writes_the_same_bytes_as_the_tokenizer(tmp_path, tokenizer, d
     assert any(name.startswith("train/data-") for name in written)
 
 
-@pytest.mark.parametrize("shards", [2, 3, 50])
+@pytest.mark.parametrize("shards", [3, 50])
 def test_shards_merged_are_the_undivided_preparation(tmp_path, source, tokenizer, shards):
     settings = {
         "sources": [source],
@@ -61,7 +61,7 @@ def test_shards_merged_are_the_undivided_preparation(tmp_path, source, tokenizer
     assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "parts")
 
 
-@pytest.mark.parametrize("units_done", [0, 1, 4])
+@pytest.mark.parametrize("units_done", [1, 4])
 def test_an_interrupted_preparation_is_continued(
     tmp_path, source, tokenizer, units_done, monkeypatch
 ):
@@ -93,7 +93,7 @@ def test_an_interrupted_preparation_is_continued(
     assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "out")
 
 
-@pytest.mark.parametrize("moves", [0, 1, 3, 6])
+@pytest.mark.parametrize("moves", [0, 3])
 def test_an_interrupted_assembly_is_continued(tmp_path, source, moves, monkeypatch):
     settings = {"sources": [source], "train_tokenizer": 300, "validation_fraction": 0.3}
     samples.prepare(**settings, output_dir=tmp_path / "whole")

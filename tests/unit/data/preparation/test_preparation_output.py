@@ -1,7 +1,6 @@
 """The output directory: what is done already, what is in the way, and the merge of shards."""
 
 import json
-import logging
 import shutil
 
 import preparation_samples as samples
@@ -10,7 +9,6 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.pipeline import Preparation
-from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
@@ -57,11 +55,6 @@ def test_a_folder_with_other_files_is_not_written_into(tmp_path, source, tokeniz
             sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer
         )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
-def test_a_file_is_no_output_directory(tmp_path, source, tokenizer):
-    with pytest.raises(ConfigurationError, match="is a file, not a folder"):
-        samples.prepare(sources=[source], output_dir=source, tokenizer_name_or_path=tokenizer)
 
 
 def test_unfinished_work_of_other_settings_is_not_mixed_in(tmp_path, source, tokenizer):
@@ -132,18 +125,6 @@ def test_merge_refuses_files_that_do_not_hold_what_was_counted(tmp_path, source,
         samples.prepare(**settings, tokenizer_name_or_path=tokenizer, merge=1)
 
 
-def test_the_result_is_held_against_the_counts_of_the_shards(tmp_path, source, tokenizer, caplog):
-    with caplog.at_level(logging.INFO):
-        samples.prepare(
-            sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer
-        )
-    train = open_token_dataset(tmp_path / "out/train")
-    assert (
-        f"train: {len(train):,} documents, {train.lengths.sum():,} tokens, as counted while "
-        f"tokenizing; fingerprint {train.fingerprint[:16]}"
-    ) in caplog.messages
-
-
 def test_a_tokenizer_trained_first_serves_the_shards_of_the_same_folder(tmp_path, source):
     out = tmp_path / "out"
     first = Preparation(
@@ -159,3 +140,19 @@ def test_a_tokenizer_trained_first_serves_the_shards_of_the_same_folder(tmp_path
         samples.prepare(**settings, output_dir=out, shard=f"{shard}/2")
     samples.prepare(**settings, output_dir=out, merge=2)
     assert len(samples.rows(out / "train")) == 200
+
+
+def test_a_failed_preparation_starts_again_with_other_settings(tmp_path, source, tokenizer, caplog):
+    with source.open("a") as stream:
+        stream.write("{oops\n")
+    settings = {
+        "sources": [source],
+        "output_dir": tmp_path / "out",
+        "tokenizer_name_or_path": tokenizer,
+    }
+    with pytest.raises(ConfigurationError, match="malformed JSON"):
+        samples.prepare(**settings)
+    assert list((tmp_path / "out" / ".shards").glob("unit-*.json"))
+    samples.prepare(**settings, on_bad_row="skip")
+    assert "finished work units of other settings or sources are discarded" in caplog.text
+    assert len(samples.rows(tmp_path / "out" / "train")) == 200

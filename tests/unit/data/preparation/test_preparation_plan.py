@@ -1,5 +1,3 @@
-import logging
-
 import preparation_samples as samples
 import pytest
 
@@ -80,13 +78,6 @@ def test_all_paths_are_checked_at_once(text):
     for part in ("chat_template: c.jin", "gone.jsonl", "none*.txt", "gone2.jsonl"):
         assert part in joined
     assert len(caught.value.problems) == 4
-
-
-def test_files_that_are_passed_over_are_said(tmp_path, text, caplog):
-    (tmp_path / "x.weird").write_text("x")
-    with caplog.at_level(logging.WARNING):
-        plan(tmp_path)
-    assert "train: files skipped: 1 x .weird" in caplog.text
 
 
 def test_a_file_of_blank_lines_is_an_empty_source(tmp_path):

@@ -43,13 +43,6 @@ def test_json_nested_without_end_is_a_bad_row(tmp_path):
     assert bad.reason == "malformed_json"
 
 
-def test_a_text_file_is_one_document(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one\n\ntwo ß\n", encoding="utf-8")
-    (record,) = read(path)
-    assert record.fields == {"text": "one\n\ntwo ß\n"}
-
-
 def test_a_text_file_that_is_not_utf8_is_a_bad_row_with_the_byte(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     (bad,) = read(tmp_path / "a.txt")
@@ -118,12 +111,6 @@ def test_csv_is_read_with_quotes_line_ends_and_places(tmp_path):
     assert second.fields == {"text": "ß", "n": "2"}
     assert bad.reason == "malformed_csv"
     assert str(bad).endswith("a.csv:5: 1 cells where the header names 2 columns")
-
-
-def test_tsv_is_cut_at_tabs_and_may_be_compressed(tmp_path):
-    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(b"text\tn\na, b\t1\n"))
-    (record,) = read(tmp_path / "a.tsv.gz")
-    assert record.fields == {"text": "a, b", "n": "1"}
 
 
 def test_csv_that_is_broken_is_refused(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from utils.data.prepare.rows import (
     RowSettings,
     UnusableRowError,
-    detect_formats,
     document_fields,
     naming_hint,
     renamed,
@@ -30,19 +29,6 @@ def said(*turns):
 def message(**keys):
     (found,) = document_fields({"messages": [keys]}, "messages")["messages"]
     return found
-
-
-@pytest.mark.parametrize(
-    ("fields", "formats"),
-    [
-        ({"conversations": [], "id": 1}, ["sharegpt"]),
-        ({"instruction": "a", "input": "", "output": "b"}, ["alpaca"]),
-        ({"instruction": "a", "output": "b", "text": "c"}, ["text", "alpaca"]),
-        ({"question": "a", "answer": "b"}, []),
-    ],
-)
-def test_columns_show_the_format(fields, formats):
-    assert detect_formats(fields) == formats
 
 
 def test_sharegpt_becomes_messages():

@@ -10,20 +10,6 @@ def arrays(root: Path, tasks: int, array: str = "7") -> list[ShardArray]:
     return [ShardArray(root, array, task, tasks) for task in range(tasks)]
 
 
-def test_the_last_task_sees_all_others(tmp_path):
-    first, second, third = arrays(tmp_path, 3)
-    assert second.finish() == [0, 2]
-    assert first.finish() == [2]
-    assert third.finish() == []
-
-
-def test_a_task_that_comes_again_counts_once(tmp_path):
-    first, second = arrays(tmp_path, 2)
-    assert first.finish() == [1]
-    assert first.finish() == [1]
-    assert second.finish() == []
-
-
 def test_one_task_merges_and_goes_on_after_a_requeue(tmp_path):
     first, second = arrays(tmp_path, 2)
     assert second.claim_merge()

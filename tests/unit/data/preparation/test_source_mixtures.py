@@ -57,16 +57,6 @@ def test_a_weight_says_how_often_each_document_is_written(tmp_path, tokenizer, t
     assert not set(held_out) & set(written)
 
 
-def test_a_fraction_takes_a_share_of_the_documents(tmp_path, tokenizer, two):
-    out = tmp_path / "out"
-    samples.prepare(
-        sources=[{"path": two[0], "weight": 0.25}],
-        output_dir=out,
-        tokenizer_name_or_path=tokenizer,
-    )
-    assert 30 < len(set(texts(out, tokenizer))) == len(texts(out, tokenizer)) < 70
-
-
 def test_filters_keep_rows_and_are_counted_without_being_faults(tmp_path, tokenizer, two):
     out = tmp_path / "out"
     kept = {"language": "en", "score": {"min": 3}}
@@ -177,24 +167,6 @@ def test_the_documented_recipe_is_read():
 def test_a_filter_on_a_column_that_is_not_there_is_refused_before_any_work(two):
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no column 'lang', which the filter"):
         plan([{"path": two[0], "filter": {"lang": "en"}}])
-
-
-def test_what_came_of_each_source_is_logged(tmp_path, tokenizer, two, caplog):
-    with caplog.at_level("INFO"):
-        samples.prepare(
-            sources=[{"path": two[0]}, {"path": two[1], "filter": {"language": "en"}}],
-            output_dir=tmp_path / "out",
-            tokenizer_name_or_path=tokenizer,
-        )
-    assert f"from {two[0]}: train 200 documents, " in caplog.text
-    assert f"from {two[1]}: train 100 documents, " in caplog.text
-
-
-def test_pictures_beside_the_texts_are_named(tmp_path, caplog):
-    rows = [{**samples.chat("q <image>", "a"), "images": ["x.png"]}]
-    with caplog.at_level("WARNING"):
-        plan([str(samples.write_jsonl(tmp_path / "a.jsonl", rows))])
-    assert "column images is not used: only the texts" in caplog.text
 
 
 def test_a_file_in_two_entries_needs_a_weight_instead(two):
@@ -314,8 +286,3 @@ def test_of_a_dataset_dict_the_train_split_is_taken(tmp_path, caplog):
         "test",
     ]
     assert "split train is taken; not used: test" in caplog.text
-
-
-def test_a_name_of_the_hub_says_how_to_fetch_it():
-    with pytest.raises(ConfigurationError, match="hf download --repo-type dataset openai/gsm8k"):
-        plan(["openai/gsm8k"])

@@ -26,11 +26,6 @@ def test_a_folder_is_walked_recursively_in_sorted_order_without_hidden_files(tre
     assert not listing.problems
 
 
-def test_globs_are_expanded_sorted_and_recursively(tree):
-    listing = list_sources([f"{tree}/**/*.jsonl", f"{tree}/*.txt"], "auto")
-    assert names(listing, tree) == ["a/deep/c.jsonl", "b.txt"]
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "compression"),
     [
@@ -93,13 +88,6 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     for name, problem, part in zip(given, problems, expected, strict=True):
         assert problem.startswith(str(tmp_path / name))
         assert part in problem
-
-
-def test_a_datasets_folder_below_a_folder_is_one_source(tmp_path):
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "root" / "d"))
-    (file,) = list_sources([str(tmp_path / "root")], "auto").files
-    assert file.kind == "datasets"
-    assert file.size > 0
 
 
 @pytest.mark.parametrize(

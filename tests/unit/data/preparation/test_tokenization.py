@@ -73,21 +73,6 @@ def test_a_chat_that_the_template_refuses_is_a_bad_row_and_the_others_are_kept()
     assert "roles must alternate" in str(bad)
 
 
-def test_a_chat_whose_mask_is_empty_is_a_bad_row():
-    chat = [{"role": "user", "content": "q"}]
-    found = tokenize(samples.chatml_tokenizer(), ChatDocument(chat, PLACE))
-    assert isinstance(found, BadRow)
-    assert "a.jsonl:1: no assistant token" in str(found)
-
-
-def test_tools_reach_the_template():
-    template = "{{ tools | length if tools else 0 }}" + samples.chatml_tokenizer().chat_template
-    chat = samples.chat("q", "a")["messages"]
-    tokenizer = samples.tiny_tokenizer(template)
-    found = tokenize(tokenizer, ChatDocument(chat, PLACE, tools=[{"type": "function"}] * 7))
-    assert tokenizer.decode(found.ids).startswith("7<|im_start|>system\n# Tools")
-
-
 def test_truncation_tells_whether_anything_is_left_to_learn():
     pair = tokenize(samples.tiny_tokenizer(), CompletionDocument("x", "y z", PLACE))
     prompt = int((pair.loss_mask == 0).sum())

@@ -49,13 +49,6 @@ def test_splits_have_different_fingerprints_for_the_caches_of_datasets(tmp_path,
     assert len(fingerprints) == 2
 
 
-def test_text_documents_end_with_the_end_of_text_token(tmp_path, source, tokenizer):
-    samples.prepare(sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer)
-    plain = samples.tiny_tokenizer()
-    decoded = [plain.decode(row) for row in samples.rows(tmp_path / "out" / "train")]
-    assert decoded == [text + "<|endoftext|>" for text in samples.sentences(200)]
-
-
 def test_the_description_holds_the_figures_of_the_report(tmp_path, source, tokenizer):
     samples.prepare(sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer)
     content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())
