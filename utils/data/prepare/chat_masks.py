@@ -197,7 +197,8 @@ class ChatMasks:
         has_prompt = opening != bare
         if not has_prompt and has_words:
             # No generation prompt: the model is given what precedes any reply.
-            reply = self._reply_opening(chat, turn)
+            reply = self._tail_with(chat, turn, {"role": ASSISTANT, "content": PROBE})
+            reply = reply.partition(PROBE)[0]
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
                 opening = reply or opening  # else what it says begins with a blank, no header
         shared = _shared(gap, opening)
@@ -228,14 +229,6 @@ class ChatMasks:
             except RENDERING_ERRORS:
                 self._headers[key] = ""
         return self._headers[key]
-
-    def _reply_opening(self, chat: MarkedChat, turn: int) -> str:
-        reply = self.template.adapted([{"role": ASSISTANT, "content": PROBE}])
-        try:
-            replied = self._render(chat, [*chat.messages[:turn], *reply])
-        except RENDERING_ERRORS:
-            return ""
-        return chat.tail(replied).partition(PROBE)[0]
 
     # --- where it ends
 
@@ -300,14 +293,19 @@ class ChatMasks:
             function = calls[-1]["function"].get("name", "")
             name = {"name": function, "tool_call_id": calls[-1].get("id", "abcdefghi")}
             answers.insert(0, {"role": "tool", "content": PROBE, **name})
-        for answer in self.template.adapted(answers):
-            try:
-                longer = self._render(chat, [*chat.messages[: turn + 1], answer])
-            except RENDERING_ERRORS:
-                continue
-            if PROBE in (rest := chat.tail(longer)):
+        for answer in answers:
+            rest = self._tail_with(chat, turn + 1, answer)
+            if PROBE in rest:
                 return rest[: rest.rindex(PROBE)]
         return ""
+
+    def _tail_with(self, chat: MarkedChat, turn: int, message: Message) -> str:
+        """Return what follows the first `turn` messages and has `message` in it; "" if refused."""
+        try:
+            longer = self._render(chat, [*chat.messages[:turn], *self.template.adapted([message])])
+        except RENDERING_ERRORS:
+            return ""
+        return chat.tail(longer)
 
     def _render(
         self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
@@ -423,20 +421,22 @@ def _check_spans(
     indices = [chat.unmarked(mark.at) for mark in chat.marks]
     for turn, spans in trained.items():
         words = [chat.unmarked(index) for index in chat.own(turn)]
-        if not all(any(low <= index <= high for low, high in spans) for index in words):
-            message = f"{chat.named(turn)}: some of its words would not be trained on"
-            raise ChatRefused(message, "mask_incomplete")
-        for low, high in spans:
-            inside = chat.marks[bisect_right(indices, low) : bisect_left(indices, high)]
-            if any(mark.message not in (turn, NOBODY) for mark in inside):
-                message = f"{chat.named(turn)}: words of another message would be trained on"
-                raise ChatRefused(message, "mask_too_wide")
-        said = "".join(text[slice(*span)] for span in spans)
+        inside = [
+            mark.message
+            for low, high in spans
+            for mark in chat.marks[bisect_right(indices, low) : bisect_left(indices, high)]
+        ]
+        trained_text = "".join(text[slice(*span)] for span in spans)
         written = json.dumps(chat.messages[turn], ensure_ascii=False).count(stop)
-        if said.count(stop) > written + 1:
-            message = f"{chat.named(turn)}: the template prints it as two turns"
-            raise ChatRefused(message, "mask_too_wide")
         ending = text[slice(*spans[-1])].rstrip() if spans else ""
-        if not any(match.end() == len(ending) for match in tokens.finditer(ending)):
-            message = f"{chat.named(turn)}: the token that ends it would not be trained on"
-            raise ChatRefused(message, "mask_incomplete")
+        problem, reason = "", "mask_incomplete"
+        if not all(any(low <= index <= high for low, high in spans) for index in words):
+            problem = "some of its words would not be trained on"
+        elif set(inside) - {turn, NOBODY}:
+            problem, reason = "words of another message would be trained on", "mask_too_wide"
+        elif trained_text.count(stop) > written + 1:
+            problem, reason = "the template prints it as two turns", "mask_too_wide"
+        elif not any(match.end() == len(ending) for match in tokens.finditer(ending)):
+            problem = "the token that ends it would not be trained on"
+        if problem:
+            raise ChatRefused(f"{chat.named(turn)}: {problem}", reason)

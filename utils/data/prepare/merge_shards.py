@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     preparation = Preparation(arguments)
     if preparation.is_finished:
-        return 0  # prepare_data.py has said so
+        return 0  # prepare_data.py has logged it
     array = ShardArray(
         preparation.workspace.root,
         os.environ["SLURM_ARRAY_JOB_ID"],
