@@ -160,3 +160,5 @@ def test_a_strategy_has_a_name(config, name):
     assert requested_strategy(variables, 2) == name
     precision = variables["ACCELERATE_MIXED_PRECISION"]
     assert precision == config.get("mixed_precision", "no")
+    off = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
+    assert [requested_strategy(off, processes) for processes in (1, 2)] == ["single", "ddp"]

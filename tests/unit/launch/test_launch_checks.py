@@ -18,11 +18,9 @@ from utils.launch.processes import (
     check_launch,
     check_strategy,
     launch_problem,
-    requested_strategy,
 )
 
 ROOT = Path(__file__).parents[3]
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 @pytest.mark.parametrize(
@@ -59,25 +57,6 @@ def test_a_launch_that_went_wrong_is_explained(
 )
 def test_a_sound_launch_has_no_problem(environment, processes, visible_gpus):
     assert launch_problem(environment, processes, visible_gpus) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "processes", "strategy"),
-    [
-        ({}, 1, "single"),
-        ({}, 4, "ddp"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, 4, "fsdp2"),
-        ({"ACCELERATE_USE_FSDP": "true"}, 1, "fsdp1"),
-        (DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, 4, "zero3"),
-        (DEEPSPEED, 4, "zero2"),
-        (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, 4, "zero_file"),
-        ({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}, 2, "ddp"),
-    ],
-)
-def test_the_requested_strategy_is_read_from_what_the_launcher_sets(
-    environment, processes, strategy
-):
-    assert requested_strategy(environment, processes) == strategy
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,6 @@ def host(root, cgroup, available_kib, files):
     return root
 
 
-def test_without_limits_it_is_what_the_kernel_has_available(tmp_path):
-    assert memory_room_bytes(host(tmp_path, "0::/\n", 5 * 2**20, {})) == 5 * GIB
-
-
 def test_the_tightest_group_counts_and_file_pages_do_not(tmp_path):
     """Slurm limits the job and the step within it; version 2 of control groups."""
     job, step = "sys/fs/cgroup/slurm/job_7", "sys/fs/cgroup/slurm/job_7/step_0"
@@ -45,15 +41,6 @@ def test_version_1_of_control_groups_counts_too(tmp_path):
     }
     cgroup = "11:cpu,cpuacct:/x\n4:memory:/slurm/uid_1/job_7\n0::/system\n"
     assert memory_room_bytes(host(tmp_path, cgroup, 99 * 2**20, files)) == GIB + GIB // 4
-
-
-def test_a_group_beyond_its_limit_leaves_nothing(tmp_path):
-    files = {
-        "sys/fs/cgroup/job/memory.max": "10",
-        "sys/fs/cgroup/job/memory.current": "12",
-        "sys/fs/cgroup/job/memory.stat": "inactive_file 0",
-    }
-    assert memory_room_bytes(host(tmp_path, "0::/job\n", 10, files)) == 0
 
 
 def test_this_host_has_room():
