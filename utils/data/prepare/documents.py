@@ -60,7 +60,7 @@ def parse_documents(record: Record, rows: RowSettings) -> Iterator[Document | Ba
             yield from _texts(fields["text"], record)
         elif document_format == "messages":
             _check_messages("messages", fields["messages"])
-            yield _chat(fields, record.location, fields["messages"])
+            yield ChatDocument(fields["messages"], record.location, *_extras(fields))
         else:
             yield _completion(fields, record.location)
     except UnusableRowError as error:
@@ -164,20 +164,14 @@ def _completion(fields: Mapping[str, Any], location: Location) -> Document:
         message = "'prompt' and 'completion' must both be strings or both be lists of messages"
         raise UnusableRowError("wrong_type", message)
     if isinstance(prompt, list):
-        return _chat(fields, location, [*prompt, *completion], first_trained=len(prompt))
+        return ChatDocument([*prompt, *completion], location, *_extras(fields), len(prompt))
     if not completion.strip():
         raise UnusableRowError("empty", "empty document: 'completion' has no text")
-    if fields["tools"] or fields["chat_template_kwargs"]:
+    if any(_extras(fields)):
         message = "'tools' and 'chat_template_kwargs' go with messages, but 'prompt' is a text"
         raise UnusableRowError("wrong_type", message)
     return CompletionDocument(prompt, completion, location)
 
 
-def _chat(
-    fields: Mapping[str, Any],
-    location: Location,
-    messages: Sequence[Message],
-    first_trained: int = 0,
-) -> ChatDocument:
-    tools, options = fields["tools"], fields["chat_template_kwargs"]
-    return ChatDocument(messages, location, tools, options, first_trained)
+def _extras(fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    return fields["tools"], fields["chat_template_kwargs"]
