@@ -58,13 +58,6 @@ def test_an_answer_of_weight_zero_is_not_trained_on():
     assert rendered(tokenizer, messages)[2] == "good answer<|im_end|>"
 
 
-def test_the_shipped_template_is_accepted_and_ends_turns_with_its_token():
-    tokenizer = samples.tiny_tokenizer()
-    attach_training_template(tokenizer, samples.CHATML)
-    assert tokenizer.chat_template == Path(samples.CHATML).read_text()
-    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-
 @pytest.mark.parametrize("markers", [True, False])
 def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
     """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""

@@ -3,7 +3,6 @@ import pytest
 from utils.data.prepare import documents
 from utils.data.prepare.documents import (
     ChatDocument,
-    CompletionDocument,
     TextDocument,
     content_digest,
     parse_documents,
@@ -58,13 +57,6 @@ def test_a_record_that_cannot_be_used_says_why(document_format, fields, reason, 
     assert found.reason == reason
     assert message in str(found)
     assert str(found).startswith("a.jsonl:3: ")
-
-
-def test_good_records_become_documents():
-    assert parse({"text": "a"}, "text") == TextDocument("a", PLACE)
-    assert parse({"messages": MESSAGES}, "messages") == ChatDocument(MESSAGES, PLACE)
-    pair = parse({"prompt": "a", "completion": "b"}, "prompt_completion")
-    assert pair == CompletionDocument("a", "b", PLACE)
 
 
 def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):

@@ -57,12 +57,6 @@ def test_who_speaks_in_sharegpt_has_to_be_known():
         document_fields({"conversations": said(("narrator", "x"))}, "sharegpt")
 
 
-def test_conversations_may_hold_roles_and_messages_may_hold_froms():
-    row = {"conversations": [{"role": "user", "content": "q"}]}
-    assert turns(row, "sharegpt") == [("user", "q")]
-    assert turns({"messages": said(("human", "q"))}) == [("user", "q")]
-
-
 @pytest.mark.parametrize(("given", "question"), [("", "i"), (None, "i"), ("in", "i\nin")])
 def test_alpaca_becomes_messages(given, question):
     row = {"instruction": "i", "input": given, "output": "o"}
@@ -107,12 +101,6 @@ def test_the_old_way_of_calls_is_read():
     assert document_fields(row, "messages")["tools"] == [TOOL]
 
 
-def test_nulls_of_a_call_that_were_written_stay():
-    call = {"name": "find", "arguments": {"city": None}}
-    found = message(role="assistant", tool_calls=[call])
-    assert found["tool_calls"][0]["function"]["arguments"] == {"city": None}
-
-
 @pytest.mark.parametrize(
     "tools",
     [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], TOOL, [TOOL["function"]]],
@@ -120,11 +108,6 @@ def test_nulls_of_a_call_that_were_written_stay():
 def test_every_way_to_write_tools_gives_one_list(tools):
     row = {"messages": [{"role": "user", "content": "q"}], "tools": tools}
     assert document_fields(row, "messages")["tools"] == [TOOL]
-
-
-@pytest.mark.parametrize("tools", [None, "", "[]", []])
-def test_no_tools_are_none(tools):
-    assert document_fields({"messages": [], "tools": tools}, "messages")["tools"] is None
 
 
 def test_text_parts_are_joined_and_other_parts_are_refused():

@@ -27,11 +27,6 @@ def test_another_array_counts_anew(tmp_path):
     assert other.claim_merge()
 
 
-def test_ten_tasks_are_not_taken_for_one(tmp_path):
-    tasks = arrays(tmp_path, 11)
-    assert tasks[10].finish() == list(range(10))
-
-
 def test_a_merged_workspace_is_told_by_its_absence(tmp_path):
     (task,) = arrays(tmp_path / "gone", 1)
     with pytest.raises(FileNotFoundError):

@@ -65,11 +65,6 @@ def test_the_same_texts_give_the_same_tokenizer_in_another_process():
     assert len(found) == 1
 
 
-def test_a_vocabulary_below_the_bytes_is_refused():
-    with pytest.raises(ConfigurationError, match="bytes and special tokens alone need 260"):
-        train_tokenizer(iter(["a"]), 259)
-
-
 def test_a_vocabulary_that_the_texts_cannot_fill_is_refused_with_what_they_can():
     with pytest.raises(ConfigurationError, match="only enough for 262 tokens: give at most 262"):
         train_tokenizer(iter(["ab ab"]), 1000)
