@@ -26,7 +26,7 @@ ELSEWHERE = dataclasses.replace(HERE, host="n9", machine="another boot", pid=471
 # Takes the lock and does as told; its machine is another one where argv names it.
 HOLD = """
 import os, sys, time
-from utils.cluster import run_lock
+from utils.support import run_lock
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.1, 0.8, 0.02
 output_dir, machine, end = sys.argv[1:]
 if machine:
@@ -328,7 +328,7 @@ def test_a_fork_does_not_leave_its_parents_lock(tmp_path):
 # unless its maker was killed. Looks long before it acts, now and then.
 RACER = """
 import os, pathlib, random, sys, time
-from utils.cluster import run_lock
+from utils.support import run_lock
 from utils.config.errors import ConfigurationError
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.05, 2.0, 0.001
 output_dir = pathlib.Path(sys.argv[1])
