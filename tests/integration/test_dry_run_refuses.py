@@ -191,11 +191,11 @@ PRETRAINING = {
     "unknown key": (lambda place: place.model(hiden_size=64), "has no setting hiden_size"),
     "no configuration": ({"model_config": "/none.yaml"}, "cannot be read"),
     "kernel": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
-    "tracker": ({"report_to": "trackio"}, "report_to trackio: it is not installed"),
-    "optimizer's package": ({"optim": "paged_adamw_8bit"}, "is in bitsandbytes"),
-    "optimizer's states": ({"optim": "sgd", "optim_states": "int8"}, "not for optim sgd"),
+    "tracker": ({"report_to": "trackio"}, "report_to trackio needs trackio"),
+    "optimizer's package": ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes"),
+    "optimizer's states": ({"optim": "sgd", "optim_states": "int8"}, "has no effect: optim sgd"),
     "unknown setting": ({"epochs": 3}, "here it is --num_train_epochs"),
-    "fp16 on a CPU": ({"fp16": "true"}, "fp16 needs a GPU"),
+    "fp16 on a CPU": ({"fp16": "true"}, "fp16 True (--fp16) needs a GPU"),
     "never evaluated": ({"eval_steps": 5}, "eval_steps 5 (--eval_steps) has no effect"),
     "no such split": (
         {"eval_data": "a=/none", "eval_strategy": "epoch"},
@@ -231,7 +231,7 @@ FINE_TUNING = {
         lambda place: place.data(input_ids=[[5, 6], [5, 6]], completion_mask=[[0, 1], [0, 0]]),
         "row 1 has no token to learn from",
     ),
-    "LoRA without use_peft": ({"lora_r": 4}, "has no effect without use_peft"),
+    "LoRA without use_peft": ({"lora_r": 4}, "has no effect: use_peft False"),
 }
 CASES = {
     **{name: (pretrain, *case) for name, case in PRETRAINING.items()},
