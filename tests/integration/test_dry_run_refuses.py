@@ -164,14 +164,14 @@ PRETRAINING = {
     "checkpoint of a run": (of_another_run, "is a checkpoint of another run"),
     "changed length": (lambda place: place.resumed(sequence_length=32), "sequence_length is 64"),
     "changed seed": (lambda place: place.resumed(seed=7), "its seed is 42, now it is 7"),
-    "changed learning rate": (lambda place: place.resumed(learning_rate=1), "cannot go on: its l"),
+    "changed learning rate": (lambda place: place.resumed(learning_rate=1), "cannot resume: its l"),
     "changed data": (
         lambda place: place.resumed(train_data=place.workspace / "heldout"),
         "its train_data is",
     ),
     "changed model": (
         lambda place: place.resumed(**place.model(intermediate_size=32)),
-        "cannot go on with this model configuration",
+        "cannot resume with this model configuration",
     ),
     "no stage": ({"init_from": "/none", "model_config": None}, "there is no such directory"),
     "stage without weights": (stage_without_weights, "holds no weights"),

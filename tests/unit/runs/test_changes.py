@@ -97,8 +97,8 @@ def test_all_changes_are_one_aligned_table(runs, caplog):
     (line,) = said(caplog)
     assert line == (
         f"changed since the last start in {runs.directory}:\n"
-        "  max_steps      6  -> 12   (the cosine schedule has another end: the learning rate goes"
-        " on along its new curve)\n"
+        "  max_steps      6  -> 12   (the cosine schedule ends elsewhere: the learning rate takes"
+        " its new curve)\n"
         "  logging_steps  10 -> 3"
     )
 
@@ -111,7 +111,7 @@ def test_another_global_batch_moves_the_data(size, words, runs, caplog):
     runs.has_checkpoint()
     caplog.clear()
     runs.start(global_batch_size=size, accept=["global_batch_size"])
-    assert f"goes on at sample {size} k, not 4 k: {words}" in said(caplog)[0]
+    assert f"continues at sample {size} k, not 4 k: {words}" in said(caplog)[0]
 
 
 def test_a_schedule_without_an_end_is_not_said_to_have_one(tmp_path, caplog):
@@ -182,7 +182,7 @@ def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, c
     assert name in said(caplog)[0]
     runs.has_checkpoint()
     (problem,) = refused(runs, accept=[name])
-    assert "cannot go on: its " + name in problem
+    assert "cannot resume: its " + name in problem
     assert f"--init_from {runs.directory}/checkpoint-3, with --init_optimizer true" in problem
 
 
@@ -275,7 +275,7 @@ def test_tensors_of_another_shape_are_refused_though_accepted(runs):
     runs.has_checkpoint()
     wider = {"model_config": {**MODEL, "hidden_size": 48}}
     (problem,) = refused(runs, facts=wider, accept=["model_config"])
-    assert "cannot go on with this model configuration, accepted or not" in problem
+    assert "cannot resume with this model configuration, accepted or not" in problem
     assert "was (128, 32) and would be (128, 48)" in problem
 
 
@@ -286,7 +286,7 @@ def test_another_model_matters_where_its_weights_do(fine_tuning, caplog):
     fine_tuning.has_checkpoint()
     caplog.clear()
     fine_tuning.start(**other)
-    assert "the run goes on from weights of its own" in said(caplog)[0]
+    assert "the run resumes from weights of its own" in said(caplog)[0]
 
 
 def test_under_adapters_the_model_always_matters(fine_tuning):
@@ -325,7 +325,7 @@ def test_other_weights_under_adapters_are_refused_until_accepted(adapters, caplo
     assert adapters.start(**BASE, facts=other) == {}
     caplog.clear()
     refused(adapters, **BASE, facts=weights(sha256={"model.safetensors": "4" * 64}))
-    line = "model_name_or_path: model-1.safetensors (SHA-256)  11111111 -> not there"
+    line = "model_name_or_path: model-1.safetensors (SHA-256)  11111111 -> missing"
     assert f"{line}   (and 2 files more)" in said(caplog)[0]
 
 
@@ -372,8 +372,8 @@ def test_the_best_value_of_one_metric_is_held_against_no_other(tmp_path, caplog)
     for metric in ("other_loss", None):
         changed = {**JUDGED, "metric_for_best_model": metric}
         (problem,) = refused(run, **changed, accept=["metric_for_best_model"])
-        assert "cannot go on: its metric_for_best_model is held_loss, now" in problem
-        assert "hold the best held_loss, against which nothing else counts. A run" in problem
+        assert "cannot resume: its metric_for_best_model is held_loss, now" in problem
+        assert "hold the best held_loss, with which nothing else compares. A run" in problem
     caplog.clear()
     run.start(
         **{**JUDGED, "metric_for_best_model": "held_loss"},
