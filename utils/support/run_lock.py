@@ -278,7 +278,7 @@ def _numbers(folder: Path) -> list[int]:
     # Listed, not asked for by name: NFS remembers for a while that a file was not there.
     try:
         names = [path.name for path in folder.iterdir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
 
