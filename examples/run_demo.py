@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.callbacks.journal_lines import read_journal  # noqa: E402 - the scripts' folder is not ROOT
-from utils.support import host as processor  # noqa: E402
+from utils.support.host import cpu_fact  # noqa: E402
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],
@@ -66,7 +66,7 @@ def figures_of(seconds: dict[str, float]) -> dict[str, Any]:
     peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     return {
         "date": date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} cores, {processor.model() or platform.machine()}",
+        "hardware": f"{os.cpu_count()} cores, {cpu_fact('model name') or platform.machine()}",
         "python": platform.python_version(),
         "seconds": seconds,
         "total_s": round(sum(seconds.values()), 1),

@@ -101,9 +101,7 @@ EXPERIMENTS: tuple[Cell, ...] = (
         ),
     ),
     ComponentCell("float32_products"),
-    ComponentCell("blocked_attention"),
     ComponentCell("short_documents"),
-    ComponentCell("logits_layout"),
     DurationCell("ddp_step"),
     ParityCell(
         "low_precision", "Losses in fewer bits, 1 M parameters, 120 steps of 16 x 64 tokens",

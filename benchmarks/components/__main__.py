@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.recording.job import saying_why_not
 from benchmarks.recording.steps import peak_memory_bytes, wait_for_device
+from utils.kernels.cpu_products import keep_freed_memory
 from utils.launch.environment import configure_environment
-from utils.support.host import keep_freed_memory
 
 SHORTEST_S = 0.5
 FEWEST_CALLS = 3

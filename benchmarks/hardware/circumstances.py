@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.device import gpu_facts
-from utils.support import host as processor
+from utils.support.host import cpu_fact
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
@@ -55,7 +55,7 @@ def hardware() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """Return the processor's name as Linux has it."""
-    return processor.model() or platform.machine()
+    return cpu_fact("model name") or platform.machine()
 
 
 def _version(package: str) -> str | None:

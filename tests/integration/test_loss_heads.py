@@ -1,6 +1,7 @@
 """The fused loss head trains as the one that makes all logits does, to rounding."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 import pretrain
 import sft_train
 from utils.callbacks.journal_lines import read_journal
-from utils.kernels import linear_cross_entropy as head_sizes
+from utils.kernels.linear_cross_entropy import SIZES
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +23,8 @@ EXACT = {"adam_epsilon": 1e-4}
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setitem(head_sizes.CHUNK_ROWS, "cpu", 37)
-    monkeypatch.setitem(head_sizes.BLOCK_ELEMENTS, "cpu", 9 * tiny.VOCABULARY)
+    sizes = replace(SIZES["cpu"], rows=37, tile=1, block=9 * tiny.VOCABULARY)
+    monkeypatch.setitem(SIZES, "cpu", sizes)
 
 
 def figures(run: Path) -> torch.Tensor:

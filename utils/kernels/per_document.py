@@ -5,19 +5,15 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from utils.kernels.blocked_attention import LONGEST, attends_in_blocks, blocked_attention
 from utils.kernels.cpu_products import by_onednn
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# Up to this length torch's kernel for CPUs is faster in float32 than in half precision: 1.2 times
-# at 256 tokens, 2.3 at 128, 5 at 16 (docs/experiments.md).
-SHORT_ON_CPU = 256
-
-
-def short_on_cpu() -> int:
-    """Return up to which length documents on a CPU go another way than longer ones."""
-    return LONGEST if by_onednn() else SHORT_ON_CPU
+# On a CPU torch's kernel is slower in half precision than in float32 up to this length, and slower
+# than batched products by oneDNN up to the second one.
+SHORT_ON_CPU, BLOCKED_ON_CPU = 256, 1024
+QUERIES = 128  # of a batched product
+SCORES = 2**21  # float32 scores at a time: what a CPU's caches hold
 
 
 class Documents(NamedTuple):
@@ -40,8 +36,13 @@ class ScoreTerms(NamedTuple):
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    def plain(self, length: int) -> bool:
+        """Whether documents of this length need no more than a scale."""
+        windowed = self.window is not None and length > self.window
+        return self.softcap is None and self.sinks is None and not self.dropout and not windowed
 
-# Which lengths there are is known at run time alone: compiled layers call it as it is.
+
+# Its lengths are known only at run time: compiled layers call it as it is.
 @torch.compiler.disable
 def per_document_sdpa(
     query: torch.Tensor,
@@ -50,10 +51,9 @@ def per_document_sdpa(
     documents: Documents,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Run SDPA document by document: any device, any dtype, no (tokens, tokens) mask.
+    """Run SDPA document by document, without a (tokens, tokens) mask.
 
-    Documents of one length go through one call. Reads the lengths on the host, which waits for
-    the device when `cu_seq_lens` is not on the CPU.
+    Reads the lengths on the host, which waits for the device when `cu_seq_lens` is not on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     return attend_by_lengths(query, key, value, lengths, terms)
@@ -66,48 +66,41 @@ def attend_by_lengths(
     lengths: list[int],
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Attend in documents of these lengths, which lie end to end: (tokens, heads, dim)."""
+    """Attend in documents that lie end to end: (tokens, heads, dim); one call for each length."""
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
-    if _blocked(query, max(lengths), terms):
-        return blocked_attention(query, key, value, lengths, _scale(query, terms))
     if len(set(lengths)) == 1:  # whole rows, say: nothing has to be gathered
         query, key, value = (
             states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
         )
         return causal_sdpa(query, key, value, terms).transpose(1, 2).flatten(0, 1)
-    same_length: dict[int, list[int]] = {}
-    short: list[int] = []
+    alike: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
-        own = short if _blocked(query, length, terms) else same_length.setdefault(length, [])
-        own.append(document)
+        blocked = _in_blocks(query, length, terms)
+        # oneDNN compiles code for each shape: what fills a document up lies behind it, unseen.
+        alike.setdefault(-(-length // 64) * 64 if blocked else length, []).append(document)
     # split and cat have one backward node each; a slice per document would have a zero-filled
     # gradient of all tokens per document.
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(lengths)
-    if short:
-        joined = [torch.cat([part[document] for document in short]) for part in pieces]
-        parts = [lengths[document] for document in short]
-        attended = blocked_attention(*joined, parts, _scale(query, terms))
-        for document, output in zip(short, attended.split(parts), strict=True):
-            outputs[document] = output
-    for members in same_length.values():
-        rows = [torch.stack([part[document] for document in members]) for part in pieces]
-        query_rows, key_rows, value_rows = (states.transpose(1, 2) for states in rows)
-        attended = causal_sdpa(query_rows, key_rows, value_rows, terms)
-        for document, output in zip(members, attended.transpose(1, 2).unbind(), strict=True):
-            outputs[document] = output
+    for length, members in alike.items():
+        rows = [
+            torch.stack([_filled(part[document], length) for document in members]).transpose(1, 2)
+            for part in pieces
+        ]
+        attended = causal_sdpa(*rows, terms).transpose(1, 2)
+        for document, output in zip(members, attended.unbind(), strict=True):
+            outputs[document] = output[: lengths[document]]
     return torch.cat(outputs)
 
 
-def _blocked(query: torch.Tensor, longest: int, terms: ScoreTerms) -> bool:
-    """Whether documents up to this length go through products of our own."""
-    plain = terms.softcap is None and terms.sinks is None and not terms.dropout
-    windowed = terms.window is not None and longest > terms.window
-    return plain and not windowed and attends_in_blocks(query, longest)
+def _filled(states: torch.Tensor, length: int) -> torch.Tensor:
+    more = length - len(states)
+    return functional.pad(states, (0, 0, 0, 0, 0, more)) if more else states
 
 
-def _scale(query: torch.Tensor, terms: ScoreTerms) -> float:
-    return query.shape[-1] ** -0.5 if terms.scale is None else terms.scale
+def short_on_cpu() -> int:
+    """Return up to which length documents on a CPU are computed in float32."""
+    return BLOCKED_ON_CPU if by_onednn() else SHORT_ON_CPU
 
 
 def causal_sdpa(
@@ -117,10 +110,14 @@ def causal_sdpa(
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
-    if query.device.type == "cpu" and query.dtype in HALF_TYPES and length <= SHORT_ON_CPU:
+    blocked = _in_blocks(query, length, terms)
+    short = query.device.type == "cpu" and length <= SHORT_ON_CPU
+    if query.dtype in HALF_TYPES and (blocked or short):
         with torch.autocast("cpu", enabled=False):  # which would make them narrow again
             attended = causal_sdpa(query.float(), key.float(), value.float(), terms)
         return attended.to(query.dtype)
+    if blocked:
+        return _blocked_attention(query, key, value, terms)
     windowed = terms.window is not None and length > terms.window
     mask = _visible(length, terms.window, query.device) if windowed else None
     grouped = query.shape[1] != key.shape[1]
@@ -140,6 +137,59 @@ def causal_sdpa(
         scale=terms.scale,
         enable_gqa=grouped and native,
     )
+
+
+def _in_blocks(query: torch.Tensor, length: int, terms: ScoreTerms) -> bool:
+    computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
+    return computed and length <= BLOCKED_ON_CPU and terms.plain(length) and by_onednn()
+
+
+def _blocked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
+) -> torch.Tensor:
+    """Do the same out of batched products, some queries at a time with all keys that they see.
+
+    Where oneDNN multiplies, a step on packed chats takes 16 % less time so than by torch's kernel.
+    """
+    heads, length, _ = query.shape[1:]
+    # Few shapes: documents go together by powers of two.
+    most = max(1, SCORES // (heads * min(QUERIES, length) * length))
+    outputs = []
+    for some in zip(
+        *(s.split(_powers_of_two(len(s), most)) for s in (query, key, value)), strict=True
+    ):
+        outputs.append(_attend_in_blocks(*some, terms.scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _powers_of_two(count: int, most: int) -> list[int]:
+    """Split a count into powers of two of at most `most`, the largest first."""
+    sizes = []
+    while count:
+        sizes.append(1 << (min(count, most).bit_length() - 1))
+        count -= sizes[-1]
+    return sizes
+
+
+def _attend_in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    rows, heads, length, dim = query.shape
+    pairs = rows * key.shape[1]  # of a row and a key head, each with some query heads
+    query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
+    key, value = (states.reshape(pairs, length, -1) for states in (key, value))
+    later = torch.full((QUERIES, QUERIES), -torch.inf, device=query.device).triu_(1)
+    outputs = []
+    for begin in range(0, length, QUERIES):
+        stop = min(begin + QUERIES, length)
+        own = query[:, :, begin:stop].flatten(1, 2)
+        scores = torch.bmm(own, key[:, :stop].mT).unflatten(1, (-1, stop - begin))
+        with torch.no_grad():  # a constant is added, in place
+            scores[..., begin:] += later[: stop - begin, : stop - begin]
+        weights = scores.softmax(-1).flatten(1, 2)
+        attended = torch.bmm(weights, value[:, :stop])
+        outputs.append(attended.unflatten(1, (-1, stop - begin)))
+    return torch.cat(outputs, 2).reshape(rows, heads, length, -1)
 
 
 def _explicit_attention(

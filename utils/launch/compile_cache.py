@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from utils.support import host as processor
 from utils.support.files import cache_root
+from utils.support.host import cpu_fact
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ class CompileCache:
 def archive_path() -> Path:
     """Return where this user's archive for these versions and this processor is."""
     versions = [f"{name} {_version(name)}" for name in _PACKAGES]
-    facts = [*versions, sys.version, platform.machine(), processor.vendor(), processor.model()]
+    cpu = cpu_fact("vendor_id"), cpu_fact("model name")
+    facts = [*versions, sys.version, platform.machine(), *cpu]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return cache_root() / "compiled" / f"{name}.tar"
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from utils.launch.slurm import adopt_slurm_tasks
-from utils.support.host import global_rank, host_name, limit_host_memory
+from utils.support.host import global_rank, host_name
 from utils.support.redaction import install_redaction
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ def configure_environment() -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    limit_host_memory(os.environ)
+    # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     if not sys.stderr.isatty():
         # Bars redraw one line with carriage returns, which a log file keeps, all of them.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

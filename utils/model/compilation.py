@@ -41,7 +41,6 @@ _ATTENTION = frozenset(
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_fused_attention_overrideable",
-        "blocked_attention",
     }
 )
 # FlashAttention's operators, whose namespaces differ by build, and torch's varlen_attn. Baddbmm and

@@ -13,7 +13,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
-from utils.kernels.cpu_products import products_name, settle_products
+from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts
 from utils.launch.slurm import asks_for_cpu
 from utils.model.adapters import Targets, plan_adapters
@@ -34,7 +34,6 @@ from utils.planning.memory_estimate import (
 )
 from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
 from utils.planning.run_data import RunData
-from utils.support.host import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,8 @@
 """This machine: its name, its processor, its memory."""
 
-import ctypes
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 
@@ -18,73 +16,11 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-# What Linux says of this processor; torch, which knows some of it, is not needed.
-
-_FACTS = Path("/proc/cpuinfo")
-
-
-def vendor() -> str:
-    """Return the maker in CPUID's words, `AuthenticAMD` say; "" where Linux does not tell."""
-    return _fact("vendor_id")
-
-
-def model() -> str:
-    """Return the name that the maker gave it; "" where Linux does not tell."""
-    return _fact("model name")
-
-
-def multiplies_in_tiles() -> bool:
-    """Whether it has AMX; torch also knows whether the system lets a process use it."""
-    return "amx_tile" in _fact("flags").split()
-
-
-def _fact(name: str) -> str:
-    """Return what stands behind a name, of the first core."""
-    try:
-        with _FACTS.open(encoding="utf-8") as lines:  # as far as the first core's: there are many
-            return next((line.partition(":")[2].strip() for line in lines if _says(line, name)), "")
-    except OSError:
-        return ""
-
-
-def _says(line: str, name: str) -> bool:
-    return line.partition(":")[0].strip() == name
-
-
-# What a process keeps of the host's memory besides its tensors: freed pieces and oneDNN's code.
-
-_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator for CPUs
-
-# glibc's variables by which a user decides about the heap, and its numbers for the same in mallopt.
-_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-_NEVER, _NONE = -1, 0
-
-
-def limit_host_memory(environment: MutableMapping[str, str]) -> None:
-    """Set what torch's libraries read once, when they are loaded; what the user set stays."""
-    if multiplies_in_tiles():  # measured on one such machine: Intel's with AMX
-        environment.setdefault(_HUGE_PAGES, "1")
-    # oneDNN keeps the code of each shape that it multiplied, half a megabyte or more, of a thousand
-    # shapes if it is let. Chats of all lengths multiply some hundreds, few of them often.
-    environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    # So does the layer between torch and oneDNN, another thousand: looking there first saves two
-    # microseconds a product.
-    environment.setdefault("LRU_CACHE_CAPACITY", "1")
-
-
-def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let malloc keep what is freed from here on, for a process that trains on a CPU.
-
-    False where nothing changes: with huge pages, where the user told malloc something, and without
-    glibc. The peak stays as it was (docs/memory.md); after it less goes back to the system.
-    """
-    told = any(name in environment for name in _HEAP)
-    told = told or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if told or environment.get(_HUGE_PAGES) == "1" or mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_MAX, _NONE) and mallopt(_TRIM_THRESHOLD, _NEVER))
+def cpu_fact(name: str) -> str:
+    """Return what /proc/cpuinfo says of the first core, `vendor_id` or `model name`; else ""."""
+    facts = Path("/proc/cpuinfo")
+    found = re.search(rf"^{name}\s*: (.*)$", facts.read_text() if facts.exists() else "", re.M)
+    return found[1].strip() if found else ""
 
 
 # How much more memory the processes of this job may take on this host.

@@ -1,13 +1,34 @@
-"""float32 products on a CPU: by the faster library, where that is proved to round nothing."""
+"""What a run on a CPU sets: float32 products by the faster library, a heap that keeps memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from utils.kernels import cpu_products
-from utils.kernels.cpu_products import align_weights, by_onednn, products_name, settle_products
+from utils.kernels.cpu_products import (
+    align_weights,
+    by_onednn,
+    keep_freed_memory,
+    products_name,
+    settle_products,
+)
 
-HIGHEST, MEDIUM = "highest", "medium"
+# Page faults of ten rounds that take 64 MiB, write to them and free them, after a first one.
+FAULTS = """
+import os, resource
+from utils.kernels.cpu_products import keep_freed_memory
+print(keep_freed_memory(os.environ))
+before = None
+for _ in range(11):
+    bytearray(64 << 20)
+    before = before or resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -16,63 +37,60 @@ def amd(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(cpu_products, "has_amx", lambda: False)
-    monkeypatch.setattr(cpu_products, "vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(cpu_products, "cpu_fact", lambda _: "AuthenticAMD")
 
 
-def test_where_mkl_is_slow_onednn_multiplies(monkeypatch):
-    monkeypatch.setattr(cpu_products, "_exact", lambda: True)
+def test_onednn_multiplies_where_mkl_is_slow_if_it_rounds_nothing(monkeypatch):
     assert products_name() == "torch's default"
-    assert settle_products("cpu") == (
-        "oneDNN's, faster than MKL's on this CPU; proved to round no factor"
-    )
-    assert torch.get_float32_matmul_precision() == MEDIUM
+    monkeypatch.setattr(cpu_products, "_keeps_every_bit", lambda: False)
+    assert "would round factors" in settle_products("cpu")
+    assert (by_onednn(), torch.get_float32_matmul_precision()) == (False, "highest")
+    monkeypatch.setattr(cpu_products, "_keeps_every_bit", lambda: True)
+    assert "full precision verified" in settle_products("cpu")
     assert (by_onednn(), products_name()) == (True, "oneDNN")
 
 
-def test_where_it_would_round_it_does_not(monkeypatch):
-    monkeypatch.setattr(cpu_products, "_exact", lambda: False)
-    assert "would round factors" in settle_products("cpu")
-    assert torch.get_float32_matmul_precision() == HIGHEST
-    assert not by_onednn()
+@pytest.mark.parametrize("other", ["gpu", "AMX", "Intel", "unknown CPU", "AVX2", "told"])
+def test_elsewhere_nothing_changes(other, monkeypatch):
+    if other == "told":
+        torch.set_float32_matmul_precision("high")
+    if other == "AMX":
+        monkeypatch.setattr(cpu_products, "has_amx", lambda: True)
+    if other in ("Intel", "unknown CPU"):
+        maker = "GenuineIntel" if other == "Intel" else ""
+        monkeypatch.setattr(cpu_products, "cpu_fact", lambda _: maker)
+    if other == "AVX2":
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    before = torch.get_float32_matmul_precision()
+    assert settle_products("cuda" if other == "gpu" else "cpu") is None
+    assert torch.get_float32_matmul_precision() == before
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("has_amx", True), ("vendor", "GenuineIntel"), ("vendor", "")],
-    ids=["AMX", "Intel", "unknown"],
-)
-def test_elsewhere_nothing_changes(name, value, monkeypatch):
-    monkeypatch.setattr(cpu_products, name, lambda: value)
-    assert settle_products("cpu") is None
-    assert torch.get_float32_matmul_precision() == HIGHEST
-
-
-def test_neither_on_a_gpu_nor_without_avx512(monkeypatch):
-    assert settle_products("cuda") is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert settle_products("cpu") is None
-    assert torch.get_float32_matmul_precision() == HIGHEST
-
-
-def test_what_someone_told_torch_stays():
-    torch.set_float32_matmul_precision("high")
-    assert settle_products("cpu") is None
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-def test_the_proof_sees_what_rounds():
-    assert cpu_products._exact()
+def test_the_check_sees_what_rounds():
+    assert cpu_products._keeps_every_bit()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not cpu_products._exact()
+        assert not cpu_products._keeps_every_bit()
 
 
-def test_on_this_cpu_products_are_as_exact_as_before(monkeypatch):
-    monkeypatch.undo()
-    left, right = torch.randn(130, 70), torch.randn(70, 90)
-    before = (left @ right - left.double() @ right.double()).abs().max()
-    settle_products("cpu")
-    after = (left @ right - left.double() @ right.double()).abs().max()
-    assert after < 3 * before < 1e-4
+def test_freed_memory_is_not_cleared_again_unless_the_user_decided():
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
+    found = []
+    for told in ({}, {"MALLOC_MMAP_MAX_": "65536"}):  # glibc's own default, set by the user
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS],
+            cwd=Path(__file__).parents[3],
+            env=inherited | told,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        kept, faults = done.stdout.split()
+        found.append((kept, int(faults)))
+    pages = 10 * (64 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert [kept for kept, _ in found] == ["True", "False"]
+    assert found[0][1] < pages / 100
+    assert found[1][1] > pages / 2, "malloc keeps it by default: this test shows nothing"
+    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=4"})
 
 
 def test_weights_begin_at_cache_lines():

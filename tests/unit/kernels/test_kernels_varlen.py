@@ -74,15 +74,33 @@ def written_out(query, key, value, lengths, terms):
     ids=["plain", "scale", "window", "softcap", "softcap-window", "sinks"],
 )
 def test_per_document_sdpa_is_attention_by_its_definition(terms, kv_heads):
-    inputs = states(sum(LENGTHS), kv_heads)
-    output = per_document_sdpa(*inputs, documents(), terms)
+    assert_as_written_out(terms, kv_heads, LENGTHS)
+
+
+def assert_as_written_out(terms, kv_heads, lengths):
+    inputs = states(sum(lengths), kv_heads)
+    output = per_document_sdpa(*inputs, documents(lengths), terms)
     gradients = torch.autograd.grad(output.sin().sum(), inputs)
     twins = [each.detach().clone().requires_grad_() for each in inputs]
-    expected = written_out(*twins, list(LENGTHS), terms)
+    expected = written_out(*twins, list(lengths), terms)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
     expected_gradients = torch.autograd.grad(expected.sin().sum(), twins)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(7, 300, 129, 300, 1, 1100, 64), (256, 256)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_products_by_onednn_are_attention_by_its_definition(monkeypatch, lengths, kv_heads):
+    monkeypatch.setattr(per_document, "by_onednn", lambda: True)
+    monkeypatch.setattr(per_document, "SCORES", 2**17)
+    blocks = []
+    plain = per_document._attend_in_blocks
+    monkeypatch.setattr(
+        per_document, "_attend_in_blocks", lambda *a: blocks.append(a[0].shape[0]) or plain(*a)
+    )
+    assert_as_written_out(ScoreTerms(0.3), kv_heads, lengths)
+    assert blocks == ([2, 1, 1, 1, 1] if len(lengths) > 2 else [1, 1]), "all but 1,100 tokens"
 
 
 def test_a_window_counts_the_querys_own_token():
