@@ -5,10 +5,10 @@ three matrix products and not four. Buffers are made once. The softmax is compil
 layers are: without, it goes through memory several times.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -207,12 +207,12 @@ class _Work:
         self.compiled, self.needed = way.compiled, any(needed)
         self.chunk_rows = _chunk_rows(len(hidden), words, device, self.compiled)
         self.logits = hidden.new_empty(self.chunk_rows, words)
-        wide = {"dtype": torch.float32, "device": hidden.device}
+        zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         shape = _block_rows(self.chunk_rows, self.vocabulary, device), self.vocabulary
-        self.buffers = [] if self.compiled else [torch.zeros(shape, **wide) for _ in range(2)]
+        self.buffers = [] if self.compiled else [zeros(shape) for _ in range(2)]
         self.hidden_gradient = torch.empty_like(hidden) if needed[0] else None
-        self.weight_gradient = torch.zeros(self.weight.shape, **wide) if needed[1] else None
-        self.bias_gradient = torch.zeros(words, **wide) if needed[2] else None
+        self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
+        self.bias_gradient = zeros(words) if needed[2] else None
         # CUDA adds products of half precision to float32; elsewhere they are made first.
         product = needed[1] and hidden.dtype != torch.float32 and device != "cuda"
         self.product = torch.empty_like(self.weight) if product else None
@@ -358,7 +358,7 @@ def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((one - other).norm() > TOLERANCE * other.norm())
 
 
-@functools.cache
+@cache
 def _compiled() -> Callable[..., torch.Tensor]:
     return torch.compile(_normalize, dynamic=False)
 

@@ -83,11 +83,11 @@ def attend_by_lengths(
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(lengths)
     for length, members in alike.items():
-        rows = [
+        rows, keys, values = (
             torch.stack([_filled(part[document], length) for document in members]).transpose(1, 2)
             for part in pieces
-        ]
-        attended = causal_sdpa(*rows, terms).transpose(1, 2)
+        )
+        attended = causal_sdpa(rows, keys, values, terms).transpose(1, 2)
         for document, output in zip(members, attended.unbind(), strict=True):
             outputs[document] = output[: lengths[document]]
     return torch.cat(outputs)
@@ -154,12 +154,9 @@ def _blocked_attention(
     heads, length, _ = query.shape[1:]
     # Few shapes: documents go together by powers of two.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
-    outputs = []
-    for some in zip(
-        *(s.split(_powers_of_two(len(s), most)) for s in (query, key, value)), strict=True
-    ):
-        outputs.append(_attend_in_blocks(*some, terms.scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    sizes = _powers_of_two(len(query), most)
+    splits = (states.split(sizes) for states in (query, key, value))
+    return torch.cat([_attend_in_blocks(terms.scale, *some) for some in zip(*splits, strict=True)])
 
 
 def _powers_of_two(count: int, most: int) -> list[int]:
@@ -172,7 +169,7 @@ def _powers_of_two(count: int, most: int) -> list[int]:
 
 
 def _attend_in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    scale: float | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     rows, heads, length, dim = query.shape
     pairs = rows * key.shape[1]  # of a row and a key head, each with some query heads
