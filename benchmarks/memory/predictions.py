@@ -21,7 +21,7 @@ from benchmarks.hardware.circumstances import ROOT, circumstances
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
 from utils.model.compilation import CHOICES
 
-BOUND = {"cpu": 0.15, "cuda": 0.10}
+BOUND = {"cpu": 1.0, "cuda": 0.10}  # a process on a CPU takes up to twice what its tensors do
 STEPS = 3
 CHAT_TOKENS = 300
 LLAMA_6M = LLAMA_11M | {  # recipes/model/llama_6m.yaml

@@ -1,7 +1,10 @@
-"""What AdamW keeps for each weight, as the settings say: which optimizer does it, and its bytes."""
+"""What a run needs on each device: weights, gradients, optimizer states and activations.
+
+No weight is loaded. What a micro-batch takes is counted on the model itself (memory_trace.py).
+"""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,9 +20,24 @@ from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.weights import weights_dtype
 from utils.planning.memory_trace import Phases, Workload, most_alive, trace
 
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 STRATEGIES = ("single", "ddp", "fsdp2")  # whole weights, or shards of rows
 # Two codes and, for each block of up to 256 of them, two float32 scales.
 BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
+# Without a trace: stored per layer, token and hidden unit at 16 bits, attention scores recomputed
+# (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1). Of
+# these 34 bytes products and attention give 22; with full recomputation each layer's input stays.
+FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
+# cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
+# one for the backward pass's.
+WORKSPACE_BYTES = 2 * 32 * 2**20
+SHARDED_BY = {
+    "weights": ("fsdp1", "fsdp2", "zero3"),
+    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
+    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,15 +88,24 @@ def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
     """Say in which types weights and states are kept and computed with, and who chose that."""
-    weights = weights_dtype(settings.model, config)
-    parts = [f"{str(weights).removeprefix('torch.')} weights", _mixed_precision(settings, device)]
-    if settings.model.use_peft and weights != torch.float32 and not _is_mixed(settings):
-        parts.append(
-            "adapters in float32, and so their products (--bf16 true computes those in bfloat16)"
-        )
+    training, peft = settings.training, settings.model.use_peft
+    weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
+    why = settings.values.source("bf16")
+    parts = [f"{str(weights).removeprefix('torch.')} weights"]
+    if mixed != "no":
+        chosen = f" ({why}; --bf16 false for float32)" if why in (*FAST_BF16, BY_LAUNCH) else ""
+        parts.append(f"mixed precision {mixed}{chosen}")
+    elif why == NODE_UNKNOWN:
+        parts.append(f"no mixed precision ({why})")
+    elif why == "default" and device == "cuda" and not training.tf32:
+        parts.append("no mixed precision (--bf16 true is several times as fast on a GPU)")
+    else:
+        parts.append("no mixed precision")
+    if peft and weights != torch.float32 and mixed == "no":
+        parts.append("adapters and their products in float32 (--bf16 true: products in bfloat16)")
     if states is not None:
         parts.append(str(states))
-    elif weights == torch.bfloat16 and not settings.model.use_peft:
+    elif weights == torch.bfloat16 and not peft:
         parts.append(
             "rounded to the nearest: updates below a 500th of a weight are lost "
             "(--stochastic_rounding true keeps them on average)"
@@ -86,53 +113,12 @@ def precision_line(
     return ", ".join(parts)
 
 
-def _is_mixed(settings: RunSettings) -> bool:
-    return settings.training.mixed_precision != "no"
-
-
-def _mixed_precision(settings: RunSettings, device: str) -> str:
-    training = settings.training
-    mixed, why = training.mixed_precision, settings.values.source("bf16")
-    if not _is_mixed(settings):
-        remark = ""
-        if why == NODE_UNKNOWN:
-            remark = f" ({why})"
-        elif why == "default" and device == "cuda" and not training.tf32:
-            remark = " (--bf16 true is several times as fast on a GPU)"
-        return f"no mixed precision{remark}"
-    chosen = f" ({why}; --bf16 false for float32)" if why in (*FAST_BF16, BY_LAUNCH) else ""
-    return f"mixed precision {mixed}{chosen}"
-
-
-# What a run will need on each device, by its choice of activation checkpointing.
-
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
-# Without a trace: stored per layer, token and hidden unit at 16 bits, attention scores recomputed
-# (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 4.1). Of
-# these 34 bytes products and attention give 22; with full recomputation each layer's input stays.
-FORMULA_16_BIT = {"none": 34, "selective": 22, "full": 2}
-# What a process on a CPU grows by that no tensor accounts for: kernels and their threads, and of
-# all tensors a share that malloc loses between them (docs/memory.md).
-PROCESS_BYTES = 100 * 2**20
-HEAP_SHARE = 0.15
-# cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
-# one for the backward pass's.
-WORKSPACE_BYTES = 2 * 32 * 2**20
-SHARDED_BY = {
-    "weights": ("fsdp1", "fsdp2", "zero3"),
-    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
-    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
-}
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on each device when most are in use, and the parameters they come from.
 
     `working` comes and goes within an operation or a layer (the loss head's logits, for one);
-    `process` is what no tensor of ours accounts for: libraries, and what malloc keeps on a CPU.
+    `process` is what libraries take on a GPU.
     """
 
     parameters: int
@@ -148,25 +134,19 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Return all of it together."""
-        return sum(bytes_ for _, bytes_ in self._parts())
+        return sum(self._parts().values())
 
-    def _parts(self) -> list[tuple[str, int]]:
-        parts = [
-            ("weights", self.weights),
-            ("gradients", self.gradients),
-            ("optimizer", self.optimizer),
-            ("activations", self.activations),
-            ("working", self.working),
-        ]
-        return [*parts, ("process", self.process)] if self.process else parts
+    def _parts(self) -> dict[str, int]:
+        names = ("weights", "gradients", "optimizer", "activations", "working", "process")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
-        parts = " + ".join(f"{name} {bytes_ / GIB:.2f}" for name, bytes_ in self._parts())
+        parts = [f"{name} {size / GIB:.2f}" for name, size in self._parts().items() if size]
         how = "counted on the model" if self.counted else "a rule of thumb"
         return (
             f"{self.parameters:,} parameters{trainable}; at most {self.total / GIB:.2f} GiB a "
-            f"device = {parts} ({how})"
+            f"device = {' + '.join(parts)} ({how})"
         )
 
 
@@ -180,7 +160,7 @@ def estimate_memory(
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
     The launch's strategy says what is sharded over the ranks. Where the architecture cannot run
-    without data a formula for dense transformers takes the place of the count, aloud.
+    without data a formula for dense transformers takes the place of the count, with a warning.
     """
     parameters, trainable = count_parameters(settings.model, config)
     training, mixed = settings.training, work.autocast is not None
@@ -203,7 +183,7 @@ def estimate_memory(
     step = None
     try:
         step = trace(settings, config, work, choice)
-        phases = most_alive(step.stretches, step.layer_gradients, shards["gradients"], held=held)
+        phases = most_alive(step, shards["gradients"], held=held)
     except MISFITS as error:
         logger.warning(
             "memory: %s does not run without data (%s: %.200s); a rule of thumb takes the place of "
@@ -215,9 +195,10 @@ def estimate_memory(
         phases = Phases(gradients, 0, gradients, 0)
     # The first micro-batches' gradients lie beside the buckets.
     buckets = gradients if launch.strategy == "ddp" and accumulates else 0
+    on_cpu = work.device == "cpu" and work.attention is not None  # else a dry run for a GPU
     # Two layers at a time, and what is in none of them, whole and in the type of the products.
     gathered = step.gathered_weights if shards["weights"] > 1 and step is not None else 0
-    tensors = MemoryEstimate(
+    return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
         weights=weights // shards["weights"],
@@ -225,16 +206,9 @@ def estimate_memory(
         optimizer=states // shards["optimizer"],
         activations=phases.activations,
         working=phases.working + gathered,
-        process=0,
+        process=0 if on_cpu else WORKSPACE_BYTES,
         counted=step is not None,
     )
-    return replace(tensors, process=_process_bytes(work, tensors.total))
-
-
-def _process_bytes(work: Workload, tensors: int) -> int:
-    """Return what the process takes beside its tensors; where the node is not known, a GPU's."""
-    on_cpu = work.device == "cpu" and work.attention is not None
-    return PROCESS_BYTES + round(HEAP_SHARE * tensors) if on_cpu else WORKSPACE_BYTES
 
 
 def optimizer_bytes(name: str, both_moments: float) -> float:

@@ -113,7 +113,7 @@ def plan_run(
     loss_head = _loss_head(settings, config, plan_adapters(settings, config))
     compiled = choose_compilation(settings, config, launch, elsewhere)
     kernels = Kernels(attention, loss_head, compiled)
-    memory = plan_memory(settings, data, config, launch, kernels)
+    memory = plan_memory(settings, config, launch, kernels)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_job(settings, launch, total_steps, saved_bytes)

@@ -1,22 +1,27 @@
-"""Which optimizer keeps what, said before a weight is loaded; refused where it cannot be kept."""
+"""What a run keeps on a device and on the disk, and in which types, before a weight is loaded."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from planned import LAUNCH, LLAMA, MIXTRAL, settings, work
+from safetensors.torch import save_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
 from utils.launch.processes import LaunchFacts
+from utils.planning import memory_estimate
 from utils.planning.memory_estimate import (
     OptimizerStates,
+    checkpoint_bytes,
     choose_optimizer_states,
     optimizer_bytes_per_parameter,
     precision_line,
 )
 
-LAUNCH = LaunchFacts(0, 1, "single", ("n",), "cpu")
 ROUNDED = {"dtype": "bfloat16", "stochastic_rounding": "true"}
 LORA = {"dtype": "bfloat16", "use_peft": "true", "model_name_or_path": "m"}
 
@@ -58,8 +63,8 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(
     [
         (
             "false",
-            "bfloat16 weights, no mixed precision, adapters in float32, and so their products "
-            "(--bf16 true computes those in bfloat16)",
+            "bfloat16 weights, no mixed precision, adapters and their products in float32 "
+            "(--bf16 true: products in bfloat16)",
         ),
         ("true", "bfloat16 weights, mixed precision bf16"),
     ],
@@ -122,3 +127,87 @@ def test_mixed_precision_of_the_accelerate_config_is_refused_beside_rounding(tmp
 )  # fmt: skip
 def test_bytes_of_the_states(states, weights, bytes_):
     assert optimizer_bytes_per_parameter(states, weights) == pytest.approx(bytes_, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_counted_on_the_model(dtype, caplog):
+    none, full = (
+        memory_estimate.estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=dtype), choice)
+        for choice in ("none", "full")
+    )
+    assert none.counted
+    assert none.activations > full.activations
+    assert "rule of thumb" not in caplog.text
+
+
+def test_what_cannot_run_without_data_is_estimated_by_a_formula_aloud(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(memory_estimate, "trace", refuse)
+    estimate = memory_estimate.estimate_memory(settings(), MIXTRAL, LAUNCH, work(), "full")
+    assert not estimate.counted
+    assert "a rule of thumb takes the place of the count" in caplog.text
+    assert "data-dependent" in caplog.text
+
+
+@pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
+def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
+    """With accumulation those of the first micro-batches lie beside the buckets."""
+    given = settings()
+    given.training.gradient_accumulation_steps = accumulation
+    launch = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("here",) * 2, device="cpu")
+    found = memory_estimate.estimate_memory(given, LLAMA, launch, work(), "none")
+    assert found.gradients == copies * found.weights
+
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+)
+
+
+def size(strategy: str = "ddp", mixed: str = "no", training: dict | None = None, **model) -> int:
+    settings = SimpleNamespace(
+        run=SimpleNamespace(optim_states=None),
+        model=ModelArguments(model_config="model.json", **model),
+        training=SimpleNamespace(
+            mixed_precision=mixed,
+            **{"save_only_model": False, "save_strategy": "steps"} | (training or {}),
+        ),
+    )
+    return checkpoint_bytes(settings, CONFIG, LaunchFacts(0, 2, strategy, ("n",) * 2, "cpu"))
+
+
+def test_it_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
+    model = LlamaForCausalLM(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    real = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert size() == pytest.approx(real, rel=0.05)
+    assert size(training={"save_only_model": True}) == pytest.approx(
+        (tmp_path / "model.safetensors").stat().st_size, rel=0.05
+    )
+
+
+def test_deepspeed_keeps_masters_and_the_weights_once_more():
+    parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(CONFIG).parameters())
+    assert size("zero2") == 16 * parameters  # float32: weights twice, two states
+    assert size("zero2", "bf16") == (4 + 2 + 12) * parameters
+    assert size("zero2", "bf16", dtype="bfloat16") == (2 + 2 + 12) * parameters
+
+
+def test_adapters_are_saved_alone():
+    adapters = size(use_peft=True, lora_target_modules=["q_proj", "v_proj"])
+    assert 0 < adapters < size() / 5
+
+
+def test_a_run_without_checkpoints_needs_room_for_its_weights():
+    assert size(training={"save_strategy": "no"}) == size() / 3

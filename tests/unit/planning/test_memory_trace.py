@@ -1,0 +1,164 @@
+"""Counting on one layer of a kind is counting on all, and is what torch counts and allocates."""
+
+import copy
+
+import pytest
+import torch
+from planned import GEMMA, LLAMA, MIXTRAL, settings, work
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from utils.config.settings import parse_fine_tuning
+from utils.model.compilation import CHOICES
+from utils.planning import memory_trace, stand_ins
+from utils.planning.memory_trace import LiveBytes, Phases, StepTrace, Stretch, most_alive, trace
+from utils.planning.stand_ins import cut_as_compiled
+
+
+def most(config, choice, given=None, **changes) -> Phases:
+    step = trace(given or settings(), config, work(**changes), choice)
+    return most_alive(step, 1, held=0)
+
+
+def peak_by_torch(model, inputs, autocast) -> int:
+    """Return the most that torch's own tracker sees beside the weights, through all layers."""
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = model(**inputs).loss
+        loss.backward()
+    weights = {*model.parameters(), *model.buffers()}
+    (peak,) = (each["Total"] for each in tracker.get_tracker_snapshot("peak").values())
+    return peak - sum(tensor.nbytes for tensor in weights)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, MIXTRAL], ids=["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
+    """It goes through every layer, and takes 20 to 300 times as long."""
+    seen = []
+    ours = memory_trace._go_through
+
+    def both(model, inputs, autocast):
+        seen.append(peak_by_torch(model, inputs, autocast))
+        model.zero_grad()
+        return ours(model, inputs, autocast)
+
+    monkeypatch.setattr(memory_trace, "_go_through", both)
+    assert most(config, choice, autocast=autocast).peak == pytest.approx(seen[0], rel=0.03)
+
+
+def stored(choice: str) -> int:
+    """Return what stays of one layer after its forward pass."""
+    stretches = trace(settings(), LLAMA, work(), choice).stretches
+    return next(each.live for each in stretches if each.name == "forward 0")
+
+
+def test_bytes_are_counted_from_birth_to_death():
+    weight = torch.ones(7, 7)
+    with LiveBytes([weight]) as live:
+        live.begin("first")
+        kept = torch.ones(100)
+        view = kept.view(10, 10), weight.t()
+        gone = torch.ones(1000)
+        del gone
+        live.begin("second")
+        del kept, view
+    first, second = live.stretches[1:]
+    assert (first.live, first.peak) == (400, 4400)
+    assert (second.live, second.peak) == (-400, 0)
+    assert second.change["first"] == -400
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_one_layer_of_a_kind_stands_for_all(config, choice, autocast, monkeypatch):
+    expected = most(config, choice, autocast=autocast)
+    monkeypatch.setattr(memory_trace, "_kinds", lambda _, layers: list(range(len(layers))))
+    assert most(config, choice, autocast=autocast) == expected
+
+
+def test_more_recomputation_keeps_less():
+    none, selective, full = (stored(choice) for choice in CHOICES)
+    layer_input = 2 * 64 * LLAMA.hidden_size * 4
+    assert layer_input == full < selective < none
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+def test_compiled_layers_keep_less_and_one_stands_for_all(config, autocast, monkeypatch):
+    found = most(config, "none", autocast=autocast, compiled=True)
+    eager = most(config, "none", autocast=autocast)
+    assert found.activations < 0.85 * eager.activations
+    monkeypatch.setattr(memory_trace, "_kinds", lambda _, layers: list(range(len(layers))))
+    assert most(config, "none", autocast=autocast, compiled=True) == found
+
+
+def test_what_is_computed_again_is_counted_as_without_the_compiler():
+    for choice in ("selective", "full"):
+        assert most(LLAMA, choice, compiled=True) == most(LLAMA, choice)
+
+
+def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("not traceable")
+
+    monkeypatch.setattr(stand_ins, "_cut", refuse)
+    assert most(LLAMA, "none", compiled=True) == most(LLAMA, "none")
+    assert "LlamaForCausalLM are counted as not compiled, which is more: Runtime" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_cut_keeps_what_a_compiled_layer_keeps(autocast):
+    """By what torch's allocator has given out after a forward pass, and by the count."""
+    config = copy.deepcopy(LLAMA)
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0).train()
+    states = torch.randn(4, 64, LLAMA.hidden_size, requires_grad=True)
+    rotations = (torch.randn(4, 64, 16), torch.randn(4, 64, 16))
+
+    def forward(module):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return module(states, position_embeddings=rotations)
+
+    compiled = torch.compile(layer, dynamic=False)
+    forward(compiled).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = forward(compiled)
+    taken = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    del result
+
+    def counted(cut):
+        with cut_as_compiled([layer] if cut else []):
+            forward(layer).sum().backward()
+            with LiveBytes([states, *rotations, *layer.parameters()]) as live:
+                result = forward(layer)
+            kept = live.stretches[0].live
+            del result
+        return kept
+
+    assert taken == counted(cut=True)
+    assert taken < 0.85 * counted(cut=False)
+
+
+def test_adapters_leave_out_the_gradients_of_frozen_weights():
+    lora = settings(parse_fine_tuning, model_config="", model_name_or_path="m", use_peft="true")
+    step = trace(lora, LLAMA, work(), "none")
+    pretrained = trace(settings(), LLAMA, work(), "none")
+    assert 0 < 10 * sum(step.layer_gradients.values()) < sum(pretrained.layer_gradients.values())
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
+    stretches = [Stretch("forward 0", peak=10), Stretch("backward 0", peak=5)]
+    stretches[0].change["forward 0"] = 8
+    stretches[1].change |= {"forward 0": -8, "backward 0": 6}
+    step = StepTrace(stretches, {"backward 0": 6}, 0)
+    first = most_alive(step, 1, held=0)
+    later = most_alive(step, 1, held=6)
+    assert (first.peak, first.gradients) == (13, 0)
+    assert (later.peak, later.gradients) == (19, 6)
