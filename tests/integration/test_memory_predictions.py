@@ -41,7 +41,7 @@ def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, m
     for choice in ("none", "selective"):
         argv = pretraining(tmp_path / choice, activation_checkpointing=choice, max_steps=2)
         assert pretrain.main(argv) == 0
-    monkeypatch.setattr(memory_plan, "own_device", lambda _: (2**20, None))
+    monkeypatch.setattr(memory_plan, "own_device", lambda _: (2**16, None))
     capfd.readouterr()
     argv = pretraining(tmp_path / "auto", activation_checkpointing="auto", max_steps=2)
     assert pretrain.main(argv) == 0
@@ -55,7 +55,7 @@ def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, m
     record = tiny.starts(tmp_path / "auto")[0]["activation_checkpointing"]
     assert (record["requested"], record["choice"]) == ("auto", "full")
     assert [*record["predicted_bytes"]] == ["none", "selective", "full"]
-    assert record["room_bytes"] == 2**20
+    assert record["room_bytes"] == 2**16
 
 
 def test_adapters_train_alike(fine_tuning, tmp_path):
