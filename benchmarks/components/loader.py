@@ -38,8 +38,8 @@ def stoker(documents: int) -> tuple[Callable[[], object], int]:
     tokens = open_token_dataset(saved_chats(documents))
     plan = plan_packing(tokens.lengths, ROW)
     rows = PackedDataset([tokens], [plan])
-    order = SampleOrder([plan.rows], seed=0)
-    numbers = order.global_rows(np.arange(BATCHES * ROWS)).reshape(BATCHES, ROWS)
+    order = SampleOrder([plan.sequences], seed=0)
+    numbers = order.sequences(np.arange(BATCHES * ROWS)).reshape(BATCHES, ROWS)
     counted = int(rows.tokens_by_source(numbers.reshape(-1)).sum())
 
     def call() -> None:

@@ -150,8 +150,8 @@ def sample_order(workload: Workload) -> np.ndarray:
 
     lengths = np.full(workload.documents, workload.sequence_length)
     plan = plan_packing(lengths, workload.sequence_length)
-    rows = SampleOrder([plan.rows], SEED).global_rows(np.arange(plan.rows))
-    return plan.segments.document[plan.row_offsets[rows]].astype(np.int64)
+    order = SampleOrder([plan.sequences], SEED).sequences(np.arange(plan.sequences))
+    return plan.segments.document[plan.sequence_offsets[order]].astype(np.int64)
 
 
 if __name__ == "__main__":

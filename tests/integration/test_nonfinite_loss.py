@@ -31,7 +31,7 @@ RUN = {"packing": "none", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": 
 def order(step: int) -> np.ndarray:
     """The documents of a step (from 1), (micro-batches, rows); of two ranks (.., 2, rows)."""
     samples = np.arange((step - 1) * 4, step * 4)
-    return SampleOrder([DOCUMENTS], seed=42).global_rows(samples)
+    return SampleOrder([DOCUMENTS], seed=42).sequences(samples)
 
 
 BATCH = order(STEP)

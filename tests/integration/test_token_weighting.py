@@ -56,7 +56,7 @@ def tokens_by_micro_batch(data: Path) -> np.ndarray:
     counts = [
         int(rows.__getitems__([row])["bears_loss"].sum())
         for step in range(STEPS)
-        for row in sampler.rows_of_step(step).tolist()
+        for row in sampler.sequences_of_step(step).tolist()
     ]
     return np.array(counts).reshape(STEPS, 2, 2)
 
@@ -110,12 +110,12 @@ def test_a_global_batch_without_a_loss_bearing_token_moves_no_gradient(
     """Fine-tuning refuses documents without a target; pretraining on masked data meets them."""
     count = 40
     columns = tiny.masked(tiny.documents(count, seed=4))
-    for document in SampleOrder([count], seed=42).global_rows(np.arange(4, 8)).tolist():
+    for document in SampleOrder([count], seed=42).sequences(np.arange(4, 8)).tolist():
         columns["completion_mask"][document] = [0] * len(columns["input_ids"][document])
     data, run = tiny.save(tmp_path / "masked", columns), tmp_path / "run"
     argv = pretraining(run, train_data=data, packing="none", max_steps=4, save_steps=4)
     assert pretrain.main(argv) == 0
-    told = "step 2: the global batch has no loss-bearing token, so its loss and gradient are 0"
+    told = "step 2: no token of the global batch is trained on, so its loss and gradient are 0"
     assert capsys.readouterr().out.count(told) == 1
     lines = train_lines(run)
     assert (lines[1]["loss"], lines[1]["grad_norm"]) == (0, 0)

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from typing_extensions import override
 
-from utils.data.loader import ConsumedTokens, TrainLoader
+from utils.data.loader import TokenCounts, TrainLoader
 from utils.model.compilation import compiled_graphs
 
 
@@ -162,7 +162,7 @@ class MixtureShares(MetricCallback):
 
     @property
     def _is_mixture(self) -> bool:
-        return len(self.loader.consumed.names) > 1
+        return len(self.loader.tokens_seen.names) > 1
 
     @override
     def on_step_end(
@@ -175,14 +175,14 @@ class MixtureShares(MetricCallback):
         """Return the figures of all sources; every rank counts the global batches itself."""
         if not self._is_mixture:
             return {}
-        consumed = self.loader.consumed
-        consumed.count(self.step)
-        counts = consumed.by_source
+        seen = self.loader.tokens_seen
+        seen.count(self.step)
+        counts = seen.by_source
         figures: dict[str, float] = {}
         shares = counts / max(int(counts.sum()), 1)
         sampler = self.loader.batch_sampler
         epochs = sampler.order.epochs_before(self.step * sampler.global_batch_size)
-        for name, tokens, share, epoch in zip(consumed.names, counts, shares, epochs, strict=True):
+        for name, tokens, share, epoch in zip(seen.names, counts, shares, epochs, strict=True):
             figures[f"tokens_seen/{name}"] = int(tokens)
             figures[f"tokens_share/{name}"] = float(share)
             figures[f"epochs/{name}"] = epoch
@@ -191,12 +191,12 @@ class MixtureShares(MetricCallback):
     def _asked(self) -> str:
         dataset, order = self.loader.dataset, self.loader.batch_sampler.order
         sequences = order.shares()
-        per_row = np.array([plan.tokens / plan.rows for plan in dataset.plans])
+        per_row = np.array([plan.tokens / plan.sequences for plan in dataset.plans])
         tokens = sequences * per_row / (sequences * per_row).sum()
         return ", ".join(
             f"{name} {own:.1%} of the sequences (of the tokens {of_tokens:.1%})"
             for name, own, of_tokens in zip(
-                self.loader.consumed.names, sequences, tokens, strict=True
+                self.loader.tokens_seen.names, sequences, tokens, strict=True
             )
         )
 
@@ -208,7 +208,7 @@ class MeasuredLoader(Protocol):
     """What a training loader tells about itself."""
 
     wait_s: float  # seconds that this rank has waited for batches so far
-    consumed: ConsumedTokens
+    tokens_seen: TokenCounts
 
 
 class Throughput(MetricCallback):
@@ -264,7 +264,7 @@ class Throughput(MetricCallback):
         now = self.interrupted_at = self.clock()
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
         assert self.loader is not None
-        self.loader.consumed.count(self.step)
+        self.loader.tokens_seen.count(self.step)
         if first:
             self.first_step_time_s = now - self.window_start - self.excluded_s
             self._begin_window(now)
@@ -300,7 +300,7 @@ class Throughput(MetricCallback):
         assert self.loader is not None
         self.window_step, self.window_start, self.excluded_s = self.step, now, 0.0
         self.window_wait_s = self.loader.wait_s
-        self.window_tokens = self.loader.consumed.count(self.step)
+        self.window_tokens = self.loader.tokens_seen.count(self.step)
         self.interrupted_at = now
 
     def _wait_for_device(self) -> None:
@@ -313,7 +313,7 @@ class Throughput(MetricCallback):
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         now = self.clock()
         steps = self.step - self.window_step
-        tokens_seen = self.loader.consumed.count(self.step)
+        tokens_seen = self.loader.tokens_seen.count(self.step)
         tokens = tokens_seen - self.window_tokens
         figures: dict[str, float] = {}
         if self.first_step_time_s is not None:

@@ -1,6 +1,7 @@
 """Ends a run whose loss, gradient or weights are not finite, and names the step's documents."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from utils.data.sequences import DocumentPart
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 
+logger = logging.getLogger(__name__)
+
 SHOWN_DOCUMENTS = 8
 SHOWN_LOSSES = 4
 SHOWN_WEIGHTS = 3
@@ -40,14 +43,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class _StepFigures:
-    """A step's losses, and last its gradient norm: float32 on their way from the device.
+    """A step's figures on their way from the device, complete when `ready` has passed.
 
-    Complete when `ready` has passed (None: already).
+    values: float32, the losses of the micro-batches, the gradient norm, and how many tokens of the
+    global batch are trained on.
     """
 
     step: int
     values: torch.Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | None  # None: they are complete
 
     def arrived(self, wait: bool) -> bool:
         if self.ready is not None and wait:
@@ -56,7 +60,7 @@ class _StepFigures:
 
     def finding(self, rank: int) -> Finding | None:
         """Return what is not finite; None when all is. DeepSpeed's norm of NaN is below 0."""
-        *losses, norm = self.values.tolist()
+        *losses, norm, _ = self.values.tolist()
         spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
         good_norm = math.isfinite(norm) and norm >= 0
         if not spoilt and good_norm:
@@ -79,6 +83,7 @@ class NonFiniteGuard(TrainerCallback):
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the step under way
+        self.targets = torch.ones(())
         self.on_their_way: list[_StepFigures] = []
         self.findings: list[Finding] = []  # of this rank
 
@@ -92,18 +97,21 @@ class NonFiniteGuard(TrainerCallback):
         self.last_step = state.global_step - 1
         self.agreement = Agreement(args.ddp_timeout)
 
-    def take_loss(self, loss: torch.Tensor) -> None:
-        """Note a micro-batch's loss."""
+    def take_loss(self, loss: torch.Tensor, targets: torch.Tensor) -> None:
+        """Note a micro-batch's loss, and how many tokens of the global batch are trained on."""
         # A copy: a compiled model may use the memory of its output again.
         self.losses.append(loss.detach().float().clone())
+        self.targets = targets
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
         """Note the gradient norm of a step (counted from 0), and send its figures on their way."""
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
         if hasattr(norm, "full_tensor"):  # FSDP2's, summed up over ranks here, on the device
             norm = norm.full_tensor()
-        norm = torch.as_tensor(norm, device=self.device).float()
-        values = torch.stack([figure.reshape(()) for figure in (*self.losses, norm)])
+        others = [
+            torch.as_tensor(value, device=self.device).float() for value in (norm, self.targets)
+        ]
+        values = torch.stack([figure.reshape(()) for figure in (*self.losses, *others)])
         self.losses = []
         values = values.to("cpu", non_blocking=True)  # into pinned memory, where there is a GPU
         ready = None
@@ -148,6 +156,12 @@ class NonFiniteGuard(TrainerCallback):
             finding = figures.finding(self.rank)
             if finding is not None:
                 self.findings.append(finding)
+            if figures.values[-1] == 0 and self.rank == 0:
+                logger.warning(
+                    "step %d: no token of the global batch is trained on, so its loss and gradient "
+                    "are 0; a larger global_batch_size makes that rarer",
+                    figures.step + 1,
+                )
 
     @override
     def on_train_end(
@@ -233,11 +247,11 @@ def _documents_of(
     loader: TrainLoader, step: int, losses: Sequence[dict[str, Any]]
 ) -> list[DocumentPart]:
     sampler = loader.batch_sampler
-    rows = sampler.rows_of_step(step)
+    sequences = sampler.sequences_of_step(step)
     if losses:
-        by_rank = rows.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
-        rows = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
-    return loader.dataset.documents_in_rows(rows)
+        by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
+        sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
+    return loader.dataset.documents_in(sequences)
 
 
 def named_documents(parts: Sequence[DocumentPart]) -> str:

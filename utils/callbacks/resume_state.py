@@ -47,7 +47,7 @@ class DataPosition(TrainerCallback):
         loader.resume_at(state.global_step)
         carried = carried_state(state)
         if "tokens" in carried:
-            loader.consumed.take_over(state.global_step, carried["tokens"])
+            loader.tokens_seen.resume(state.global_step, carried["tokens"])
 
     @override
     def on_step_end(

@@ -1,4 +1,4 @@
-"""Counts the real tokens that a run has consumed, source by source, over all of its starts."""
+"""Load micro-batches ahead of the training loop, and count the tokens that a run has seen."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from utils.data.sequences import Batch, PackedDataset
 from utils.launch.signals import shield_loader_worker
 
 
-class ConsumedTokens:
-    """The real tokens (no padding) of all steps up to one, over all ranks.
+class TokenCounts:
+    """The real tokens (no padding) of all steps up to one, over all ranks and starts of a run.
 
-    Each step is counted once, when it is asked about; a start takes over what its checkpoint
-    carries. Every rank counts by itself: which rows a step has is no secret of any rank.
+    Each step is counted once, when it is asked for. Every rank counts by itself: it knows the
+    sequences of all ranks.
 
     names      of the sources, short
     by_source  int64 (sources,)
@@ -28,11 +28,11 @@ class ConsumedTokens:
         """`in_step` returns the tokens of a 0-based step, int64 (sources,)."""
         self.in_step, self.names = in_step, tuple(names)
         self.by_source = np.zeros(len(names), dtype=np.int64)
-        self.former: dict[str, int] = {}  # of sources that the run has no more
+        self.former: dict[str, int] = {}  # of sources that the run no longer has
         self.steps = 0
 
-    def take_over(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Go on from what `carried` returned after this many steps."""
+    def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
+        """Continue from what `state` returned after this many steps."""
         self.steps = steps
         self.by_source = np.array([tokens.get(name, 0) for name in self.names], dtype=np.int64)
         self.former = {name: count for name, count in tokens.items() if name not in self.names}
@@ -44,7 +44,7 @@ class ConsumedTokens:
         self.steps = max(steps, self.steps)
         return int(self.by_source.sum()) + sum(self.former.values())
 
-    def carried(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         """Return the counts for a checkpoint."""
         return self.former | dict(zip(self.names, self.by_source.tolist(), strict=True))
 
@@ -67,24 +67,22 @@ def source_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(end) for end in ends]
 
 
-# Load micro-batches ahead of the training loop.
-
-
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
     Iterating starts at the step given to `resume_at` and draws nothing from the global random
     state, so that a resumed run keeps the random numbers of the uninterrupted one. `wait_s` adds
-    up the seconds that the consumer waited for batches; `consumed` counts the run's tokens.
+    up the seconds that the consumer waited for batches; `tokens_seen` counts the run's tokens.
     """
 
-    def __init__(self, loader: DataLoader, sampler: GlobalBatchSampler, dataset: PackedDataset):
-        self.loader = loader
+    def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
+        """`workers` as for `eval_loader`."""
+        self.loader = eval_loader(dataset, sampler, **workers)
         self.batch_sampler = sampler
         self.dataset = dataset
         self.wait_s = 0.0
         names = source_names([source.path for source in dataset.datasets])
-        self.consumed = ConsumedTokens(self.tokens_by_source, names)
+        self.tokens_seen = TokenCounts(self.tokens_by_source, names)
 
     def __len__(self) -> int:
         """Count the micro-batches of the whole run, wherever iteration starts."""
@@ -103,36 +101,19 @@ class TrainLoader:
 
     def tokens_by_source(self, step: int) -> np.ndarray:
         """Return the real tokens of each source in the global batch of a step, over all ranks."""
-        return self.dataset.tokens_by_source(self.batch_sampler.rows_of_step(step))
-
-
-def train_loader(
-    dataset: PackedDataset, sampler: GlobalBatchSampler, *, seed: int = 0, **workers: Any
-) -> TrainLoader:
-    """Return the loader of a run; `workers` as for `eval_loader`."""
-    return TrainLoader(_loader(dataset, sampler, seed=seed, **workers), sampler, dataset)
+        return self.dataset.tokens_by_source(self.batch_sampler.sequences_of_step(step))
 
 
 def eval_loader(
-    dataset: PackedDataset, sampler: EvalBatchSampler, *, seed: int = 0, **workers: Any
-) -> DataLoader:
-    """Return a loader over every row once.
-
-    workers: num_workers, pin_memory, prefetch_factor, persistent_workers and
-    multiprocessing_context of `torch.utils.data.DataLoader`.
-    """
-    return _loader(dataset, sampler, seed=seed, **workers)
-
-
-def _loader(
     dataset: PackedDataset,
     sampler: GlobalBatchSampler | EvalBatchSampler,
     *,
-    seed: int,
+    seed: int = 0,
     num_workers: int = 0,
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
+    """Return a loader of a sampler's micro-batches; `options` are those of torch's DataLoader."""
     if num_workers == 0:
         options = {}  # torch refuses settings of workers without workers
     return DataLoader(
@@ -150,5 +131,5 @@ def _loader(
 
 
 def _whole_batch(batch: Any) -> Any:
-    """Stand in for a collator: `PackedDataset.__getitems__` has made the batch already."""
+    """Replace the collator: `PackedDataset.__getitems__` has made the batch already."""
     return batch

@@ -86,7 +86,7 @@ def plan_run(
     training.gradient_accumulation_steps = accumulation
     training.max_steps = total_steps
     training.ignore_data_skip = True  # the loader starts at the step itself, see DataPosition
-    order = SampleOrder(data.train.rows_per_source, training.seed, data.weights)
+    order = SampleOrder(data.train.per_source, training.seed, data.weights)
     sampler = GlobalBatchSampler(
         order,
         run.global_batch_size,
@@ -142,7 +142,7 @@ def _attention(
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
     whole_rows = all(
-        plan.one_document_a_row
+        plan.one_document_each
         for rows in (data.train, *data.evaluation.values())
         for plan in rows.plans
     )

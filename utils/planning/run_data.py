@@ -209,17 +209,17 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     found = dataset.statistics
     line = (
         f"{_shortened(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
-        f"{plan.rows:,} sequences of {plan.sequence_length:,} ({plan.fill:.1%} filled)"
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({plan.fill:.1%} filled)"
     )
     if dataset.loss_mask is None:
-        line += ", every token bears loss"
+        line += ", every token trained on"
     else:
-        line += f", {found.loss_tokens / found.tokens:.1%} of them bear loss ({dataset.loss_mask})"
+        line += f", {found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
     counts = {
         "split": plan.split,
         "truncated": plan.truncated,
         "dropped as too long": plan.dropped,
-        "dropped as truncation left no loss-bearing token": plan.truncated_without_loss,
+        "dropped as truncation left no token to train on": plan.truncated_without_loss,
         "left out with a single token": plan.without_targets,
     }
     told = [f"{count:,} {what}" for what, count in counts.items() if count]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.config.errors import ConfigurationError
-from utils.data.order import PADDING_ROW
+from utils.data.order import PADDING_SEQUENCE
 from utils.model.stages import OPTIMIZER
 from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
 
@@ -117,7 +117,7 @@ class GradientBuckets(TrainerCallback):
         model = self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             return
-        padding = [PADDING_ROW] * args.per_device_train_batch_size
+        padding = [PADDING_SEQUENCE] * args.per_device_train_batch_size
         batch = self.trainer._prepare_inputs(self.trainer.train_rows.__getitems__(padding))
         model.train()
         devices = [args.device] if args.device.type == "cuda" else []

@@ -193,8 +193,8 @@ class InterruptibleTrainerMixin(Trainer):
             if isinstance(callback, MetricCallback):
                 carried |= callback.carried()
         loader: Any = self.callback_handler.train_dataloader
-        loader.consumed.count(self.state.global_step)
-        carried["tokens"] = loader.consumed.carried()
+        loader.tokens_seen.count(self.state.global_step)
+        carried["tokens"] = loader.tokens_seen.state()
         carried["run_loss"] = dataclasses.asdict(self.run_loss)
         carry(self.state, carried)
         if self.state.best_global_step in carried["extra_saves"]:

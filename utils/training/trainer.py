@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback, remove_default_reporting
 from utils.config.errors import ConfigurationError
-from utils.data.loader import TrainLoader, eval_loader, train_loader
+from utils.data.loader import TrainLoader, eval_loader
 from utils.data.order import EvalBatchSampler, GlobalBatchSampler
 from utils.data.sequences import Batch, PackedDataset, model_inputs
 from utils.model.attention import shape_inputs
@@ -128,7 +128,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
         """Return the loader of the whole run; the callbacks set where it starts."""
-        return train_loader(
+        return TrainLoader(
             self.train_rows,
             self.sampler,
             num_workers=self.args.dataloader_num_workers,
@@ -227,7 +227,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         )
         if self.balance is not None:
             loss = loss + self.balance.weighted(outputs)
-        self.guard.take_loss(loss)
+        self.guard.take_loss(loss, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     @override

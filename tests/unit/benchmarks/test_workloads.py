@@ -46,7 +46,7 @@ def test_the_order_is_that_of_the_loader(tmp_path):
     dataset = open_token_dataset(tmp_path / "documents")
     plan = plan_packing(dataset.lengths, 16)
     rows = PackedDataset([dataset], [plan])
-    sampler = GlobalBatchSampler(SampleOrder([plan.rows], SEED), 4, 4, 0, 1, total_steps=3)
+    sampler = GlobalBatchSampler(SampleOrder([plan.sequences], SEED), 4, 4, 0, 1, total_steps=3)
     order = sample_order(ROWS)
     assert sorted(order) == list(range(12))
     for step, numbers in enumerate(sampler):

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.metrics import MixtureShares
-from utils.data.loader import ConsumedTokens, source_names
+from utils.data.loader import TokenCounts, source_names
 from utils.data.order import SampleOrder
 
 ARGS = SimpleNamespace(device="cpu")
@@ -23,13 +23,13 @@ class Loader:
         self.batch_sampler = SimpleNamespace(order=order, global_batch_size=4)
         self.dataset = SimpleNamespace(
             datasets=[SimpleNamespace(path=Path("/data", name)) for name in names],
-            plans=[SimpleNamespace(tokens=10 * number, rows=10) for number in tokens],
+            plans=[SimpleNamespace(tokens=10 * number, sequences=10) for number in tokens],
         )
         paths = [dataset.path for dataset in self.dataset.datasets]
-        self.consumed = ConsumedTokens(self.tokens_by_source, source_names(paths))
+        self.tokens_seen = TokenCounts(self.tokens_by_source, source_names(paths))
 
     def tokens_by_source(self, step: int) -> np.ndarray:
-        sources, _ = self.batch_sampler.order.locate(np.arange(4 * step, 4 * step + 4))
+        sources, _ = self.batch_sampler.order.interleaving.locate(np.arange(4 * step, 4 * step + 4))
         return np.bincount(sources, minlength=len(self.per_row)) * self.per_row
 
 
@@ -48,10 +48,10 @@ def after(shares: MixtureShares, step: int) -> dict[str, float]:
 def test_a_resumed_run_logs_what_the_uninterrupted_one_does():
     whole = begun(Loader(["web", "code"], [100, 300]))
     after(whole, 5)
-    carried = whole.loader.consumed.carried()
+    carried = whole.loader.tokens_seen.state()
     last = after(whole, 8)
     loader = Loader(["web", "code"], [100, 300])
-    loader.consumed.take_over(5, carried)
+    loader.tokens_seen.resume(5, carried)
     assert after(begun(loader, step=5), 8) == last
     assert set(last) == {
         f"{figure}/{name}"

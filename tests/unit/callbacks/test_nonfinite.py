@@ -32,7 +32,7 @@ ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=
 class Rows:
     """Rows that are documents of their own."""
 
-    def documents_in_rows(self, rows: np.ndarray) -> list[DocumentPart]:
+    def documents_in(self, rows: np.ndarray) -> list[DocumentPart]:
         return [DocumentPart(Path("/data/x"), int(row), 0, 9) for row in rows]
 
 
@@ -41,7 +41,7 @@ class Sampler:
 
     accumulation_steps, micro_batch_size = 3, 2
 
-    def rows_of_step(self, step: int) -> np.ndarray:
+    def sequences_of_step(self, step: int) -> np.ndarray:
         return np.arange(step * 12, step * 12 + 12)
 
 
@@ -63,7 +63,7 @@ class Run:
     def step(self, *losses: float, norm: float | torch.Tensor | None = 1.0):
         self.event("on_step_begin")
         for loss in losses or (1.0, 1.0):
-            self.guard.take_loss(torch.tensor(loss))
+            self.guard.take_loss(torch.tensor(loss), torch.tensor(5))
         self.guard.take_step(self.state.global_step, norm)
         self.state.global_step += 1
 

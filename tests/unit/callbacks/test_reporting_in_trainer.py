@@ -20,7 +20,7 @@ from utils.callbacks.metrics import (
     remove_default_reporting,
     reporting_callbacks,
 )
-from utils.data.loader import ConsumedTokens
+from utils.data.loader import TokenCounts
 
 ROWS = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
 
@@ -32,7 +32,7 @@ class Loader:
 
     def __init__(self, loader):
         self.loader, self.dataset = loader, ROWS
-        self.consumed = ConsumedTokens(lambda _step: np.array([32]), ["all"])
+        self.tokens_seen = TokenCounts(lambda _step: np.array([32]), ["all"])
 
     def __iter__(self):
         return iter(self.loader)

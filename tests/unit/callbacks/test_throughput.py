@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.metrics import Throughput
-from utils.data.loader import ConsumedTokens
+from utils.data.loader import TokenCounts
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Loader:
 
     def __init__(self):
         self.wait_s = 0.0
-        self.consumed = ConsumedTokens(lambda step: np.array([1000 + step]), ["all"])
+        self.tokens_seen = TokenCounts(lambda step: np.array([1000 + step]), ["all"])
 
 
 class Run:
@@ -71,7 +71,7 @@ def test_tokens_are_counted_step_by_step_and_not_while_a_log_waits():
     run = Run()
     for step in range(1, 4):
         run.step(0.25)
-        assert run.loader.consumed.steps == step
+        assert run.loader.tokens_seen.steps == step
 
 
 def test_the_first_step_is_told_apart_and_in_no_rate():
@@ -114,7 +114,7 @@ def test_evaluation_and_saving_are_left_out():
 
 def test_a_resumed_run_measures_its_own_steps_and_sees_the_tokens_of_all():
     run = Run(start_step=3)
-    run.loader.consumed.take_over(3, {"all": 5000, "a source that went": 7})
+    run.loader.tokens_seen.resume(3, {"all": 5000, "a source that went": 7})
     run.step(50.0)
     run.step(0.5)
     figures = run.callback.metrics()

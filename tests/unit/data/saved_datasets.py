@@ -1,6 +1,9 @@
 """A small dataset as users save one, and what it holds."""
 
+import numpy as np
 from datasets import Dataset, Features, List, Value
+
+from utils.data.packing import Segments
 
 DOCUMENTS = [[5, 6, 7], [1], [9, 8], [4, 4, 4, 4], [2, 300]]
 MASKS = [[0, 1, 1], [1], [0, 0], [1, 0, 0, 1], [0, 1]]
@@ -19,8 +22,13 @@ def save(path, input_ids=DOCUMENTS, dtype="int64", list_type=List, shards=1, **c
 
 
 def documents_of(dataset):
-    return [dataset.tokens(document).tolist() for document in range(len(dataset))]
+    return [ids.tolist() for ids in _pieces(dataset)[0]]
 
 
 def masks_of(dataset):
-    return [dataset.loss_mask_of(document).astype(int).tolist() for document in range(len(dataset))]
+    return [mask.astype(int).tolist() for mask in _pieces(dataset)[1]]
+
+
+def _pieces(dataset):
+    documents = np.arange(len(dataset))
+    return dataset.pieces(Segments(documents, np.zeros_like(documents), dataset.lengths))

@@ -1,27 +1,27 @@
+"""Micro-batches of packed sequences and their loaders: what every rank gets, from any step on."""
+
 import pickle
 import random
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from saved_datasets import documents_of, masks_of, save
 
-from utils.data.loader import eval_loader, train_loader
-from utils.data.order import PADDING_ROW, EvalBatchSampler, GlobalBatchSampler, SampleOrder
+from utils.data.loader import TokenCounts, TrainLoader, eval_loader, source_names
+from utils.data.order import PADDING_SEQUENCE, EvalBatchSampler, GlobalBatchSampler, SampleOrder
 from utils.data.packing import plan_packing
 from utils.data.sequences import PackedDataset, longest_segment, model_inputs
 from utils.data.token_dataset import open_token_dataset
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 T = 16
 PAD = 999
 SHAPED = ("input_ids", "labels", "position_ids")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def documents(count, seed, longest=40):
@@ -32,8 +32,7 @@ def documents(count, seed, longest=40):
 
 
 def open_saved(path, input_ids, **columns):
-    Dataset.from_dict({"input_ids": input_ids, **columns}).save_to_disk(path)
-    return open_token_dataset(path)
+    return open_token_dataset(save(path, input_ids, **columns))
 
 
 def packed(path, count=30, seed=0, packing="best_fit", **columns):
@@ -48,17 +47,19 @@ def masks_for(input_ids, seed=1):
 
 
 def row_by_hand(rows, number):
-    """Return (input_ids, labels, position_ids, segment lengths) of one row, token by token."""
+    """Return (input_ids, labels, position_ids, segment lengths) of one sequence, by token."""
     ids, labels, positions, lengths = [], [], [], []
-    if number != PADDING_ROW:
-        source = int(np.searchsorted(rows.first_rows, number, side="right")) - 1
-        segments = rows.plans[source].row(number - int(rows.first_rows[source]))
+    if number != PADDING_SEQUENCE:
+        source = int(np.searchsorted(rows.first_of_source, number, side="right")) - 1
+        dataset = rows.datasets[source]
+        own = np.array([number - int(rows.first_of_source[source])])
+        _, segments = rows.plans[source].segments_of(own)
+        whole = documents_of(dataset), masks_of(dataset)
         for document, start, stop in zip(*map(np.ndarray.tolist, segments), strict=True):
-            tokens = rows.datasets[source].tokens(document, start, stop).tolist()
-            loss = rows.datasets[source].loss_mask_of(document, start, stop).tolist()
-            loss[0] = False
+            tokens, loss = (values[document][start:stop] for values in whole)
+            loss[0] = 0
             ids += tokens
-            labels += [token if bears else -100 for token, bears in zip(tokens, loss, strict=True)]
+            labels += [token if bit else -100 for token, bit in zip(tokens, loss, strict=True)]
             positions += range(len(tokens))
             lengths.append(len(tokens))
     padding = T - len(ids)
@@ -97,7 +98,7 @@ def check_batch(rows, numbers):
     [([0, 1], 1), ([0, 3], 4), ([0, 4, 12], 8), ([0, 9, 12], 16), ([0, 17], 24), ([0, 24], 24)],
 )
 def test_the_bound_of_segments_is_one_of_few(ends, bound):
-    assert longest_segment(torch.tensor(ends, dtype=torch.int32), row_length=24) == bound
+    assert longest_segment(torch.tensor(ends, dtype=torch.int32), sequence_length=24) == bound
 
 
 # ---- one batch
@@ -116,8 +117,8 @@ def test_a_batch_is_what_its_rows_say_token_by_token(tmp_path, packing, mask):
     rows = packed(tmp_path / "d", packing=packing, **columns)
     numbers = list(range(len(rows)))
     check_batch(rows, numbers)
-    check_batch(rows, [numbers[-1], PADDING_ROW, 0, 0])
-    check_batch(rows, [PADDING_ROW])
+    check_batch(rows, [numbers[-1], PADDING_SEQUENCE, 0, 0])
+    check_batch(rows, [PADDING_SEQUENCE])
 
 
 def test_rows_of_several_sources_meet_in_one_batch(tmp_path):
@@ -126,18 +127,23 @@ def test_rows_of_several_sources_meet_in_one_batch(tmp_path):
     chats = open_saved(tmp_path / "chats", input_ids, assistant_masks=masks_for(input_ids))
     plans = [plan_packing(dataset.lengths, T) for dataset in (plain, chats)]
     rows = PackedDataset([plain, chats], plans, PAD)
-    assert len(rows) == plans[0].rows + plans[1].rows == sum(rows.rows_per_source)
+    assert len(rows) == plans[0].sequences + plans[1].sequences == sum(rows.per_source)
     last = len(rows) - 1
-    check_batch(rows, [last, 0, PADDING_ROW, plans[0].rows, plans[0].rows - 1, 3])
-    numbers = np.array([last, PADDING_ROW, 0])
-    expected = [plans[0].row_tokens[0], plans[1].row_tokens[-1]]
+    check_batch(rows, [last, 0, PADDING_SEQUENCE, plans[0].sequences, plans[0].sequences - 1, 3])
+    numbers = np.array([last, PADDING_SEQUENCE, 0])
+    expected = [plans[0].sequence_tokens[0], plans[1].sequence_tokens[-1]]
     assert rows.tokens_by_source(numbers).tolist() == expected
+    parts = rows.documents_in(numbers)
+    for dataset, tokens in zip(rows.datasets, expected, strict=True):
+        own = [part for part in parts if part.dataset == dataset.path]
+        assert sum(part.stop - part.start for part in own) == tokens
+        assert all(part.stop <= dataset.lengths[part.document] for part in own)
 
 
 def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
     rows = packed(tmp_path / "d")
     shapes = set()
-    for numbers in ([0, 1, 2], [PADDING_ROW] * 3, [5, PADDING_ROW, 4]):
+    for numbers in ([0, 1, 2], [PADDING_SEQUENCE] * 3, [5, PADDING_SEQUENCE, 4]):
         assert rows.__getitems__(numbers)["input_ids"].dtype == torch.int32  # widened later
         batch = assembled(rows, numbers)
         # What the layers see; only the loss has as many positions as there are.
@@ -172,9 +178,9 @@ def test_packed_targets_are_those_of_the_single_documents(tmp_path, packing):
 
 
 def loader(rows, *, rank=0, world_size=1, micro_batch=2, batch=8, steps=6, **options):
-    order = SampleOrder(rows.rows_per_source, seed=7)
+    order = SampleOrder(rows.per_source, seed=7)
     sampler = GlobalBatchSampler(order, batch, micro_batch, rank, world_size, steps)
-    return train_loader(rows, sampler, **options)
+    return TrainLoader(rows, sampler, **options)
 
 
 def same(first, second):
@@ -273,3 +279,63 @@ def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
     assert all(row == [PAD] * T for row in loaded[len(rows) :])
     batches = [batch for rank in ranks for batch in rank]
     assert not any(b["bears_loss"].any() for b in batches if (b["input_ids"] == PAD).all())
+
+
+# ---- tokens seen
+
+
+class Steps:
+    """Step k holds 100 + k tokens of the first source and 10 of the second."""
+
+    def __init__(self):
+        self.asked: list[int] = []
+
+    def __call__(self, step: int) -> np.ndarray:
+        self.asked.append(step)
+        return np.array([100 + step, 10])
+
+
+def test_every_step_is_counted_once_whoever_asks():
+    steps = Steps()
+    seen = TokenCounts(steps, ["web", "code"])
+    assert seen.count(0) == 0
+    assert seen.count(2) == 100 + 101 + 20
+    assert seen.count(2) == seen.count(1) == 221
+    assert seen.count(3) == 221 + 102 + 10
+    assert steps.asked == [0, 1, 2]
+    assert seen.by_source.tolist() == [303, 30]
+
+
+def test_a_start_goes_on_from_what_its_checkpoint_carries():
+    whole = TokenCounts(Steps(), ["web", "code"])
+    whole.count(5)
+    state = whole.state()
+    assert state == {"web": 510, "code": 50}
+    steps = Steps()
+    resumed = TokenCounts(steps, ["web", "code"])
+    resumed.resume(5, state)
+    assert resumed.count(8) == whole.count(8)
+    assert resumed.state() == whole.state()
+    assert steps.asked == [5, 6, 7], "a long run is not counted again from its start"
+
+
+def test_tokens_of_a_source_that_went_still_count():
+    seen = TokenCounts(Steps(), ["web", "books"])
+    seen.resume(5, {"web": 510, "code": 50})
+    assert seen.by_source.tolist() == [510, 0]
+    assert seen.count(6) == 560 + 105 + 10
+    assert seen.state() == {"code": 50, "web": 615, "books": 10}
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/d/web", "/d/code"], ["web", "code"]),
+        (["/d/web/train", "/d/code/train"], ["web", "code"]),
+        (["/a/web", "/b/web", "/b/code"], ["a/web", "b/web", "b/code"]),
+        (["/train", "/a/train"], ["/", "a"]),
+        (["/one"], ["one"]),
+    ],
+)
+def test_names_are_short_and_differ(paths, names):
+    assert source_names([Path(path) for path in paths]) == names

@@ -1,3 +1,5 @@
+"""The order of samples: a pure function of seed and step, whatever the number of ranks."""
+
 import math
 from collections import Counter
 
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from utils.config.errors import ConfigurationError
 from utils.data.order import (
     BLOCK,
-    PADDING_ROW,
+    PADDING_SEQUENCE,
     EvalBatchSampler,
     GlobalBatchSampler,
     Interleaving,
@@ -26,7 +28,14 @@ PINNED_WEIGHTED = [5, 3, 4, 0, 2, 1, 0, 1, 3, 2, 3, 2]
 
 
 def stream(order, start, stop):
-    return order.global_rows(np.arange(start, stop)).tolist()
+    return order.sequences(np.arange(start, stop)).tolist()
+
+
+def located(order, samples):
+    """Return the source of each sample, and its sequence counted within the source."""
+    numbers = order.sequences(samples)
+    sources = np.searchsorted(order.first_of_source, numbers, side="right") - 1
+    return sources, numbers - order.first_of_source[sources]
 
 
 def sampler(order, batch, micro_batch=1, rank=0, world_size=1, steps=7):
@@ -103,7 +112,7 @@ def test_the_order_is_the_one_of_earlier_releases():
 def test_without_weights_every_row_of_every_source_comes_once_an_epoch(rows, seed, epoch):
     order = SampleOrder(rows, seed)
     total = sum(rows)
-    sources, own = order.locate(np.arange(epoch * total, (epoch + 1) * total))
+    sources, own = located(order, np.arange(epoch * total, (epoch + 1) * total))
     expected = [(source, row) for source, count in enumerate(rows) for row in range(count)]
     assert sorted(zip(sources.tolist(), own.tolist(), strict=True)) == expected
 
@@ -133,7 +142,7 @@ def test_each_weighted_source_counts_its_samples_one_by_one(weights, first_block
 def test_each_weighted_source_walks_its_own_epochs():
     rows = [7, 300]
     order = SampleOrder(rows, seed=5, weights=[1, 3])
-    sources, own = order.locate(np.arange(8 * BLOCK))
+    sources, own = located(order, np.arange(8 * BLOCK))
     shares = np.bincount(sources) / (8 * BLOCK)
     assert shares.tolist() == [0.25, 0.75]
     for source, count in enumerate(rows):
@@ -145,7 +154,7 @@ def test_each_weighted_source_walks_its_own_epochs():
 
 
 def test_weighted_sources_are_mixed_within_a_block():
-    sources, _ = SampleOrder([50, 50], seed=0, weights=[1, 1]).locate(np.arange(BLOCK))
+    sources, _ = Interleaving([1, 1], seed=0).locate(np.arange(BLOCK))
     in_windows = sources.reshape(-1, 64).mean(axis=1)
     assert in_windows.min() > 0.2
     assert in_windows.max() < 0.8
@@ -156,9 +165,9 @@ def test_weighted_sources_are_mixed_within_a_block():
     weights=st.one_of(st.none(), st.just([0.3, 0.7])), places=st.permutations(range(0, 5000, 97))
 )
 def test_a_sample_is_the_same_however_it_is_asked_for(weights, places):
-    whole = SampleOrder([11, 23], seed=1, weights=weights).global_rows(np.arange(5000))
+    whole = SampleOrder([11, 23], seed=1, weights=weights).sequences(np.arange(5000))
     other = SampleOrder([11, 23], seed=1, weights=weights)
-    assert other.global_rows(np.array(places)).tolist() == whole[places].tolist()
+    assert other.sequences(np.array(places)).tolist() == whole[places].tolist()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +182,30 @@ def test_a_sample_is_the_same_however_it_is_asked_for(weights, places):
 def test_weights_that_mean_nothing_are_refused(weights, message):
     with pytest.raises(ConfigurationError, match=message):
         SampleOrder([3, 4], 0, weights)
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [1, 1], [0.97, 0.03], [5, 3, 1, 1]])
+def test_how_far_a_prefix_may_be_from_the_weights(weights):
+    """Less than a sample a source at the end of each block, a few dozen inside it."""
+    interleaving = Interleaving(weights, seed=0)
+    sources, _ = interleaving.locate(np.arange(40 * BLOCK))
+    counts = np.zeros((40 * BLOCK + 1, len(weights)), dtype=np.int64)
+    np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0, out=counts[1:])
+    asked = np.arange(len(counts))[:, None] * np.array(weights) / sum(weights)
+    away = np.abs(counts - asked)
+    assert away[::BLOCK].max() < 1
+    assert away.max() < 64
+    for sample in (0, 1, 700, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 300):
+        assert interleaving.samples_drawn(sample) == counts[sample].tolist()
+
+
+def test_epochs_and_shares_of_sources():
+    order = SampleOrder([10, 1000], seed=3, weights=[1, 3])
+    assert order.shares().tolist() == [0.25, 0.75]
+    assert order.epochs_before(4 * BLOCK) == [BLOCK / 10, 3 * BLOCK / 1000]
+    together = SampleOrder([10, 30], seed=3)
+    assert together.shares().tolist() == [0.25, 0.75]
+    assert together.epochs_before(100) == [2.5, 2.5]
 
 
 # ---- micro-batches
@@ -194,7 +227,7 @@ def test_every_world_size_sees_the_same_global_batches(weights, world_size, micr
     assert all(len(rows) == micro_batch for rank in ranks for rows in rank)
     for step in range(steps):
         expected = seen[step * batch : (step + 1) * batch]
-        assert sampler(order, batch).rows_of_step(step).tolist() == expected
+        assert sampler(order, batch).sequences_of_step(step).tolist() == expected
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 699, 700])
@@ -224,5 +257,5 @@ def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
     assert {len(rank) for rank in ranks} == {len(batches) for batches in seen}
     assert len({len(batches) for batches in seen}) == 1
     flat = [row for turn in zip(*seen, strict=True) for batch in turn for row in batch]
-    assert flat == list(range(rows)) + [PADDING_ROW] * (len(flat) - rows)
+    assert flat == list(range(rows)) + [PADDING_SEQUENCE] * (len(flat) - rows)
     assert len(flat) - rows < micro_batch * world_size
