@@ -155,7 +155,8 @@ def unordered(run: Path, trace: str) -> list[str]:
         )
 
     wrong = []
-    for name in [*files, ".manifest.json.*.tmp"]:
+    draft = Path(named.arguments.split('"')[1]).name  # the manifest before it has its name
+    for name in [*files, draft]:
         path = checkpoint / name
         if not flushed(path, last_change(path, before), named.began):
             wrong.append(name)
