@@ -42,7 +42,7 @@ own_processes=
 for argument in "$@"; do
   case $argument in
   --shard | --shard=* | --merge | --merge=*)
-    refuse 2 "$argument is for prepare_data.py by hand: here the array is the division (sbatch --array=0-15)." ;;
+    refuse 2 "$argument is not for jobs: the array is the division (sbatch --array=0-15)." ;;
   --num_proc | --num_proc=*) own_processes=1 ;;
   esac
 done
@@ -62,8 +62,6 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   fi
 fi
 
-go_on="cd $(quoted "$root") && sbatch [THE SAME OPTIONS] slurm/prepare_job.sh $(quoted "$@")"
-
 # Private to the job, removed with it: Python's and datasets' temporary files.
 private=$(mktemp -d -- "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/stoker-prepare-XXXXXXXX") || refuse 74 \
   "no temporary directory can be made in ${SLURM_TMPDIR:-${TMPDIR:-/tmp}}: set TMPDIR in slurm/cluster.env to one on the node's own disk."
@@ -73,8 +71,7 @@ if [[ -z ${HF_HUB_OFFLINE:-} ]]; then
   export HF_HUB_OFFLINE=1 # nodes seldom have internet, and would wait for time-outs
 fi
 
-say_job
-say "in $root: prepare_data.py ${shards:+--shard $shard/$shards }$(quoted "${arguments[@]}")"
+say "prepare_data.py ${shards:+--shard $shard/$shards}"
 
 run_step slurm/run_python.sh prepare_data.py "${arguments[@]}" ${shards:+--shard "$shard/$shards"}
 if ((code == 0)) && [[ -n $shards ]]; then
@@ -86,9 +83,9 @@ if ((code > 128)) && [[ -n ${passed_on:-} ]]; then
   if ((restarts < 20)); then
     requeue "stopped by $passed_on, finished work is kept"
   else
-    say "job $job: stopped by $passed_on after $restarts restarts, not requeued: give it more --time or a wider --array. To go on: $go_on"
+    say "job $job: stopped by $passed_on after $restarts restarts, not requeued: give it more --time or a wider --array; $again"
   fi
   exit 75
 fi
-((code == 0)) || say "job $job: failed with exit code $code, see above; finished work is kept. To go on: $go_on"
+((code == 0)) || say "job $job: failed with exit code $code, see above; finished work is kept: $again"
 exit "$code"

@@ -43,22 +43,9 @@ if [[ -z $point ]]; then
   exit 2
 fi
 
-# Into a file first: mapfile would not see the command fail.
-words="$(mktemp)"
-code=0
-slurm/run_python.sh -m utils.submit.sweep point "$sweep" "$point" >"$words" || code=$?
-if ((code == 0)); then
-  mapfile -d '' -t arguments <"$words"
-fi
-rm -f -- "$words"
-if ((code != 0)); then
-  exit "$code"
-fi
-
-# For messages: a point's arguments are not what sbatch takes.
-# shellcheck disable=SC2034
+mapfile -d '' -t arguments < <(slurm/run_python.sh -m utils.submit.sweep point "$sweep" "$point")
+wait "$!" # ends this script too if the command failed
+# shellcheck disable=SC2034 # for messages
 job_script=slurm/sweep_job.sh
-# shellcheck disable=SC2034
-printf -v go_on 'cd %q && slurm/submit.sh [THE SAME OPTIONS] slurm/sweep_job.sh %q' "$root" "$sweep"
 # shellcheck source=slurm/training_job.sh
 source "$root/slurm/training_job.sh" "${arguments[@]}"

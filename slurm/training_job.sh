@@ -25,22 +25,18 @@ cores_per_node() {
   printf '%s' "${fewest:-${SLURM_CPUS_ON_NODE:-1}}"
 }
 
-# The first of two neighbouring ports that nothing on this node uses. Read from /proc, because
-# Python may exist only inside a container. Below 32768: any connection may take one above.
+# Two neighbouring ports that nothing on this node answers at. Below 32768, where any outgoing
+# connection may take one; in bash, because Python may exist only inside a container.
 free_port() {
-  local -A used=()
-  local address port try
-  while read -r _ address _; do
-    [[ $address =~ :([0-9A-F]{4})$ ]] && used[$((16#${BASH_REMATCH[1]}))]=1
-  done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
-  for ((try = 0; try < 6133; try++)); do
-    port=$((20000 + 2 * ((SLURM_JOB_ID * 31 + try) % 6133)))
-    if [[ -z ${used[$port]:-} && -z ${used[$((port + 1))]:-} ]]; then
+  local try port
+  for ((try = 0; try < 100; try++)); do
+    port=$((20000 + 2 * (RANDOM % 6000)))
+    if ! { : <"/dev/tcp/127.0.0.1/$port" || : <"/dev/tcp/127.0.0.1/$((port + 1))"; } 2>/dev/null; then
       printf '%s' "$port"
       return
     fi
   done
-  refuse 69 "no two free ports from 20000 to 32265: set STOKER_MAIN_PORT in slurm/cluster.env."
+  refuse 69 "no two free ports from 20000 to 32000: set STOKER_MAIN_PORT in slurm/cluster.env."
 }
 
 # What ranks and launchers of all nodes leave behind. A failed start's stays for the reader.
@@ -51,8 +47,8 @@ if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
 fi
 export STOKER_NOTES_DIR=$notes
 
-go_on=${go_on:-"cd $(quoted "$root") && sbatch [THE SAME OPTIONS] $job_script $(quoted "$@")"}
-export STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
+STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
+export STOKER_MAIN_PORT
 
 step_options=(
   --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
@@ -65,9 +61,7 @@ if [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS
   unset SLURM_GPUS_PER_NODE
 fi
 
-say_job
-say "each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s); strategy: ${ACCELERATE_CONFIG:-by the number of processes}"
-say "in $root: $(quoted "$@")"
+say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s); strategy: ${ACCELERATE_CONFIG:-by the number of processes}"
 
 run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
 trap '' USR1 TERM

@@ -23,10 +23,7 @@ read -r code <"$STAND_IN/srun.code"
 exit "$code"
 """,
     "squeue": r"""#!/bin/bash
-case $* in
-*%e*) cat "$STAND_IN/ends" ;;
-*) cat "$STAND_IN/state" ;;
-esac
+cat "$STAND_IN/state"
 """,
     "scontrol": r"""#!/bin/bash
 printf '%s\0' "$@" >"$STAND_IN/scontrol.arguments"
@@ -57,13 +54,12 @@ class StandIns:
             (self.commands / name).write_text(text)
             (self.commands / name).chmod(0o755)
         copy_scripts(root)
-        self.answer(code=0, ends="2026-11-20T23:59:59")
+        self.answer(code=0)
         self.slurm_says("RUNNING", "None", 0, 1)
 
-    def answer(self, code: int, ends: str = "NONE") -> None:
-        """Set srun's exit code and the end of the time limit."""
+    def answer(self, code: int) -> None:
+        """Set srun's exit code."""
         (self.directory / "srun.code").write_text(f"{code}\n")
-        (self.directory / "ends").write_text(f"{ends}\n")
 
     def slurm_says(self, state: str, reason: str, restarts: int, may_requeue: int) -> None:
         """Set squeue's answer, in its columns."""

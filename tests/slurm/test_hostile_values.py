@@ -27,22 +27,23 @@ VALUES = [
     "ü 模型", "", "=", "x" * 5000,
 ]  # fmt: skip
 EXECUTABLE = VALUES[:17]
-BOTH = ["slurm/train_job.sh", "slurm/multinode_job.sh"]
+JOB = "slurm/train_job.sh"
+TRAIN = ["train.py", *VALUES]
 # What the scripts hand on to the node as it is, whatever it holds.
 HANDED_ON = [
     "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_MAIN_PORT", "STOKER_PROCESSES_PER_NODE",
     "STOKER_NODE_DIR", "STOKER_NODE_HOSTS", "STOKER_DEBUG", "TMPDIR", "SLURM_TMPDIR",
     "SLURM_JOB_NAME", "SLURM_JOB_ACCOUNT", "WANDB_NAME",
 ]  # fmt: skip
+TEXT = [
+    "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE",
+    "SLURM_CPUS_ON_NODE", "SLURM_JOB_END_TIME", "SLURMD_NODENAME", "STOKER_NOTES_DIR",
+]  # fmt: skip
 NUMBERS = [
     "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK",
     "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID",
 ]  # fmt: skip
 FILE_NAMES = [value for value in VALUES if 0 < len(value) < 200 and value not in ("~", "-", "--")]
-
-
-def test_there_are_forty_different_values():
-    assert len(set(VALUES)) == len(VALUES) >= 40
 
 
 @pytest.fixture
@@ -57,30 +58,51 @@ def assert_nothing_was_executed(directory: Path) -> None:
     assert not made, f"executed: {made}"
 
 
-def ids(value: str) -> str:
-    return repr(value[:20])
+def test_every_argument_arrives(stand_ins):
+    assert len(set(VALUES)) == len(VALUES) >= 40
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MIN": "0"}
+    task |= {"SLURM_ARRAY_TASK_MAX": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
+    point = "\0".join(["train.py", *VALUES]) + "\0"
+    (stand_ins.directory / "python.output").write_text(point)
+    (stand_ins.root / "prepare_data.py").touch()
 
+    def given(command: str, script: str, *words: str, **env: str) -> list[str]:
+        stand_ins.forget()
+        done = stand_ins.run(f"slurm/{script}.sh", *words, env=env)
+        assert done.returncode == 0, done.stdout
+        return stand_ins.arguments(command)
 
-@pytest.mark.parametrize("script", BOTH)
-def test_every_argument_arrives(stand_ins, script):
-    done = stand_ins.run(script, "train.py", *VALUES)
-    assert done.returncode == 0, done.stdout
-    given = stand_ins.arguments("srun")
-    assert given[given.index("train.py") + 1 :] == VALUES
+    for script in ("train_job", "multinode_job"):
+        assert given("srun", script, "train.py", *VALUES)[-len(VALUES) - 1 :] == TRAIN
+    assert given("python", "launch_node", *TRAIN) == ["-m", "utils.launch.node", *TRAIN]
+    assert given("sbatch", "submit", JOB, *VALUES)[2:] == [JOB, *VALUES]
+    assert stand_ins.arguments("python")[-len(VALUES) :] == VALUES
+    assert stand_ins.arguments("scontrol") == ["release", "77"]
+    assert given("python", "prepare_job", *VALUES)[:-2] == ["prepare_data.py", *VALUES]
+    merge = ["-m", "utils.data.prepare.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
+    assert given("python", "prepare_job", *VALUES, **task) == merge
+    for value in EXECUTABLE:
+        assert given("srun", "sweep_job", value, **task)[-len(VALUES) - 1 :] == TRAIN
+        assert value in stand_ins.arguments("python")
 
 
 def test_variables_arrive_at_the_node(stand_ins):
     for value in VALUES:
-        handed_on = dict.fromkeys(HANDED_ON, value)
-        done = stand_ins.run("slurm/multinode_job.sh", "train.py", env=handed_on)
+        env = dict.fromkeys(HANDED_ON, value)
+        done = stand_ins.run("slurm/launch_node.sh", env=env)
+        assert done.returncode == 0, (value, done.stdout)
+        arrived = stand_ins.environment("python")
+        assert {arrived[name] for name in HANDED_ON} == {value}
+        done = stand_ins.run(
+            "slurm/multinode_job.sh", "train.py", env=env | dict.fromkeys(TEXT, value)
+        )
         assert done.returncode == 0, done.stdout
         arrived = stand_ins.environment("srun")
-        for name in HANDED_ON:
-            expected = value
-            if name == "STOKER_MAIN_PORT" and not value:  # as if it were not set
-                expected = arrived[name]
-                assert expected.isdecimal()
-            assert arrived[name] == expected, name
+        if not value:  # as if it were not set
+            assert arrived.pop("STOKER_MAIN_PORT").isdecimal()
+        assert {arrived.get(name, value) for name in HANDED_ON} == {value}
+        # Ours, whatever it was before: ranks write there.
+        assert arrived["STOKER_NOTES_DIR"] == f"{stand_ins.root}/.stoker/job-7.0"
 
 
 def test_variables_that_count_are_refused(stand_ins):
@@ -90,35 +112,30 @@ def test_variables_that_count_are_refused(stand_ins):
             assert done.returncode == 2, (name, value)
             assert f"{name} is " in done.stdout
             assert "no number: let Slurm set it" in done.stdout
+    for name in ("STOKER_SRUN_ARGS", "STOKER_CONTAINER"):
+        for script in ("slurm/train_job.sh", "slurm/launch_node.sh"):
+            done = stand_ins.run(script, "train.py", env={name: VALUES[0]})
+            assert done.returncode == 2
+            assert f"{name} is set in the environment, which cannot hold a list" in done.stdout
     assert not stand_ins.was_called("srun")
+    assert not stand_ins.was_called("python")
 
 
-def test_variables_of_slurm_that_are_text_are_text(stand_ins):
-    names = [
-        "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE", "SLURM_GPUS_PER_NODE",
-        "SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE", "SLURM_JOB_END_TIME", "SLURMD_NODENAME",
-        "STOKER_NOTES_DIR",
-    ]  # fmt: skip
-    for value in VALUES:
-        done = stand_ins.run("slurm/train_job.sh", "train.py", env=dict.fromkeys(names, value))
-        assert done.returncode == 0, done.stdout
-        # Ours, whatever it was before: ranks write there.
-        notes = stand_ins.environment("srun")["STOKER_NOTES_DIR"]
-        assert notes == f"{stand_ins.root}/.stoker/job-7.0"
-
-
-def test_a_script_of_any_name_is_started(stand_ins):
+def test_files_and_folders_of_any_name(stand_ins, tmp_path):
     for value in VALUES:
         stand_ins.forget()
-        path = stand_ins.root / value
-        possible = value in FILE_NAMES
-        if possible:
-            path.touch()
+        if value in FILE_NAMES:
+            (stand_ins.root / value).touch()
+            (tmp_path / "disks" / value).mkdir(parents=True)
+            disk = str(tmp_path / "disks" / value)
+            done = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env={"TMPDIR": disk})
+            assert done.returncode == 0, (value, done.stdout)
+            used = stand_ins.environment("python")["HF_DATASETS_CACHE"]
+            assert used.startswith(f"{disk}/stoker-prepare-")
         done = stand_ins.run("slurm/train_job.sh", value)
-        if possible:
+        if value in FILE_NAMES:
             assert done.returncode == 0, (value, done.stdout)
             assert stand_ins.arguments("srun")[-1] == value
-            path.unlink()
         else:
             assert done.returncode == 2
             assert "is no file in" in done.stdout
@@ -131,36 +148,23 @@ def test_a_repository_of_any_name_is_found(stand_ins, tmp_path):
         shutil.copytree(stand_ins.root, root)
         at_home = StandIns.__new__(StandIns)
         at_home.__dict__ = stand_ins.__dict__ | {"root": root}
-        done = at_home.run(
-            "slurm/train_job.sh", "train.py", cwd=tmp_path, env={"STOKER_ROOT": str(root)}
-        )
+        done = at_home.run(JOB, "train.py", cwd=tmp_path, env={"STOKER_ROOT": str(root)})
         assert done.returncode == 0, (value, done.stdout)
-        launcher = stand_ins.arguments("srun")[-2]
-        assert launcher == f"{root}/slurm/launch_node.sh"
+        assert stand_ins.arguments("srun")[-2] == f"{root}/slurm/launch_node.sh"
         assert not list((root / ".stoker").iterdir())
         shutil.rmtree(root)
-
-
-@pytest.mark.parametrize("name", ["STOKER_ROOT", "SLURM_SUBMIT_DIR"])
-@pytest.mark.parametrize("script", ["train_job", "prepare_job", "sweep_job"])
-def test_a_repository_that_is_none_is_refused(stand_ins, tmp_path, name, script):
-    for value in EXECUTABLE:
-        done = stand_ins.run(f"slurm/{script}.sh", "train.py", cwd=tmp_path, env={name: value})
-        assert done.returncode == 2
-        assert "no repository here" in done.stdout
-
-
-def test_lists_from_the_environment_are_refused(stand_ins):
-    for name in ("STOKER_SRUN_ARGS", "STOKER_CONTAINER"):
-        for value in VALUES[:3]:
-            done = stand_ins.run("slurm/train_job.sh", "train.py", env={name: value})
+    for script in ("train_job", "prepare_job", "sweep_job"):
+        for name in ("STOKER_ROOT", "SLURM_SUBMIT_DIR"):
+            env = {name: EXECUTABLE[0]}
+            done = stand_ins.run(f"slurm/{script}.sh", "train.py", cwd=tmp_path, env=env)
             assert done.returncode == 2
-            assert f"{name} is set in the environment" in done.stdout
+            assert "no repository here" in done.stdout
 
 
 def test_values_of_cluster_env_arrive(stand_ins):
     lines = [f"export VALUE_{number}={shlex.quote(value)}" for number, value in enumerate(VALUES)]
     lines.append(f"STOKER_SRUN_ARGS=({shlex.join(VALUES)})")
+    lines.append(f"STOKER_CONTAINER=({shlex.join(['python', *VALUES])})")
     (stand_ins.root / "slurm/cluster.env").write_text("\n".join(lines) + "\n")
     done = stand_ins.run("slurm/train_job.sh", "train.py")
     assert done.returncode == 0, done.stdout
@@ -169,93 +173,25 @@ def test_values_of_cluster_env_arrive(stand_ins):
     assert given[start : start + len(VALUES)] == VALUES
     arrived = stand_ins.environment("srun")
     assert [arrived[f"VALUE_{number}"] for number in range(len(VALUES))] == VALUES
-
-
-def test_verdicts_are_only_printed(stand_ins):
-    for value in EXECUTABLE:
-        stand_ins.answer(1)
-        stand_ins.leaves(1, value)
-        done = stand_ins.run("slurm/train_job.sh", "train.py")
-        assert done.returncode == 1
-        assert value.rstrip("\n") in done.stdout
-        stand_ins.leaves(75, value)
-        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 75
-
-
-def test_a_verdicts_code_is_a_number(stand_ins):
-    stand_ins.answer(1)
-    for value in EXECUTABLE:
-        stand_ins.leaves(1, "failed")
-        (stand_ins.directory / "exit_code").write_text(value)
-        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 1
-
-
-def test_arguments_of_a_preparation_arrive(stand_ins):
-    (stand_ins.root / "prepare_data.py").touch()
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MIN": "0"}
-    array |= {"SLURM_ARRAY_TASK_MAX": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
-    done = stand_ins.run("slurm/prepare_job.sh", *VALUES)
-    assert done.returncode == 0, done.stdout
-    assert stand_ins.arguments("python") == ["prepare_data.py", *VALUES, "--num_proc", "2"]
-    done = stand_ins.run("slurm/prepare_job.sh", *VALUES, env=array)
-    assert done.returncode == 0, done.stdout
-    merge = ["-m", "utils.data.prepare.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
-    assert stand_ins.arguments("python") == merge
-
-
-def test_a_temporary_directory_of_any_name(stand_ins, tmp_path):
-    for value in FILE_NAMES:
-        (tmp_path / "disks" / value).mkdir(parents=True)
-        disk = {"TMPDIR": str(tmp_path / "disks" / value)}
-        done = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env=disk)
-        assert done.returncode == 0, (value, done.stdout)
-        used = stand_ins.environment("python")["HF_DATASETS_CACHE"]
-        assert used.startswith(f"{disk['TMPDIR']}/stoker-prepare-")
-        refused = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env={"TMPDIR": value})
-        assert refused.returncode == 74
-        assert "no temporary directory can be made in" in refused.stdout
-
-
-def test_arguments_of_a_sweep_arrive(stand_ins):
-    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
-    point = "\0".join(["train.py", *VALUES]) + "\0"
-    (stand_ins.directory / "python.output").write_text(point)
-    for value in EXECUTABLE:
-        done = stand_ins.run("slurm/sweep_job.sh", value, env=task)
-        assert done.returncode == 0, done.stdout
-        given = stand_ins.arguments("srun")
-        assert given[given.index("train.py") + 1 :] == VALUES
-        assert value in stand_ins.arguments("python")
-
-
-def test_arguments_and_variables_of_the_launcher_arrive(stand_ins):
-    done = stand_ins.run("slurm/launch_node.sh", "train.py", *VALUES)
-    assert done.returncode == 0, done.stdout
-    assert stand_ins.arguments("python") == ["-m", "utils.launch.node", "train.py", *VALUES]
-    for value in VALUES:
-        done = stand_ins.run("slurm/launch_node.sh", env=dict.fromkeys(HANDED_ON, value))
-        assert done.returncode == 0, (value, done.stdout)
-        arrived = stand_ins.environment("python")
-        assert {arrived[name] for name in HANDED_ON} == {value}
-
-
-def test_a_container_of_any_arguments(stand_ins):
-    container = shlex.join(["python", *VALUES])
-    (stand_ins.root / "slurm/cluster.env").write_text(f"STOKER_CONTAINER=({container})\n")
     for script in ("slurm/launch_node.sh", "slurm/run_python.sh"):
-        done = stand_ins.run(script, "train.py")
+        done = stand_ins.run(script, "train.py", without=["SLURM_JOB_ID"])
         assert done.returncode == 0, done.stdout
         given = stand_ins.arguments("python")
         assert given[: len(VALUES) + 1] == [*VALUES, "python"]
         assert given[-1] == "train.py"
 
 
-def test_arguments_of_a_submission_arrive(stand_ins):
-    done = stand_ins.run("slurm/submit.sh", "slurm/train_job.sh", *VALUES)
-    assert done.returncode == 0, done.stdout
-    assert stand_ins.arguments("sbatch")[2:] == ["slurm/train_job.sh", *VALUES]
-    assert stand_ins.arguments("python")[-len(VALUES) :] == VALUES
-    assert stand_ins.arguments("scontrol") == ["release", "77"]
+def test_verdicts_are_only_printed(stand_ins):
+    stand_ins.answer(1)
+    for value in EXECUTABLE:
+        stand_ins.leaves(1, value)
+        done = stand_ins.run("slurm/train_job.sh", "train.py")
+        assert done.returncode == 1
+        assert value.rstrip("\n") in done.stdout
+        stand_ins.leaves(75, value)
+        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 75
+        (stand_ins.directory / "exit_code").write_text(value)  # no number
+        assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 1
 
 
 # On a real Slurm, to the end: through sbatch, srun, accelerate and torchrun into the script

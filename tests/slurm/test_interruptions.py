@@ -68,7 +68,7 @@ def test_the_time_limit(jobs, uninterrupted, tmp_path):
     assert all(cycle.lost_steps == 0 for cycle in found)
     # More than cycles where the limit met a start before its first step or after its last one.
     restarts = int(jobs.slurm.fields(job)["Restarts"])
-    assert restarts == job.output().count("putting it back into the queue") >= len(found)
+    assert restarts == job.output().count("; requeued, start") >= len(found)
 
 
 def test_one_job_survives_sigterm_stop_a_killed_worker_and_a_lost_node(

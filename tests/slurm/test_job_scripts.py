@@ -23,42 +23,30 @@ def stand_ins(tmp_path: Path) -> StandIns:
     return StandIns(tmp_path / "stand-ins", tmp_path / "repository")
 
 
-# Refusals, before anything is started
+def test_jobs_that_cannot_run_are_refused_before_anything_starts(stand_ins, tmp_path):
+    def refused(code: int, message: str, *words: str, **how) -> None:
+        done = stand_ins.run(*words, **how)
+        assert (done.returncode, message in done.stdout) == (code, True), done.stdout
 
-
-@pytest.mark.parametrize("script", [TRAIN, MULTINODE])
-def test_a_job_without_a_script_is_refused(stand_ins, script):
-    done = stand_ins.run(script)
-    assert done.returncode == 2
-    assert f"no script given: sbatch [OPTIONS] {script} SCRIPT" in done.stdout
+    for script in (TRAIN, MULTINODE):
+        refused(2, f"no script given: sbatch [OPTIONS] {script} SCRIPT", script)
+    refused(2, f"n1: sft_trian.py is no file in {stand_ins.root}", TRAIN, "sft_trian.py")
+    nodes = {"SLURM_JOB_NUM_NODES": "3"}
+    refused(2, "for one node, not 3: sbatch slurm/multinode", TRAIN, "train.py", env=nodes)
+    elsewhere = f"no repository here ({tmp_path}): call sbatch in it, or set STOKER_ROOT"
+    for script in (TRAIN, MULTINODE, "slurm/prepare_job.sh"):
+        refused(2, elsewhere, script, "train.py", cwd=tmp_path)
+        refused(2, elsewhere, script, "train.py", env={"STOKER_ROOT": str(tmp_path)})
+    refused(2, "is a job script: sbatch", TRAIN, "train.py", without=["SLURM_JOB_ID"])
+    (stand_ins.root / ".stoker").write_text("a file")
+    refused(74, f"{stand_ins.root}/.stoker/job-7.0 cannot be made", TRAIN, "train.py")
+    for line, message in [
+        ("source no/such/activate", "cluster.env: line 2: no/such/activate"),  # bash's own
+        ("module() { return 1; }; module load cuda", "n1: slurm/cluster.env failed, see above"),
+    ]:
+        (stand_ins.root / "slurm/cluster.env").write_text(f"export A=$UNSET\n{line}\n")
+        refused(1, message, TRAIN, "train.py")
     assert not stand_ins.was_called("srun")
-
-
-def test_a_script_that_is_not_there_is_refused(stand_ins):
-    done = stand_ins.run(TRAIN, "sft_trian.py", "--config", "x")
-    assert done.returncode == 2
-    assert re.search(rf"n1: sft_trian\.py is no file in {stand_ins.root}", done.stdout)
-    assert not stand_ins.was_called("srun")
-
-
-def test_train_job_refuses_several_nodes(stand_ins):
-    done = stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_NUM_NODES": "3"})
-    assert done.returncode == 2
-    assert "for one node, not 3: sbatch slurm/multinode_job.sh" in done.stdout
-
-
-@pytest.mark.parametrize("script", [TRAIN, MULTINODE, "slurm/prepare_job.sh"])
-def test_a_job_from_elsewhere_is_refused(stand_ins, tmp_path, script):
-    done = stand_ins.run(script, "train.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"no repository here ({tmp_path}): call sbatch in it, or set STOKER_ROOT" in done.stdout
-
-
-@pytest.mark.parametrize("script", [TRAIN, MULTINODE, "slurm/prepare_job.sh"])
-def test_a_wrong_stoker_root_is_refused(stand_ins, tmp_path, script):
-    done = stand_ins.run(script, "train.py", env={"STOKER_ROOT": str(tmp_path)})
-    assert done.returncode == 2
-    assert f"no repository here ({tmp_path})" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["STOKER_ROOT", "SLURM_SUBMIT_DIR"])
@@ -66,41 +54,6 @@ def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path, name):
     done = stand_ins.run(TRAIN, "train.py", cwd=tmp_path, env={name: str(stand_ins.root)})
     assert done.returncode == 0, done.stdout
     assert f"{stand_ins.root}/slurm/launch_node.sh" in stand_ins.arguments("srun")
-
-
-def test_a_job_script_outside_of_a_job_is_refused(stand_ins):
-    done = stand_ins.run(TRAIN, "train.py", without=["SLURM_JOB_ID"])
-    assert done.returncode == 2
-    assert "is a job script: sbatch" in done.stdout
-    assert "slurm/launch_node.sh SCRIPT" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("source no/such/activate", "slurm/cluster.env: line 2: no/such/activate"),  # bash's own
-        ("module() { return 1; }; module load cuda", "n1: slurm/cluster.env failed, see above"),
-    ],
-)
-def test_a_cluster_env_that_fails_ends_the_job(stand_ins, line, said):
-    (stand_ins.root / "slurm/cluster.env").write_text(f"export A=$UNSET\n{line}\n")
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 1
-    assert said in done.stdout
-    assert not stand_ins.was_called("srun")
-
-
-def test_a_list_in_the_environment_is_refused(stand_ins):
-    done = stand_ins.run(TRAIN, "train.py", env={"STOKER_SRUN_ARGS": "--container-image=x"})
-    assert done.returncode == 2
-    assert "STOKER_SRUN_ARGS is set in the environment, which cannot hold a list" in done.stdout
-
-
-def test_a_place_for_notes_that_cannot_be_made_is_refused(stand_ins):
-    (stand_ins.root / ".stoker").write_text("a file")
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 74
-    assert f"{stand_ins.root}/.stoker/job-7.0 cannot be made" in done.stdout
 
 
 # The step
@@ -113,15 +66,15 @@ def test_the_step_gets_what_the_job_has(stand_ins):
         "SLURM_CPUS_ON_NODE": "72",
     }
     (stand_ins.root / "slurm/cluster.env").write_text('STOKER_SRUN_ARGS=("--container-image=a b")')
-    stand_ins.run(MULTINODE, "train.py", "--x", "1", env=environment)
+    done = stand_ins.run(MULTINODE, "train.py", "--hub_token", "hf_secret", env=environment)
     given = stand_ins.arguments("srun")
-    assert given[-4:] == [f"{stand_ins.root}/slurm/launch_node.sh", "train.py", "--x", "1"]
+    script = [f"{stand_ins.root}/slurm/launch_node.sh", "train.py", "--hub_token", "hf_secret"]
+    assert given[-4:] == script
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(given)
     assert "--cpus-per-task=36" in given  # the smallest node's
     assert "--container-image=a b" in given
-
-
-def test_the_cores_asked_for_are_asked_of_srun_again(stand_ins):
+    assert "job 7, start 1: 4 node(s) n1" in done.stdout
+    assert "hf_secret" not in done.stdout
     stand_ins.run(TRAIN, "train.py", env={"SLURM_CPUS_PER_TASK": "5"})
     assert "--cpus-per-task=5" in stand_ins.arguments("srun")
 
@@ -135,43 +88,18 @@ def test_gpus_of_the_command_line_win_over_the_heads(stand_ins):
 
 
 def test_the_port_is_free_and_the_users_port_stays(stand_ins):
+    # RANDOM from a seed that the test knows: without it ports differ from start to start.
+    script = stand_ins.root / "slurm/training_job.sh"
+    script.write_text(script.read_text().replace("local try port", "local try port; RANDOM=7", 1))
     stand_ins.run(TRAIN, "train.py")
     port = int(stand_ins.environment("srun")["STOKER_MAIN_PORT"])
-    with socket.create_server(("127.0.0.1", port + 1)):
-        stand_ins.run(TRAIN, "train.py")
-    assert int(stand_ins.environment("srun")["STOKER_MAIN_PORT"]) == port + 2
+    assert 20000 <= port < 32000
+    for taken in (port, port + 1):
+        with socket.create_server(("127.0.0.1", taken)):
+            stand_ins.run(TRAIN, "train.py")
+        assert int(stand_ins.environment("srun")["STOKER_MAIN_PORT"]) != port
     stand_ins.run(TRAIN, "train.py", env={"STOKER_MAIN_PORT": "12345"})
     assert stand_ins.environment("srun")["STOKER_MAIN_PORT"] == "12345"
-
-
-def test_jobs_take_different_ports(stand_ins):
-    ports = set()
-    for job in range(7, 12):
-        stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": str(job)})
-        ports.add(stand_ins.environment("srun")["STOKER_MAIN_PORT"])
-    assert len(ports) == 5
-
-
-def test_the_end_of_the_time_limit_is_told_to_the_run(stand_ins):
-    stand_ins.run(TRAIN, "train.py", env={"TZ": "UTC"})
-    assert stand_ins.environment("srun")["SLURM_JOB_END_TIME"] == "1795219199"
-    stand_ins.answer(0, ends="NONE")
-    done = stand_ins.run(TRAIN, "train.py")
-    assert "SLURM_JOB_END_TIME" not in stand_ins.environment("srun")
-    assert "time limit: none" in done.stdout
-    stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_END_TIME": "99"})
-    assert stand_ins.environment("srun")["SLURM_JOB_END_TIME"] == "99"
-
-
-def test_the_log_begins_with_the_job_and_keeps_secrets(stand_ins):
-    arguments = ["--hub_token", "hf_secret", "--hf-token=hf_secret", "--eos_token", "</s>", "a b"]
-    done = stand_ins.run(TRAIN, "train.py", *arguments, env={"TZ": "UTC"})
-    assert "job 7, start 1: 1 node(s) n1" in done.stdout
-    assert "time limit: 2026-11-20 23:59:59" in done.stdout
-    shown = r"train.py --hub_token \*\*\* --hf-token=\*\*\* --eos_token \\</s\\> a\\ b"
-    assert re.search(shown, done.stdout), done.stdout
-    assert "hf_secret" not in done.stdout
-    assert stand_ins.arguments("srun")[-6:] == arguments
 
 
 # The end: who is requeued
@@ -189,45 +117,40 @@ def test_a_good_end_leaves_nothing(stand_ins):
 @pytest.mark.parametrize(
     ("state", "reason", "restarts", "may_requeue", "said"),
     [
-        ("RUNNING", "None", 0, 1, "putting it back into the queue (start 2 will go on"),
-        ("COMPLETING", "TimeLimit", 0, 1, "putting it back into the queue"),
-        ("TIMEOUT", "TimeLimit", 0, 1, "putting it back into the queue"),
-        ("COMPLETING", "None", 0, 1, "cancelled: not requeued. To go on: cd "),
-        ("CANCELLED", "None", 0, 1, "cancelled: not requeued"),
-        ("COMPLETING", "None", 1, 1, "Slurm has put it back into the queue itself"),
-        ("PENDING", "BeginTime", 1, 1, "Slurm has put it back into the queue itself"),
-        ("RUNNING", "None", 0, 0, "not requeued: it was handed in with --no-requeue"),
+        ("RUNNING", "None", 0, 1, "requeued, start 2 will resume"),
+        ("COMPLETING", "TimeLimit", 0, 1, "requeued, start 2 will resume"),
+        ("TIMEOUT", "TimeLimit", 0, 1, "requeued, start 2 will resume"),
+        ("COMPLETING", "None", 0, 1, "cancelled, not requeued: to resume, submit the same command"),
+        ("CANCELLED", "None", 0, 1, "cancelled, not requeued"),
+        ("COMPLETING", "None", 1, 1, "Slurm has requeued it itself"),
+        ("PENDING", "BeginTime", 1, 1, "Slurm has requeued it itself"),
+        ("RUNNING", "None", 0, 0, "not requeued (--no-requeue, or the cluster forbids it)"),
     ],
 )
 def test_who_is_requeued(stand_ins, code, state, reason, restarts, may_requeue, said):
     stand_ins.answer(143)  # what srun says when one task ends before the others
     stand_ins.leaves(code, STOPPED)
     stand_ins.slurm_says(state, reason, restarts, may_requeue)
-    done = stand_ins.run(TRAIN, "train.py", "--x", "a b")
+    done = stand_ins.run(TRAIN, "train.py")
     assert done.returncode == code
     assert f"{STOPPED}; {said}" in done.stdout.splitlines()[-1]
-    requeued = said.startswith("putting")
-    assert stand_ins.was_called("scontrol") == requeued
-    if requeued:
+    assert stand_ins.was_called("scontrol") == said.startswith("requeued")
+    if said.startswith("requeued"):
         assert stand_ins.arguments("scontrol") == ["requeue", "7"]
-    if "To go on" in said or "--no-requeue" in said:
-        command = rf"cd {stand_ins.root} && sbatch [THE SAME OPTIONS] {TRAIN} train.py --x a\ b"
-        assert command in done.stdout
 
 
-def test_a_denied_requeue_says_how_to_go_on(stand_ins):
+def test_a_requeue_that_fails_says_how_to_resume(stand_ins):
     stand_ins.leaves(75, STOPPED)
     (stand_ins.directory / "denied").write_text("Access/permission denied")
-    done = stand_ins.run(TRAIN, "train.py")
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    done = stand_ins.run(TRAIN, "train.py", env=array)
     assert done.returncode == 75
-    assert "requeue failed: Access/permission denied. To go on: cd " in done.stdout
-
-
-def test_slurm_without_an_answer_is_no_reason_to_requeue(stand_ins):
-    stand_ins.leaves(75, STOPPED)
+    assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]  # not the whole array
+    assert "requeue failed (Access/permission denied): to resume, submit" in done.stdout
+    stand_ins.forget()
     (stand_ins.directory / "state").write_text("")
     done = stand_ins.run(TRAIN, "train.py")
-    assert "not requeued: squeue does not answer. To go on" in done.stdout
+    assert "not requeued, squeue does not answer: to resume, submit" in done.stdout
     assert not stand_ins.was_called("scontrol")
 
 
@@ -242,24 +165,11 @@ def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins, code)
     assert str(notes) in done.stdout
     assert stat.S_IMODE(notes.stat().st_mode) == 0o700
     assert not stand_ins.was_called("scontrol")
-
-
-def test_the_notes_of_earlier_starts_go(stand_ins):
-    stand_ins.leaves(1, "failed")
-    stand_ins.answer(1)
-    stand_ins.run(TRAIN, "train.py")
+    # The notes of earlier starts of this job go.
     stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": "70"})
     stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "1"})
     left = sorted(path.name for path in (stand_ins.root / ".stoker").iterdir())
     assert left == ["job-7.1", "job-70.0"]
-
-
-def test_a_killed_launcher_is_a_lost_rank(stand_ins):
-    stand_ins.answer(137)
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 76
-    assert "killed by signal 9, see srun's lines above (out of memory?" in done.stdout
-    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
 
 
 def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
@@ -282,20 +192,17 @@ def test_a_start_that_reached_the_run_begins_the_count_anew(stand_ins):
         assert done.returncode == (77 if restart == 6 else 75)
 
 
-@pytest.mark.parametrize("code", [4, 127, 255])
-def test_an_srun_that_does_not_start_passes_its_code(stand_ins, code):
-    stand_ins.answer(code)
+def test_an_end_without_a_verdict_is_sruns(stand_ins):
+    stand_ins.answer(255)
     done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == code
-    assert done.stdout.splitlines()[-1] == f"srun ended with exit code {code}, see its lines above"
+    assert done.returncode == 255
+    assert done.stdout.splitlines()[-1] == "srun ended with exit code 255, see its lines above"
     assert not stand_ins.was_called("scontrol")
-
-
-def test_one_task_of_an_array_is_requeued_alone(stand_ins):
-    stand_ins.leaves(75, STOPPED)
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    stand_ins.run(TRAIN, "train.py", env=array)
-    assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
+    stand_ins.answer(137)  # the launcher itself was killed: a lost rank
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 76
+    assert "killed by signal 9, see srun's lines above (out of memory?" in done.stdout
+    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
 
 
 # On a real Slurm
@@ -385,7 +292,6 @@ def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
             assert environment["SLURM_GPUS_ON_NODE"] == "2", name
             assert environment["SLURM_CPUS_PER_TASK"] == "1", name
             assert environment["SLURM_STEP_NUM_TASKS"] == "2", name
-            assert environment["SLURM_JOB_END_TIME"].isdecimal(), name
         for shared in ("STOKER_MAIN_PORT", "STOKER_NOTES_DIR"):
             assert len({environment[shared] for environment in nodes.values()}) == 1, name
         assert set(jobs.started(job, "mode").values()) == {"700\n"}
@@ -405,7 +311,7 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     jobs.slurm.run("scancel", stop["cancelled"].id)
     assert jobs.slurm.wait(stop["cancelled"]) == "CANCELLED"
     log = stop["cancelled"].output()
-    assert "stopped at step 7; cancelled: not requeued. To go on: cd" in log, log
+    assert "stopped at step 7; cancelled, not requeued: to resume" in log, log
 
     kept = jobs.submit("--no-requeue", how="stop")
     byhand = jobs.submit(how="stop")
@@ -415,7 +321,7 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     jobs.slurm.run("scontrol", "requeue", byhand.id)
     assert jobs.slurm.wait(kept) == "FAILED"
     assert jobs.slurm.fields(kept)["ExitCode"] == "75:0"
-    assert "not requeued: it was handed in with --no-requeue" in kept.output()
+    assert "not requeued (--no-requeue" in kept.output()
     wait_until(lambda: jobs.started(array, "ready"), "the array does not start")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", array.id)
 
@@ -425,9 +331,9 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     last_line = failed.output().splitlines()[-1]
     assert re.fullmatch(r"rank 1 on n[12] failed: ValueError: 7", last_line)
     for job, said in (
-        (stop["signalled"], "stopped at step 7; putting it back into the queue"),
-        (byhand, "stopped at step 7; Slurm has put it back into the queue itself"),
-        (array, "stopped at step 7; putting it back into the queue"),
+        (stop["signalled"], "stopped at step 7; requeued"),
+        (byhand, "stopped at step 7; Slurm has requeued it itself"),
+        (array, "stopped at step 7; requeued"),
         (lost, "a node's launcher was killed by signal 9"),
     ):
         assert jobs.slurm.wait(job) == "COMPLETED", job.output()

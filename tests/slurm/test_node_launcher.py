@@ -150,23 +150,20 @@ ALLOCATION = (
 )
 
 
-@pytest.mark.parametrize(
-    "request_", ["--gres=gpu:2", "--gpus-per-node=2", "--gpus=4", "--gpus-per-task=2"]
-)
-def test_gpus_are_counted_however_they_were_asked_for(slurm, tmp_path, request_):
-    done = srun(
-        slurm, tmp_path, *TWO_NODES, request_, "python", "-c", ALLOCATION,
-        ACCELERATE_USE_CPU="unset", STOKER_PROCESSES_PER_NODE="unset", STOKER_MAIN_ADDRESS="unset",
-    )  # fmt: skip
-    found = sorted(line for line in done.output.splitlines() if line.startswith("found"))
-    assert found == ["found n1 n2 0 2 2 n1 0", "found n1 n2 1 2 2 n1 0"], done.output
+UNSET = dict.fromkeys(["ACCELERATE_USE_CPU", "STOKER_PROCESSES_PER_NODE"], "unset")
+
+
+def test_gpus_are_counted_however_they_were_asked_for(slurm, tmp_path):
+    for option in ("--gres=gpu:2", "--gpus-per-node=2", "--gpus=4", "--gpus-per-task=2"):
+        command = (*TWO_NODES, option, "python", "-c", ALLOCATION)
+        done = srun(slurm, tmp_path, *command, STOKER_MAIN_ADDRESS="unset", **UNSET)
+        found = sorted(line for line in done.output.splitlines() if line.startswith("found"))
+        assert found == ["found n1 n2 0 2 2 n1 0", "found n1 n2 1 2 2 n1 0"], done.output
 
 
 def test_devices_that_torch_does_not_see_are_refused_for_both_nodes(slurm, worker, tmp_path):
-    done = srun(
-        slurm, tmp_path, *TWO_NODES, "--gpus-per-node=2", NODE, worker, tmp_path, "reduce",
-        ACCELERATE_USE_CPU="unset", STOKER_PROCESSES_PER_NODE="unset", CUDA_VISIBLE_DEVICES="unset",
-    )  # fmt: skip
+    command = (*TWO_NODES, "--gpus-per-node=2", NODE, worker, tmp_path, "reduce")
+    done = srun(slurm, tmp_path, *command, CUDA_VISIBLE_DEVICES="unset", **UNSET)
     assert done.code == 69, done.output
     assert done.srun_code == 69, done.output  # of both: neither was ended by the other's end
     for node in ("n1", "n2"):
@@ -216,16 +213,7 @@ def test_a_node_that_never_comes_is_named(slurm, worker, tmp_path):
 )
 def test_the_cause_is_told_from_its_consequences(slurm, worker, tmp_path, action, code, cause):
     began = time.monotonic()
-    done = srun(
-        slurm,
-        tmp_path,
-        *TWO_NODES,
-        NODE,
-        worker,
-        tmp_path,
-        action,
-        "3",
-    )
+    done = srun(slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, action, "3")
     assert done.code == code, done.output
     assert re.match(cause, done.verdict), done.verdict
     assert time.monotonic() - began < 30
@@ -243,19 +231,6 @@ def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path)
     assert step.returncode == 75, output
     for node in ("n1", "n2"):
         assert f"launch_node on {node}: SIGUSR1, asking the processes to stop" in output
-
-
-def test_tasks_of_srun_are_ranks_without_a_launcher(slurm, worker, tmp_path):
-    tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1")
-    path = os.pathsep.join([str(ROOT)])
-    done = srun(slurm, tmp_path, *tasks, "python", worker, tmp_path, "reduce", PYTHONPATH=path)
-    assert done.code == 0, done.output
-    found = ranks(tmp_path)
-    assert sorted(found) == [0, 1, 2, 3]
-    assert {said["sum"] for said in found.values()} == {4.0}
-    assert [found[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
-    assert [found[rank]["SLURMD_NODENAME"] for rank in range(4)] == ["n1", "n1", "n2", "n2"]
-    assert "launch: srun's 4 tasks are the ranks, rank 0 is at 127.0.0.1:" in done.output
 
 
 @pytest.mark.parametrize(

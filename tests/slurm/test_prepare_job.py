@@ -74,28 +74,22 @@ def test_each_task_takes_its_share_and_then_looks_whether_to_merge(stand_ins, en
     ]
 
 
-def test_an_array_with_gaps_is_refused(stand_ins):
-    done = stand_ins.run(PREPARE, "--sources", "x", env=array(7, 3, 7, count=2))
-    assert done.returncode == 2
-    assert "an array with gaps (2 tasks from 3 to 7) leaves shares undone" in done.stdout
-    assert "--array=0-1; what is finished is not done again" in done.stdout
+def test_jobs_that_cannot_prepare_are_refused(stand_ins):
+    x = ("--sources", "x")
+    for words, environment, message in [
+        (x, array(7, 3, 7, count=2), "an array with gaps (2 tasks from 3 to 7) leaves shares"),
+        ((*x, "--shard=0/2"), {}, "--shard=0/2 is not for jobs: the array is the division"),
+        ((*x, "--merge", "2"), {}, "--merge is not for jobs: the array is the division"),
+        (x, {"SLURM_JOB_NUM_NODES": "4"}, "use --array=0-3 in place of --nodes=4"),
+        ((), {}, "no arguments given: sbatch --array=0-15 slurm/prepare_job.sh"),
+    ]:
+        done = stand_ins.run(PREPARE, *words, env=environment)
+        assert done.returncode == 2
+        assert message in done.stdout
+    done = stand_ins.run(PREPARE, *x, env={"TMPDIR": "/no/such"})
+    assert done.returncode == 74
+    assert "no temporary directory can be made in /no/such: set TMPDIR in" in done.stdout
     assert not calls(stand_ins)
-
-
-@pytest.mark.parametrize("flag", ["--shard", "--shard=0/2", "--merge", "--merge=2"])
-def test_a_division_by_hand_is_refused(stand_ins, flag):
-    done = stand_ins.run(PREPARE, "--sources", "x", flag, "2")
-    assert done.returncode == 2
-    assert f"{flag} is for prepare_data.py by hand: here the array is the division" in done.stdout
-
-
-def test_several_nodes_and_no_arguments_are_refused(stand_ins):
-    done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_JOB_NUM_NODES": "4"})
-    assert done.returncode == 2
-    assert "use --array=0-3 in place of --nodes=4" in done.stdout
-    done = stand_ins.run(PREPARE)
-    assert done.returncode == 2
-    assert "no arguments given: sbatch --array=0-15 slurm/prepare_job.sh" in done.stdout
 
 
 def test_temporary_files_are_private_and_go(stand_ins, tmp_path):
@@ -104,27 +98,28 @@ def test_temporary_files_are_private_and_go(stand_ins, tmp_path):
     (used,) = [word for word in calls(stand_ins) if word.startswith("tmp=")]
     assert used.startswith(f"tmp={tmp_path}/node disk/stoker-prepare-")
     assert not list((tmp_path / "node disk").iterdir())
-    done = stand_ins.run(PREPARE, "--sources", "x", env={"TMPDIR": "/no/such"})
-    assert done.returncode == 74
-    assert "no temporary directory can be made in /no/such: set TMPDIR in" in done.stdout
 
 
-def test_a_failed_share_is_not_merged_and_says_how_to_go_on(stand_ins):
+def test_a_failed_share_is_not_merged_and_says_how_to_resume(stand_ins):
     stand_ins.answer(2)
     done = stand_ins.run(PREPARE, "--sources", "a b", env=array(0, 0, 1))
     assert done.returncode == 2
     assert "utils.data.prepare.merge_shards" not in calls(stand_ins)
-    assert rf"{PREPARE} --sources a\ b" in done.stdout.splitlines()[-1]
-    assert "finished work is kept" in done.stdout
+    assert "finished work is kept: to resume, submit the same" in done.stdout.splitlines()[-1]
     assert not stand_ins.was_called("scontrol")
 
 
-def test_the_time_limit_requeues_the_task(stand_ins):
+def test_the_time_limit_requeues_the_task_but_not_for_ever(stand_ins):
     stand_ins.answer(138)
     done = stand_ins.run(PREPARE, "--sources", "x", env=array(3, 0, 3))
     assert done.returncode == 75, done.stdout
-    assert "stopped by USR1, finished work is kept; putting it back" in done.stdout
+    assert "stopped by USR1, finished work is kept; requeued" in done.stdout
     assert stand_ins.arguments("scontrol") == ["requeue", "7_3"]
+    stand_ins.forget()
+    done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_RESTART_COUNT": "20"})
+    assert done.returncode == 75, done.stdout
+    assert "after 20 restarts, not requeued: give it more --time" in done.stdout
+    assert not stand_ins.was_called("scontrol")
 
 
 def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
@@ -138,14 +133,6 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
         done = ended.result()
     assert done.returncode == 75, done.stdout
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
-
-
-def test_it_does_not_requeue_for_ever(stand_ins):
-    stand_ins.answer(138)
-    done = stand_ins.run(PREPARE, "--sources", "x", env={"SLURM_RESTART_COUNT": "20"})
-    assert done.returncode == 75, done.stdout
-    assert "after 20 restarts, not requeued: give it more --time" in done.stdout
-    assert not stand_ins.was_called("scontrol")
 
 
 # On a real Slurm
@@ -164,13 +151,12 @@ class Preparations:
         text = '{"text": "' + " ".join(f"t{number % 126}" for number in range(2000)) + '"}\n'
         (directory / "texts.jsonl").write_text(text * (4 * 2**20 // len(text) + 1))
 
-    def submit(self, *options: str, arguments: list[str] | None = None) -> Job:
-        given = ["--tokenizer_name_or_path", str(self.directory / "tokenizer")]
+    def submit(self, *options: str) -> Job:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return self.slurm.submit(
             "--cpus-per-task=1", "--mem=1G", *options, PREPARE,
             "--sources", str(self.directory / "texts.jsonl"), "--output_dir", str(self.output),
-            *(given if arguments is None else arguments),
+            "--tokenizer_name_or_path", str(self.directory / "tokenizer"),
             cwd=ROOT, log=self.directory / "%a.log", env={"PATH": path},
         )  # fmt: skip
 
@@ -183,10 +169,8 @@ class Preparations:
 
         wait_until(ended, "the array does not end", self.output_of)
 
-    def output_of(self, task: int | None = None) -> str:
-        logs = sorted(self.directory.glob("*.log"))
-        wanted = logs if task is None else [self.directory / f"{task}.log"]
-        return "\n".join(log.read_text() for log in wanted)
+    def output_of(self) -> str:
+        return "\n".join(log.read_text() for log in sorted(self.directory.glob("*.log")))
 
     def forget(self) -> None:
         for log in self.directory.glob("*.log"):
@@ -241,12 +225,3 @@ def test_an_interrupted_array_goes_on_with_another_number_of_tasks(preparations)
     assert "1 of 2 work units are finished already" in logs, logs
     assert "all 2 shards are complete: merging" in logs
     assert (preparations.output / "train/stoker.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("idle")
-def test_an_array_that_would_train_its_tokenizer_many_times_is_refused(preparations):
-    preparations.wait(preparations.submit("--array=0-1", arguments=["--train_tokenizer", "300"]))
-    logs = preparations.output_of()
-    assert logs.count("shards cannot each train a tokenizer: run once with --tokenizer_only") == 2
-    assert not preparations.output.exists()

@@ -1,7 +1,6 @@
 """Jobs that cannot work end within seconds, with a message that names host, reason and remedy."""
 
 import re
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -31,18 +30,10 @@ def refused(jobs: TrainingJobs, job, code: int, pattern: str, within_s: float = 
     return log
 
 
-def test_too_few_devices(jobs, tmp_path):
-    job = jobs.submit(tmp_path / "run", *TWO_NODES, env={"ACCELERATE_USE_CPU": "false"})
-    refused(jobs, job, 69, r"n[12].*2 .*(GPU|process).*sees 0")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_directory_that_cannot_be_written(jobs):
+def test_storage_that_cannot_be_written(jobs, tmp_path):
+    """The launcher's refusals (devices, ports, addresses) are in test_node_launcher.py."""
     job = jobs.submit(Path("/proc/stoker-run"), *ONE_NODE)
     refused(jobs, job, 74, r"n[12].*/proc/stoker-run")
-
-
-def test_a_full_disk(jobs, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(disk)], check=True)
@@ -52,33 +43,6 @@ def test_a_full_disk(jobs, tmp_path):
     finally:
         jobs.slurm.wait_for_nodes()
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_no_inodes(jobs, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=12", "none", str(disk)], check=True)
-    try:
-        job = jobs.submit(disk / "run", *ONE_NODE)
-        refused(jobs, job, 74, r"n1.*inodes")
-    finally:
-        jobs.slurm.wait_for_nodes()
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_taken_port(jobs, tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("0.0.0.0", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        job = jobs.submit(tmp_path / "run", *TWO_NODES, env={"STOKER_MAIN_PORT": str(port)})
-        refused(jobs, job, 69, rf"n1.*{port}")
-
-
-def test_an_address_that_does_not_answer(jobs, tmp_path):
-    address = {"STOKER_MAIN_ADDRESS": "192.0.2.1"}  # reserved for documentation: nobody is there
-    job = jobs.submit(tmp_path / "run", *TWO_NODES, env=address)
-    refused(jobs, job, 69, r"192\.0\.2\.1", within_s=60)
 
 
 def test_a_node_that_does_not_see_the_directory(jobs, tmp_path):

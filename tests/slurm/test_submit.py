@@ -4,6 +4,7 @@ import re
 import subprocess
 
 import pytest
+import tiny
 from launching import ROOT
 from slurm_cluster import Job
 from training_jobs import SMALL, TrainingJobs
@@ -86,16 +87,18 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     run = tmp_path / "a run; $(touch canary)"
     small = [*SMALL, "--gpus-per-node=0", "--wait", f"--output={tmp_path}/%x %j.log"]
     flags = jobs.flags(run, max_steps=2, eval_steps=2, run_name="it's $(touch canary)")
-    done = submit(*small, "-J", "my job", "slurm/train_job.sh", "pretrain.py", *flags)
+    words = [*small, "-J", "my job", "slurm/train_job.sh", "pretrain.py", *flags]
+    done = submit(*words, STOKER_PROCESSES_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     (number,) = re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout).groups()
     log = tmp_path / f"my job {number}.log"
     assert f"log:     {log}\n" in done.stderr
     assert f"squeue --job={number}\ncancel:  scancel {number}" in done.stderr
     assert f"touch '{run}/STOP'" in done.stderr
-    assert "job: my job, 1 node(s) of 1 process(es); strategy single" in done.stderr
+    assert "job: my job, 1 node(s) of 2 process(es); strategy ddp" in done.stderr
     assert "stop signal after 5m00s" in done.stderr
     assert (run / "final" / "config.json").exists(), log.read_text()
+    assert tiny.starts(run)[0]["launch"]["world_size"] == 2
     assert not list(ROOT.glob("canary"))
 
 

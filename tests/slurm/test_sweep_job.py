@@ -84,7 +84,7 @@ def test_a_sweep_runs_through_and_goes_on_where_it_failed(slurm, jobs, run, idle
     tiny.save(late, {"input_ids": tiny.documents(400, seed=4)})
     done = run("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
     assert done.returncode == 0, done.stderr
-    assert "1 of 4 points are left to run" in done.stderr
+    assert "1 of 4 points left to run" in done.stderr
     assert f"log:     {tmp_path}/INDEX.log" in done.stderr
     assert states(sweep) == ["finished"] * 4
     assert [starts(path) for path in directories] == [1, 1, 1, 1]
@@ -92,4 +92,4 @@ def test_a_sweep_runs_through_and_goes_on_where_it_failed(slurm, jobs, run, idle
     # Nothing is left: nothing is handed in.
     done = run("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
     assert (done.returncode, done.stdout) == (0, "")
-    assert "all 4 points are finished, nothing is handed in" in done.stderr
+    assert "0 of 4 points left to run\nnothing is left to run, nothing is submitted" in done.stderr

@@ -34,15 +34,6 @@ def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, config):
 
 
 @pytest.mark.usefixtures("idle")
-def test_one_node(jobs, tmp_path):
-    run = tmp_path / "run"
-    job = jobs.submit(run, "--gpus-per-node=2", script="slurm/train_job.sh", max_steps=4)
-    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
-    assert len(tiny.losses(run)) == 4
-    assert tiny.starts(run)[0]["launch"]["world_size"] == 2
-
-
-@pytest.mark.usefixtures("idle")
 def test_tasks_of_srun_are_the_ranks_without_a_launcher(jobs, tmp_path):
     """One task a rank, as in srun --ntasks-per-node=2 python pretrain.py."""
     run, script = tmp_path / "run", tmp_path / "job.sh"

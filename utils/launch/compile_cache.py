@@ -1,16 +1,14 @@
-"""What torch and Triton compiled, handed from job to job as one archive in the user's cache.
+"""Passes what torch and Triton compiled from job to job, as one archive in the user's cache.
 
 Jobs compile into a private directory on their node's own disk: thousands of small files and lock
 files do badly on shared storage, and a node's disk is often emptied after the job. So a launcher
-unpacks the archive at its start, and the first node packs one at its end if there is more in it.
-It is replaced in one step and its entries go by what they were made from, so jobs may do so at
-once: what a job adds while another packs is at worst compiled once more.
+unpacks the archive at its start, and the first node packs it again at its end if there is more to
+keep. It is replaced in one step; what two jobs add at once is at worst compiled once more.
 
-The archive goes by the versions and by the processor, for which C++ code is made; GPUs are part of
-the entries' own keys.
+The archive's name holds the versions and the processor, for which C++ code is made; GPUs are part
+of the entries' own keys.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -35,7 +33,7 @@ class CompileCache:
     """The private directories of a job on this node, filled from the archive and packed again.
 
     Directories that the user placed elsewhere are left alone: they outlive the job by themselves.
-    Nothing here is an error: without an archive layers are compiled again, which is logged.
+    Nothing is raised: without an archive layers are compiled again, which is logged.
     """
 
     def __init__(self, node_directory: Path, environment: Mapping[str, str]):
@@ -47,7 +45,7 @@ class CompileCache:
         }
         if self.directories and self.archive.exists():
             self._unpack()
-        self.known = set(self._files())
+        self.known = self._files().keys()
 
     def _unpack(self) -> None:
         try:
@@ -62,34 +60,23 @@ class CompileCache:
             logger.warning("%s cannot be read (%s): layers are compiled again", self.archive, error)
 
     def keep(self) -> None:
-        """Pack what is in the directories, if it is more than at the start.
-
-        What another job has packed meanwhile is taken along.
-        """
-        files, known = self._files(), self.known
-        if not files.keys() - known:
+        """Pack what is in the directories, if it is more than at the start."""
+        files = self._files()
+        new = files.keys() - self.known
+        if not new:
             return
         if sum(path.stat().st_size for path in files.values()) > LARGEST_BYTES:
-            files, known = {name: files[name] for name in files.keys() - known}, set()
+            files = {name: files[name] for name in new}
         draft = self.archive.with_name(f".{self.archive.name}.{platform.node()}.{os.getpid()}")
         try:
             self.archive.parent.mkdir(parents=True, exist_ok=True)
             with tarfile.open(draft, "w") as tar:
                 for name, path in files.items():
                     tar.add(path, name, recursive=False)
-                if known or not self.known:
-                    self._add_others(tar, files)
             draft.replace(self.archive)
         except (OSError, tarfile.TarError) as error:
             logger.warning("what was compiled cannot be kept in %s (%s)", self.archive, error)
             draft.unlink(missing_ok=True)
-
-    def _add_others(self, tar: tarfile.TarFile, files: Mapping[str, Path]) -> None:
-        if self.archive.exists():
-            with contextlib.suppress(tarfile.TarError), tarfile.open(self.archive) as old:
-                for member in old:
-                    if member.isfile() and member.name not in files:
-                        tar.addfile(member, old.extractfile(member))
 
     def _files(self) -> dict[str, Path]:
         """Return the finished files of each directory, by variable and relative path."""

@@ -307,14 +307,17 @@ def _bound_to_devices(
 def job_end_time() -> float | None:
     """Return the end of the job's time limit in seconds since the epoch; None outside of a job.
 
-    Slurm 23 and later put it into the environment, as the job scripts do for older ones; else
-    `squeue` is asked, once. None too, with a warning, where nobody knows.
+    Slurm 23 and later put it into the environment, else `squeue` is asked, once. None too, with a
+    warning, where nobody knows.
     """
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():
         return float(known)
     if not job:
         return None
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        # The id of an array's last task is the array's: squeue would show every task.
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
         done = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],

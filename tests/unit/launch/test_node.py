@@ -174,7 +174,8 @@ def stand_in(tmp_path: Path) -> Path:
     root = tmp_path / "a $(touch canary) repository"
     (root / "slurm").mkdir(parents=True)
     (root / "bin").mkdir()
-    shutil.copy(LAUNCH_NODE, root / "slurm/launch_node.sh")
+    for script in ("launch_node.sh", "environment.sh"):
+        shutil.copy(ROOT / "slurm" / script, root / "slurm")
     python = root / "bin/python"
     python.write_text(
         '#!/usr/bin/env bash\nprintf "%s|" python "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
@@ -211,7 +212,7 @@ def test_cluster_env_is_read_and_may_name_a_container(stand_in):
     (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
     done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
     assert done.returncode == 69
-    assert r"n2: STOKER_CONTAINER begins with apptainer\ exec, which is no command" in done.stdout
+    assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or" in done.stdout
 
 
 def test_a_cluster_env_that_fails_and_a_container_outside_of_it_are_refused(stand_in):
@@ -236,7 +237,7 @@ def test_a_node_without_python_says_what_to_do(stand_in):
         (tools / name).symlink_to(str(shutil.which(name)))
     done = started(stand_in, "x.py", PATH=str(tools), SLURMD_NODENAME="n2")
     assert done.returncode == 69, done.stdout
-    assert "n2: there is no python on PATH: activate the environment in slurm/c" in done.stdout
+    assert "n2: there is no python on PATH: activate the environment, or set" in done.stdout
 
 
 @pytest.mark.slow

@@ -250,10 +250,12 @@ def squeue(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "123")
 
-    def answers(text: str, code: int = 0):
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+
+    def answers(text: str, code: int = 0, job: str = "123"):
         path = tmp_path / "squeue"
         path.write_text(
-            '#!/bin/sh\n[ "$*" = "--noheader --jobs=123 --format=%e" ] || exit 9\n'
+            f'#!/bin/sh\n[ "$*" = "--noheader --jobs={job} --format=%e" ] || exit 9\n'
             f"echo '{text}'\nexit {code}\n"
         )
         path.chmod(0o755)
@@ -263,6 +265,11 @@ def squeue(tmp_path, monkeypatch):
 
 def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, squeue, caplog):
     squeue("2030-01-02T03:04:05")
+    assert job_end_time() == datetime.datetime(2030, 1, 2, 3, 4, 5).timestamp()
+    # The last task of an array has the array's own id, by which squeue would show every task.
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "123")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    squeue("2030-01-02T03:04:05", job="123_4")
     assert job_end_time() == datetime.datetime(2030, 1, 2, 3, 4, 5).timestamp()
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
     assert job_end_time() == 1893456000.0

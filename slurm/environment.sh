@@ -1,0 +1,33 @@
+# shellcheck shell=bash
+# Reads slurm/cluster.env; sourced in the repository's root by the scripts that start something.
+# Leaves `node`, the lists STOKER_CONTAINER and STOKER_SRUN_ARGS, and the functions below.
+
+node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
+
+# refuse EXIT_CODE MESSAGE: before anything was started.
+refuse() {
+  printf '%s: %s\n' "$node" "$2" >&2
+  exit "$1"
+}
+
+for name in STOKER_SRUN_ARGS STOKER_CONTAINER; do
+  [[ -z ${!name:-} ]] || refuse 2 \
+    "$name is set in the environment, which cannot hold a list: set it in slurm/cluster.env, as $name=(...)."
+done
+# shellcheck disable=SC2034 # for who sources this
+STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
+if [[ -f slurm/cluster.env ]]; then
+  set +u # environments' activation scripts read unset variables
+  trap 'printf "%s: slurm/cluster.env failed, see above\n" "$node" >&2' EXIT
+  # shellcheck source=/dev/null # the user's own
+  source slurm/cluster.env
+  trap - EXIT
+  set -u
+fi
+
+# Sets `python`, the words that start it on this machine.
+find_python() {
+  python=("${STOKER_CONTAINER[@]}" python)
+  command -v -- "${python[0]}" >/dev/null || refuse 69 \
+    "there is no $(printf '%q' "${python[0]}") on PATH: activate the environment, or set STOKER_CONTAINER=(apptainer exec IMAGE), in slurm/cluster.env (see slurm/cluster.env.example)."
+}
