@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from utils.checkpoints.files import FileRecord
 from utils.checkpoints.manifest import PROVENANCE, Manifest, write_manifest
@@ -52,7 +53,8 @@ class Ranks:
         self.values: list[object] = [None] * len(hosts)
         self.barrier = threading.Barrier(len(hosts), timeout=30)
         monkeypatch.setattr(decisions, "gathered", self.gathered)
-        monkeypatch.setattr(decisions, "_rank", lambda: self.rank.number)
+        monkeypatch.setattr(decisions, "_connected", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: self.rank.number)
 
     def gathered(self, value: object, group: object = None) -> list[object]:
         assert group is None
