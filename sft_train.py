@@ -10,8 +10,7 @@ what will happen and stops before weights are loaded. The same command goes on w
 
 import sys
 
-from utils.launch.environment import configure_environment
-from utils.launch.script import run_script
+from utils.launch.script import configure_environment, run_script
 
 
 def main(argv: list[str] | None = None) -> int:

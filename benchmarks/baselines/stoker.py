@@ -7,7 +7,7 @@ from unittest import mock
 
 from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.workloads.workload import SEED
-from utils.launch.environment import configure_environment
+from utils.launch.script import configure_environment
 
 
 def train(job: Job) -> Outcome:

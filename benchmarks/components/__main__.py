@@ -19,7 +19,7 @@ import torch
 from benchmarks.recording.job import saying_why_not
 from benchmarks.recording.steps import peak_memory_bytes, wait_for_device
 from utils.kernels.cpu_products import keep_freed_memory
-from utils.launch.environment import configure_environment
+from utils.launch.script import configure_environment
 
 SHORTEST_S = 0.5
 FEWEST_CALLS = 3

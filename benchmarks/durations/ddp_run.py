@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from utils.launch.script import run_script
+from utils.launch.script import configure_environment, run_script
 
 STEPS, WARM_UP = 14, 4
 
@@ -20,7 +20,6 @@ STEPS, WARM_UP = 14, 4
 def main() -> None:
     """Run pretrain.py; the first rank writes the outcome."""
     from utils.callbacks.journal_lines import read_journal
-    from utils.launch.environment import configure_environment
 
     variant, prepared, scratch, outcome, size = sys.argv[1:]
     configure_environment()

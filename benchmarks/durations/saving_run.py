@@ -91,7 +91,7 @@ def train_trainer(prepared: Path, size: int, run: Path) -> None:
 
 def main() -> None:
     """Write {size: seconds}."""
-    from utils.launch.environment import configure_environment
+    from utils.launch.script import configure_environment
 
     toolkit, prepared, scratch, outcome, *sizes = sys.argv[1:]
     configure_environment()

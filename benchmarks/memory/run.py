@@ -17,7 +17,7 @@ from typing import Any
 def main() -> int:
     """Run the script and write the outcome."""
     script, outcome, *argv = sys.argv[1:]
-    from utils.launch.environment import configure_environment
+    from utils.launch.script import configure_environment
 
     configure_environment()
     import torch

@@ -32,7 +32,7 @@ TRAIN = ["train.py", *VALUES]
 # What the scripts hand on to the node as it is, whatever it holds.
 HANDED_ON = [
     "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_MAIN_PORT", "STOKER_PROCESSES_PER_NODE",
-    "STOKER_NODE_DIR", "STOKER_NODE_HOSTS", "STOKER_DEBUG", "TMPDIR", "SLURM_TMPDIR",
+    "STOKER_NODE_DIR", "STOKER_DEBUG", "TMPDIR", "SLURM_TMPDIR",
     "SLURM_JOB_NAME", "SLURM_JOB_ACCOUNT", "WANDB_NAME",
 ]  # fmt: skip
 TEXT = [

@@ -31,19 +31,3 @@ def test_four_ranks_on_two_nodes_train_as_one_process_does(jobs, alone, config):
     assert start["launch"]["world_size"] == 4
     assert sorted(start["launch"]["hosts"]) == ["n1", "n2"]
     assert start["slurm"]["nodes"] == "2"
-
-
-@pytest.mark.usefixtures("idle")
-def test_tasks_of_srun_are_the_ranks_without_a_launcher(jobs, tmp_path):
-    """One task a rank, as in srun --ntasks-per-node=2 python pretrain.py."""
-    run, script = tmp_path / "run", tmp_path / "job.sh"
-    script.write_text('#!/usr/bin/env bash\nsrun --kill-on-bad-exit=1 python "$@"\n')
-    options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
-    env = {"ACCELERATE_CONFIG": "", "OMP_NUM_THREADS": "1"}
-    job = jobs.submit(run, *options, script=str(script), env=env, max_steps=4)
-    assert jobs.slurm.wait(job) == "COMPLETED", job.output()
-    assert "srun's 4 tasks are the ranks" in job.output()
-    assert len(tiny.losses(run)) == 4
-    launch = tiny.starts(run)[0]["launch"]
-    assert (launch["world_size"], launch["strategy"]) == (4, "ddp")
-    assert sorted(launch["hosts"]) == ["n1", "n2"]

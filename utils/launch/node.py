@@ -11,18 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from utils.config.errors import ConfigurationError, ExitCode, StorageError, UnfitClusterError
 from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
-from utils.launch.compile_cache import CompileCache
-from utils.launch.environment import configure_logging
+from utils.launch.caches import CompileCache, debugging, node_environment
 from utils.launch.rendezvous import check_nodes, node_facts, with_free_port
-from utils.launch.script import missing_package
-from utils.launch.signals import NODE_DIR, STOP
+from utils.launch.script import configure_logging, missing_package
+from utils.launch.signals import STOP
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import Verdict, note_worker_ends, read_verdict, wait_for_verdict
 from utils.support.host import host_name
@@ -33,24 +30,6 @@ logger = logging.getLogger("launch_node")
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
-# What jobs of one user would otherwise share in a home directory: two of them compiling the same
-# kernel wait for each other's lock file, or for that of a job that was killed.
-_CACHES = (
-    "CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "MPLCONFIGDIR", "NUMBA_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR",
-)  # fmt: skip
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-_DEBUG = {
-    "NCCL_DEBUG": "INFO",
-    "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "TORCH_SHOW_CPP_STACKTRACES": "1",
-    # The flight recorder: the last collectives of each rank, written when one times out.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-# A UNIX socket's path has 107 bytes, of which multiprocessing takes 32 behind TMPDIR.
-_LONGEST_TMPDIR = 75
 
 
 class StopSignals:
@@ -109,10 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     """Launch in a private directory, and return how the processes ended or what was refused."""
     try:
-        signals.directory = make_node_directory(os.environ)
-        use_node_directory(os.environ, signals.directory)
+        directory = enter_node_directory(signals)
         configure_logging()
-        compiled = CompileCache(signals.directory, os.environ)
+        compiled = CompileCache(directory, os.environ)
         verdict = launch(command, signals)
         kill_workers()
         if os.environ.get("SLURM_NODEID", "0") == "0":
@@ -142,60 +120,26 @@ def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
     return earlier or verdict
 
 
-def make_node_directory(environment: Mapping[str, str]) -> Path:
-    """Make this job's private (0700) directory on this node's own disk.
+def enter_node_directory(signals: StopSignals) -> Path:
+    """Make this job's private (0700) directory on this node's own disk, and point libraries there.
 
     Under SLURM_TMPDIR, TMPDIR or /tmp. Raises StorageError.
     """
-    name = next((name for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), None)
-    base = environment[name] if name else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
-    job = environment.get("SLURM_JOB_ID", "local")
-    with _for_caches(base):
-        return Path(tempfile.mkdtemp(prefix=f"stoker-{job}-", dir=base))
-
-
-def use_node_directory(environment: MutableMapping[str, str], directory: Path) -> None:
-    """Set the environment of this process and of those it starts. Raises StorageError."""
-    added = node_environment(environment, directory)
-    with _for_caches(directory):
+    base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
+    prefix = f"stoker-{os.environ.get('SLURM_JOB_ID', 'local')}-"
+    try:
+        directory = signals.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        added = node_environment(os.environ, directory)
         for value in added.values():
             if value.startswith(f"{directory}{os.sep}"):
                 Path(value).mkdir(parents=True, exist_ok=True)
-    environment.update(added)
-
-
-@contextmanager
-def _for_caches(directory: Path | str) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         raise StorageError(
-            f"{host_name()}: no directory for caches can be made in {directory} "
-            f"({error.strerror}): set TMPDIR in slurm/cluster.env to a directory on the node's own "
-            "disk."
+            f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
+            "TMPDIR in slurm/cluster.env to a directory on the node's own disk."
         ) from error
-
-
-def debugging(environment: Mapping[str, str]) -> bool:
-    """Whether STOKER_DEBUG asks NCCL and torch.distributed to log what they do."""
-    return environment.get("STOKER_DEBUG", "") not in ("", "0")
-
-
-def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Return what is added for this node's processes; what the user set stays as it is."""
-    added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
-    if "SLURM_JOB_ID" in environment and "HF_HUB_OFFLINE" not in environment:
-        # Nodes seldom have internet, and would wait for time-outs.
-        added |= dict.fromkeys(_OFFLINE, "1")
-    added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
-    if debugging(environment):
-        added |= _DEBUG
-    added = {name: value for name, value in added.items() if not environment.get(name)}
-    added[NODE_DIR] = str(directory)
-    temporary = directory / "tmp"
-    if len(os.fsencode(temporary)) <= _LONGEST_TMPDIR:
-        added["TMPDIR"] = str(temporary)
-    return added
+    os.environ.update(added)
+    return directory
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
@@ -239,8 +183,8 @@ def count_devices() -> int:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return what the processes of this node read: hosts, threads, and the CPU without a GPU."""
-    added = {"STOKER_NODE_HOSTS": " ".join(allocation.hosts)}
+    """Return what the processes of this node read: threads, and the CPU without a GPU."""
+    added = {}
     if not os.environ.get("OMP_NUM_THREADS"):
         # An equal share of the cores that Slurm gave, or of all.
         given = (os.environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))

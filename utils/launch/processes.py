@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.launch.slurm import expand_hosts
 from utils.support.host import host_name
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def check_launch() -> LaunchFacts:
         raise problem
     hosts: tuple[str, ...] = (host_name(),)
     if state.num_processes > 1:
-        hosts = meet_all_ranks(state.process_index, state.num_processes, state.device)
+        hosts = all_hosts(state.process_index, state.num_processes, state.device)
     return LaunchFacts(
         rank=state.process_index,
         world_size=state.num_processes,
@@ -85,9 +86,8 @@ def launch_problem(
     if tasks > 1:
         return ConfigurationError(
             f"srun started {tasks} copies of this script that do not know of each other "
-            f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE). Start one task per node "
-            "(--ntasks-per-node=1) with slurm/launch_node.sh or `accelerate launch` in it, which "
-            "starts the processes."
+            f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE): srun --ntasks-per-node=1 "
+            "slurm/launch_node.sh SCRIPT ... starts a process per GPU on each node."
         )
     if visible_gpus > 1:
         return ConfigurationError(
@@ -118,90 +118,63 @@ def _unconnected(environment: Mapping[str, str], asked: int, processes: int) -> 
     )
 
 
-def meet_all_ranks(rank: int, world_size: int, device: "torch.device") -> tuple[str, ...]:
-    """Return the host of every rank, after all have summed a number.
+def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, ...]:
+    """Return the host of every rank, by the first collective of all ranks.
 
     Every rank of an initialised process group calls it. Raises UnfitClusterError, which names this
     host and rank, and ranks that did not come. The stuck collective then stays behind in a thread:
     end the process without its teardown, as `run_script` does.
     """
+    from torch.distributed import TCPStore
+
     name = f"{host_name()} rank {rank} of {world_size}"
-    collective = f"the first all-reduce of all ranks ({device.type})"
+    collective = f"the first collective of all ranks ({device.type})"
+    store = None
     try:
-        store = _announce(rank)
-        hosts, total = call_within(
-            FIRST_COLLECTIVE_LIMIT_S, lambda: _hosts_and_sum(rank, world_size, device)
-        )
+        if "MASTER_ADDR" in os.environ:  # else the process group met elsewhere (MPI)
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            limit = timedelta(seconds=60)
+            store = TCPStore(address, port, timeout=limit, wait_for_workers=False)
+            store.set(f"stoker/rank-{rank}", host_name())
+        return call_within(FIRST_COLLECTIVE_LIMIT_S, lambda: _gather_hosts(world_size, device))
     except TimeoutError:
-        problem = _absence(store, world_size) or (
-            f"all ranks are there, but {collective} did not end within "
-            f"{FIRST_COLLECTIVE_LIMIT_S:g} s. {ADVICE}"
-        )
+        problem = f"{collective} did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s"
+        if absent := _absent(store, world_size):
+            problem += f": there is no sign of {absent}. Look in the log for what happened there."
+        else:
+            problem += f", though all ranks are there. {ADVICE}"
         raise UnfitClusterError(f"{name}: {problem}") from None
     except RuntimeError as error:  # of which torch's DistError is one
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnfitClusterError(f"{name}: {collective} failed ({first_line}). {ADVICE}") from error
-    expected = world_size * (world_size + 1) // 2
-    if total != expected:
-        raise UnfitClusterError(
-            f"{name}: {collective} gave {total}, not {expected}: a device or a network adapter "
-            "computes wrongly. Leave nodes out one by one (sbatch --exclude) to find it: "
-            f"{', '.join(sorted(set(hosts)))}."
-        )
-    return tuple(hosts)
 
 
-def _announce(rank: int) -> "torch.distributed.TCPStore | None":
-    """Write this rank's host into the store at rank 0, for the others' error message."""
-    from torch.distributed import TCPStore
-
-    if "MASTER_ADDR" not in os.environ:
-        return None  # the process group met elsewhere (MPI): there is no store to ask
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        timeout=timedelta(seconds=60),
-        wait_for_workers=False,
-    )
-    store.set(_key(rank), host_name())
-    return store
-
-
-def _key(rank: int) -> str:
-    return f"stoker/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank-{rank}"
-
-
-def _absence(store: "torch.distributed.TCPStore | None", world_size: int) -> str | None:
-    """Name the ranks, and the nodes, that did not come; None when all did."""
+def _absent(store: "torch.distributed.TCPStore | None", world_size: int) -> str:
+    """Name the ranks, and the nodes, that did not come; empty when all did, or nobody knows."""
     if store is None:
-        return None
+        return ""
     try:
-        missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
-        came = {store.get(_key(rank)).decode() for rank in range(world_size) if rank not in missing}
+        came = {
+            rank: store.get(f"stoker/rank-{rank}").decode()
+            for rank in range(world_size)
+            if store.check([f"stoker/rank-{rank}"])
+        }
     except RuntimeError:
-        return None  # rank 0, and the store with it, has given up already
-    if not missing:
-        return None
-    silent = [host for host in os.environ.get("STOKER_NODE_HOSTS", "").split() if host not in came]
-    hosts = f" (no rank at all of {', '.join(silent)})" if silent else ""
-    ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return (
-        f"{'rank' if len(missing) == 1 else 'ranks'} {ranks} did not come within "
-        f"{FIRST_COLLECTIVE_LIMIT_S:g} s{hosts}. Look in the log for what happened there; a file "
-        "system that is slow to import from, or a process that never started, shows like this too."
-    )
+        return ""  # rank 0, and the store with it, has given up already
+    missing = [f"rank {rank}" for rank in range(world_size) if rank not in came]
+    nodes = expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
+    missing[8:] = ["..."] * (len(missing) > 8)
+    return ", ".join([*missing, *(node for node in nodes if node not in came.values())])
 
 
-def _hosts_and_sum(rank: int, world_size: int, device: "torch.device") -> tuple[list[str], int]:
+def _gather_hosts(world_size: int, device: "torch.device") -> tuple[str, ...]:
     import torch
 
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)  # each thread has a current device
-    number = torch.tensor(rank + 1, device=device)
-    torch.distributed.all_reduce(number)
     hosts = [""] * world_size
     torch.distributed.all_gather_object(hosts, host_name())
-    return hosts, int(number.item())
+    return tuple(hosts)
 
 
 def call_within(limit_s: float, action: Callable[[], Answer]) -> Answer:

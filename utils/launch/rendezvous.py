@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.launch.slurm import (
-    MAIN_ADDRESS,
-    MAIN_PORT,
-    Allocation,
-    can_listen,
-    listen,
-    taken_port_message,
-)
+from utils.launch.slurm import MAIN_ADDRESS, MAIN_PORT, Allocation
 
 MOST_CLOCK_SKEW_S = 60.0
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
@@ -39,12 +32,31 @@ def with_free_port(allocation: Allocation) -> Allocation:
 
     Raises UnfitClusterError for a taken port that the user or other nodes count on.
     """
-    if allocation.node > 0 or can_listen(allocation.port):
+    if allocation.node > 0:
         return allocation
-    if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
-        raise UnfitClusterError(taken_port_message(allocation.host, allocation.port, os.environ))
+    try:
+        listen(allocation.port).close()
+        return allocation
+    except OSError as error:
+        if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
+            raise _taken(allocation.host, allocation.port) from error
     with listen(0) as listener:
         return replace(allocation, port=listener.getsockname()[1])
+
+
+def listen(port: int) -> socket.socket:
+    """Listen at a port on all addresses, IPv6 too where there is any. Raises OSError."""
+    with contextlib.suppress(OSError, ValueError):
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _taken(host: str, port: int) -> UnfitClusterError:
+    remedy = "unset it, or set" if os.environ.get(MAIN_PORT) else "set"
+    return UnfitClusterError(
+        f"{host}: port {port} is in use by another process: {remedy} {MAIN_PORT} to a free port "
+        "(the one after it is used too)."
+    )
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
@@ -58,7 +70,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "processes": allocation.processes,
         "gpus": allocation.gpus,
         "devices": devices,
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "unset"),
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in _PACKAGES},
         "code": code.hexdigest()[:12],
@@ -96,8 +108,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
 
 def exchange_facts(allocation: Allocation, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the facts of every node, by node. Raises UnfitClusterError naming missing nodes."""
-    timeout_s = _timeout_s()
-    answer = (_collect if allocation.node == 0 else _report)(allocation, facts, timeout_s)
+    answer = (_collect if allocation.node == 0 else _report)(allocation, facts, _timeout_s())
     if isinstance(answer, str):
         raise UnfitClusterError(answer)
     return answer
@@ -111,8 +122,7 @@ def _collect(
     try:
         listener = listen(port)
     except OSError as error:
-        message = taken_port_message(allocation.host, port, os.environ)
-        raise UnfitClusterError(message) from error
+        raise _taken(allocation.host, port) from error
     nodes: dict[int, dict[str, Any]] = {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as connections:
@@ -197,13 +207,11 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     for node in everyone:
         here, there = first["host"], node["host"]
         if node["gpus"] is not None and node["devices"] < node["gpus"]:
-            visible = node["visible"]
             problems.append(
                 f"{there}: the job has {node['gpus']} GPUs on this node, one process each, but "
-                f"torch sees {node['devices']}"
-                + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
-                + ". Check nvidia-smi on that node and that its torch is built for CUDA; leave the "
-                "node out with sbatch --exclude."
+                f"torch sees {node['devices']} (CUDA_VISIBLE_DEVICES is {node['visible']}). Check "
+                "nvidia-smi on that node and that its torch is built for CUDA; leave the node out "
+                "with sbatch --exclude."
             )
         if node["processes"] != first["processes"]:
             problems.append(

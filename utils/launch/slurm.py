@@ -1,19 +1,14 @@
-"""What Slurm gave this job, read from its variables: nodes, processes, ports, the time limit.
-
-`read_allocation` is for the launcher of a node, which starts one process a GPU. Tasks that srun
-started as ranks of their own get what torch reads from `adopt_slurm_tasks`.
-"""
+"""What Slurm gave this job, read from its variables: nodes, processes, port, the time limit."""
 
 import dataclasses
 import datetime
-import errno
+import itertools
 import json
 import logging
 import os
 import re
-import socket
 import subprocess
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +23,7 @@ MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 MAIN_PORT = "STOKER_MAIN_PORT"
 
 # Below the ephemeral ports (32768 and up), which any outgoing connection takes; a prime number of
-# pairs, so that jobs whose ids lie less than 6133 apart do not meet.
+# pairs, so that jobs whose ids lie less than 6133 apart differ.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
 
@@ -114,21 +109,13 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 def allocated_gpus(environment: Mapping[str, str]) -> int:
     """Count the GPUs that Slurm gave this step on this node; 0 where it names none.
 
-    SLURM_GPUS_ON_NODE is there however they were asked for (22.05); the others are for versions
-    and plugins that do not set it.
+    SLURM_GPUS_ON_NODE is there however they were asked for (22.05), except with some plugins.
     """
     count = environment.get("SLURM_GPUS_ON_NODE", "")
     if count.isdecimal():
         return int(count)
-    for name in ("SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
-        listed = environment.get(name)
-        if listed and listed != "NoDevFiles":
-            return len(listed.split(","))
-    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):
-        found = re.search(r"(?:^|:)([0-9]+)$", environment.get(name, ""))
-        if found:
-            return int(found[1])
-    return 0
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return len(visible.split(",")) if visible not in ("", "NoDevFiles") else 0
 
 
 def _processes(environment: Mapping[str, str], gpus: int | None, host: str) -> int:
@@ -167,18 +154,14 @@ def on_cpu(environment: Mapping[str, str]) -> bool:
 def expand_hosts(node_list: str) -> tuple[str, ...]:
     """Return the names in a node list of Slurm's, in its order: `n[01-03,7],x1` has five.
 
-    Raises ConfigurationError for anything else.
+    Not by `scontrol show hostnames`: a container may have no scontrol.
     """
-    words = re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list)
-    if not words or ",".join(words) != node_list:
-        raise ConfigurationError(f"'{node_list}' is no list of nodes: write it as n[1-4] or n1,n2.")
     hosts: list[str] = []
-    for word in words:
-        names = [""]
+    for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
+        parts = []
         for text, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
-            endings = [text] if text else _numbers(ranges)
-            names = [name + ending for name in names for ending in endings]
-        hosts += names
+            parts.append([text] if text else _numbers(ranges))
+        hosts += ["".join(name) for name in itertools.product(*parts)]
     return tuple(hosts)
 
 
@@ -187,16 +170,16 @@ def _numbers(ranges: str) -> list[str]:
     numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        width = len(first)
-        numbers += [f"{number:0{width}d}" for number in range(int(first), int(last or first) + 1)]
+        every = range(int(first), int(last or first) + 1)
+        numbers += [f"{number:0{len(first)}d}" for number in every]
     return numbers
 
 
 def main_port(environment: Mapping[str, str]) -> int:
     """Return the port at which rank 0 is found; the one after it is the job's too.
 
-    STOKER_MAIN_PORT wins. Without it every task of a step works out the same number from the ids
-    of job and step. Raises ConfigurationError.
+    STOKER_MAIN_PORT wins: the job scripts set it to a free one. Without it every node of a step
+    derives the same number from the ids of job and step. Raises ConfigurationError.
     """
     given = environment.get(MAIN_PORT)
     if not given:
@@ -208,100 +191,6 @@ def main_port(environment: Mapping[str, str]) -> int:
             "it is used too), or unset it."
         )
     return int(given)
-
-
-def can_listen(port: int) -> bool:
-    """Whether a server could listen at this port on all addresses of this host, now."""
-    try:
-        listen(port).close()
-    except OSError:
-        return False
-    return True
-
-
-def listen(port: int) -> socket.socket:
-    """Listen at a port on all addresses, IPv6 too where there is any. Raises OSError."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError as error:
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # no IPv6 here
-                raise
-    return socket.create_server(("", port))
-
-
-def taken_port_message(host: str, port: int, environment: Mapping[str, str]) -> str:
-    """Say that a port is in use, and what to do about it."""
-    remedy = (
-        f"unset {MAIN_PORT}, or give another"
-        if environment.get(MAIN_PORT)
-        else f"set {MAIN_PORT} to a free port (the one after it is used too)"
-    )
-    return f"{host}: port {port} is in use by another process: {remedy}."
-
-
-def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> str | None:
-    """Give a task that srun started as a rank of its own the variables that torch reads.
-
-    Returns a line that says so. Changes nothing, and returns None, where a launcher did that
-    (torchrun, accelerate) and where the step has one task. Raises ConfigurationError,
-    UnfitClusterError.
-    """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    launched = {"RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & environment.keys()
-    if tasks < 2 or launched or "SLURM_PROCID" not in environment:
-        return None
-    _refuse_unused_config(environment)
-    # Slurm writes "2(x3),1" for nodes of 2, 2, 2 and 1 tasks.
-    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
-    counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
-    local_rank, local_tasks = _bound_to_devices(
-        environment, int(environment["SLURM_LOCALID"]), counts[int(environment["SLURM_NODEID"])]
-    )
-    rank, port = environment["SLURM_PROCID"], main_port(environment)
-    if rank == "0" and not can_listen(port):
-        raise UnfitClusterError(taken_port_message(host_name(), port, environment))
-    address = environment.get(MAIN_ADDRESS) or expand_hosts(environment["SLURM_STEP_NODELIST"])[0]
-    environment.update(
-        RANK=rank,
-        WORLD_SIZE=str(tasks),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_tasks),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-    )
-    return f"launch: srun's {tasks} tasks are the ranks, rank 0 is at {address}:{port}"
-
-
-def _refuse_unused_config(environment: Mapping[str, str]) -> None:
-    """Without accelerate's launcher nothing reads the strategy, and the run would be plain DDP."""
-    config = environment.get("ACCELERATE_CONFIG")
-    if config and Path(config).name not in ("multi_gpu.yaml", "cpu.yaml"):
-        raise ConfigurationError(
-            f"ACCELERATE_CONFIG={config} would be ignored: srun started this script itself, one "
-            "task a rank, which is plain DDP. Start one task a node with slurm/launch_node.sh in "
-            "front of the script, or unset ACCELERATE_CONFIG."
-        )
-
-
-def _bound_to_devices(
-    environment: Mapping[str, str], local_rank: int, local_tasks: int
-) -> tuple[int, int]:
-    """Return rank and number of the tasks that share this task's visible devices.
-
-    accelerate takes the device with the number LOCAL_RANK. A task bound to one GPU
-    (--gpus-per-task=1, --gpu-bind) sees that one as number 0, as if it were alone on the node.
-    """
-    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not visible or len(visible) >= local_tasks:
-        return local_rank, local_tasks
-    if len(visible) == 1 and environment.get("SLURM_GPUS_ON_NODE", "") != "1":
-        return 0, 1
-    raise UnfitClusterError(
-        f"{host_name()}: {local_tasks} tasks share {len(visible)} GPU(s) "
-        f"(CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']}): ask for as many GPUs as "
-        f"tasks a node (--gpus-per-node={local_tasks}), or for fewer tasks."
-    )
 
 
 def job_end_time() -> float | None:

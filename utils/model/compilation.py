@@ -115,7 +115,7 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
     """Check that layers can be compiled; return the directory that keeps what was compiled.
 
     That is $TORCHINDUCTOR_CACHE_DIR, or stoker/compiled below the user's cache directory. In a job
-    it is on the node's disk, and handed on by the launcher (utils/launch/compile_cache.py).
+    it is on the node's disk, and passed on by the launcher (utils/launch/caches.py).
     `strategy` as in `LaunchFacts`. Raises ConfigurationError under ZeRO-3, and where there is no
     C++ compiler, unless another host compiles.
     """

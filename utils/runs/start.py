@@ -26,8 +26,8 @@ from utils.checkpoints.store import Checkpoints, RunFacts
 from utils.config.errors import NoProgressError, UnfitClusterError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
-from utils.launch.environment import configure_logging
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
+from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.model.finished_model import name_of
 from utils.model.stages import weights_origin

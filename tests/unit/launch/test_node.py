@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, quiet_environment
@@ -16,7 +17,6 @@ from utils.config.errors import StorageError
 from utils.launch import node
 from utils.launch.slurm import Allocation
 
-DIRECTORY = Path("/tmp/stoker-5-x")
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
 import os, signal, sys, time
@@ -258,60 +258,39 @@ def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
 
 
 @pytest.fixture
-def disk(tmp_path, monkeypatch) -> Path:
+def signals(monkeypatch):
+    """Stand-in for StopSignals, with this process's environment given back after the test."""
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    (tmp_path / "disk").mkdir()
-    return tmp_path / "disk"
+    for name in ("SLURM_TMPDIR", "STOKER_NOTES_DIR", "TRITON_CACHE_DIR", "STOKER_NODE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return SimpleNamespace(directory=None)
 
 
-def test_caches_are_private_to_the_job_unless_the_user_placed_them(disk):
-    given = {"SLURM_TMPDIR": str(disk), "TMPDIR": "/none", "SLURM_JOB_ID": "5"}
-    environment = given | {"TRITON_CACHE_DIR": "/scratch/triton", "STOKER_NOTES_DIR": "/shared"}
-    directory = node.make_node_directory(environment)
-    node.use_node_directory(environment, directory)
-    assert directory.parent == disk
+def test_caches_are_private_to_the_job_unless_the_user_placed_them(signals, tmp_path, monkeypatch):
+    given = {"SLURM_TMPDIR": str(tmp_path), "TMPDIR": "/none", "SLURM_JOB_ID": "5"}
+    for name, value in (given | {"TRITON_CACHE_DIR": "/scratch/triton"}).items():
+        monkeypatch.setenv(name, value)
+    directory = node.enter_node_directory(signals)
+    assert directory == signals.directory
+    assert directory.parent == tmp_path
     assert directory.name.startswith("stoker-5-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     inductor = str(directory / "cache/torchinductor_cache_dir")
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == inductor
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
     assert Path(inductor).is_dir()
-    assert environment["TRITON_CACHE_DIR"] == "/scratch/triton"
-    assert environment["STOKER_NOTES_DIR"] == "/shared"
-    alone = {"SLURM_TMPDIR": "", "TMPDIR": str(disk)}
-    node.use_node_directory(alone, node.make_node_directory(alone))
-    assert Path(alone["STOKER_NODE_DIR"]).parent == disk
-    assert Path(alone["STOKER_NOTES_DIR"]).is_dir()
+    assert Path(os.environ["STOKER_NOTES_DIR"]).is_dir()
+    assert os.environ["TRITON_CACHE_DIR"] == "/scratch/triton"
 
 
-def test_a_disk_that_takes_no_directory_is_refused(disk, small_disk):
-    with pytest.raises(StorageError, match=r"n2: .*/none \(No such file"):
-        node.make_node_directory({"TMPDIR": str(disk / "none")})
+def test_a_disk_that_takes_no_directory_is_refused(signals, small_disk, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(small_disk / "none"))
+    with pytest.raises(StorageError, match=r"n2: .*/none \(No such file.*set TMPDIR"):
+        node.enter_node_directory(signals)
     for number in range(12):  # of 16 inodes
         (small_disk / str(number)).touch()
-    directory = node.make_node_directory({"TMPDIR": str(small_disk)})
-    with pytest.raises(StorageError, match=r"n2: .*No space left.*TMPDIR"):
-        node.use_node_directory({}, directory)
-
-
-def test_temporary_files_leave_room_for_the_names_of_sockets():
-    assert node.node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
-    assert "TMPDIR" not in node.node_environment({}, Path(f"/tmp/{'a' * 80}"))
-
-
-def test_jobs_are_offline_unless_the_user_said_otherwise():
-    names = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"}
-    job = {"SLURM_JOB_ID": "5"}
-    assert names <= node.node_environment(job, DIRECTORY).keys()
-    for environment in ({}, job | {"HF_HUB_OFFLINE": "0"}):
-        assert not names & node.node_environment(environment, DIRECTORY).keys()
-
-
-def test_debugging_is_one_switch_that_keeps_what_the_user_set():
-    assert "NCCL_DEBUG" not in node.node_environment({}, DIRECTORY)
-    added = node.node_environment({"STOKER_DEBUG": "1", "NCCL_DEBUG": "TRACE"}, DIRECTORY)
-    assert added["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-    assert "NCCL_DEBUG" not in added
-    assert "NCCL_DEBUG" not in node.node_environment({"STOKER_DEBUG": "0"}, DIRECTORY)
+    monkeypatch.setenv("TMPDIR", str(small_disk))
+    with pytest.raises(StorageError, match=r"n2: .*No space left"):
+        node.enter_node_directory(signals)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +309,7 @@ def test_cores_are_shared_equally(monkeypatch, environment, threads):
         monkeypatch.setenv(name, value)
     added = node.process_environment(Allocation(("n1", "n2"), 0, 4, None, "n1", 20000))
     assert added.get("OMP_NUM_THREADS") == threads
-    assert (added["STOKER_NODE_HOSTS"], added["ACCELERATE_USE_CPU"]) == ("n1 n2", "true")
+    assert added["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_nothing_shipped_turns_fast_networks_off():

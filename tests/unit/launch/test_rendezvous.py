@@ -11,11 +11,12 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.launch.rendezvous import (
     check_nodes,
     exchange_facts,
+    listen,
     node_facts,
     node_problems,
     with_free_port,
 )
-from utils.launch.slurm import Allocation, listen
+from utils.launch.slurm import Allocation
 
 FACTS = {
     "host": "n1", "processes": 4, "gpus": 4, "devices": 4, "visible": None, "code": "abc",
@@ -110,7 +111,7 @@ def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch)
         with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: set STOKER_M"):
             with_free_port(node(0, port))
         monkeypatch.setenv("STOKER_MAIN_PORT", str(port))
-        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: unset STOKER"):
+        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: unset it"):
             with_free_port(alone)
     with listen(port + 1), pytest.raises(UnfitClusterError, match=f"n1: port {port + 1} is in use"):
         exchange_facts(node(0, port), FACTS)
@@ -127,7 +128,7 @@ def test_the_limit_must_be_seconds(port, monkeypatch, value):
     ("changes", "problem"),
     [
         ({"clock_ahead_s": 59.0}, None),
-        ({"devices": 3, "visible": "0,1,2"}, r"n2: .* 4 GPUs .*sees 3 \(CUDA.*=0,1,2\)"),
+        ({"devices": 3, "visible": "0,1,2"}, r"n2: .* 4 GPUs .*sees 3 \(CUDA.* is 0,1,2\)"),
         ({"processes": 2, "gpus": 2}, r"n1 has 4 processes .*n2 has 2"),
         ({"versions": {"python": "3.11.2"}}, r"torch is 2\.13\.0 on n1, but None on n2"),
         ({"clock_ahead_s": 61.0}, r"clock of n2 is 61 s ahead of that of n1"),

@@ -1,16 +1,20 @@
-"""How a script ends: what is shown, the note that stays, the exit code."""
+"""How a script begins and ends: log lines, switches, what is shown, the note, the exit code."""
 
 import errno
+import io
+import logging
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from tqdm import tqdm
 
 from utils.config.errors import (
     ConfigurationError,
@@ -20,7 +24,13 @@ from utils.config.errors import (
     UnfitClusterError,
 )
 from utils.launch import script
-from utils.launch.script import run_script
+from utils.launch.script import (
+    LineFormatter,
+    LineHandler,
+    configure_environment,
+    configure_logging,
+    run_script,
+)
 from utils.support.notes import place, read_notes
 
 ROOT = Path(__file__).parents[3]
@@ -240,21 +250,6 @@ def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, cod
     assert done.returncode == code
 
 
-def test_torchruns_own_account_of_a_refusal_names_the_cause(tmp_path, monkeypatch, capsys):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    assert run_script(raising(ConfigurationError(["no model", "no data"]))) == 2
-    capsys.readouterr()
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
-    told = str(ChildFailedError("pretrain.py", {0: failure}))
-    assert "configuration error:" in told
-    assert "- no model" in told
-    assert "- no data" in told
-    assert "To enable traceback" not in told
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -277,3 +272,111 @@ def test_a_missing_module_of_a_package_that_is_here_is_shown_with_its_traceback(
     for name in ("trl.trainer", "utils.none"):
         assert run_script(raising(ModuleNotFoundError("no", name=name))) == 1
         assert "Traceback" in capsys.readouterr().err
+
+
+# The beginning
+
+
+@pytest.fixture
+def fresh_logging(monkeypatch):
+    """Undo what configure_logging changes in this process."""
+    logging.captureWarnings(False)  # on from an earlier run in this process, it would do nothing
+    root = logging.getLogger()
+    handlers, level, factory = list(root.handlers), root.level, logging.getLogRecordFactory()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    yield
+    logging.captureWarnings(False)
+    logging.setLogRecordFactory(factory)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in ("datasets", "httpx", "py.warnings"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def logged(level=logging.INFO):
+    out = io.StringIO()
+    configure_logging()
+    (handler,) = [known for known in logging.getLogger().handlers if isinstance(known, LineHandler)]
+    handler.setStream(out)
+    log = logging.getLogger("utils.test")
+    log.info("started")
+    log.warning("careful")
+    logging.getLogger("datasets").info("noise")
+    warnings.warn("odd thing", stacklevel=1)
+    return out.getvalue().splitlines()
+
+
+def test_rank_0_tells_everything_one_line_an_event(fresh_logging, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    configure_logging()  # a second time doubles no line
+    lines = [line.split("  ", 1) for line in logged()]
+    assert [len(clock) for clock, _ in lines] == [len("12:34:56")] * 3
+    messages = [message for _, message in lines]
+    assert messages[:2] == ["started", "WARNING  careful"]
+    assert messages[2].startswith("WARNING  UserWarning: odd thing (")
+
+
+def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    (line,) = logged()
+    assert line.endswith("  n1 rank 3  WARNING  careful")
+
+
+def test_a_line_does_not_break_a_progress_bar():
+    out = io.StringIO()
+    handler = LineHandler()
+    handler.setStream(out)
+    handler.setFormatter(LineFormatter(0))
+    with tqdm(total=3, file=out, mininterval=0) as bar:
+        bar.update(1)
+        handler.emit(logging.LogRecord("x", logging.INFO, "f", 1, "hello", None, None))
+        bar.update(1)
+    shown = out.getvalue()
+    # On a line of its own: the bar was wiped before and drawn again after.
+    assert "hello\n" in shown
+    before = shown[: shown.index("hello")].rsplit("\r", 1)[1]
+    assert "%" not in before
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7"}, "1"),
+        ({"SLURM_JOB_ID": "7", "HF_HUB_OFFLINE": "0"}, "0"),
+    ],
+)
+def test_switches_keep_what_the_user_set_and_a_slurm_job_is_offline(
+    monkeypatch, caplog, environment, expected
+):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    for name in ("HF_HUB_OFFLINE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO):
+        configure_environment()
+    assert os.environ.get("HF_HUB_OFFLINE") == expected
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert ("offline (Slurm job); HF_HUB_OFFLINE=0 allows" in caplog.text) == (expected == "1")
+
+
+@pytest.mark.slow
+def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
+    code = (
+        "import sys; from utils.launch.script import configure_environment;"
+        "configure_environment();"
+        "heavy = {'torch', 'transformers', 'huggingface_hub'};"
+        "print(sorted(heavy & set(sys.modules)));"
+        "from huggingface_hub import constants;"
+        "print(constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_TELEMETRY,"
+        " constants.HF_HUB_DISABLE_PROGRESS_BARS)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment["SLURM_JOB_ID"] = "7"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["[]", "True True True"]

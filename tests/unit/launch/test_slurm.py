@@ -1,20 +1,16 @@
 """What is made of Slurm's variables, and of a launch without Slurm."""
 
 import datetime
-import socket
 
 import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.launch.slurm import (
     Allocation,
-    adopt_slurm_tasks,
     allocated_gpus,
     asks_for_cpu,
-    can_listen,
     expand_hosts,
     job_end_time,
-    listen,
     main_port,
     on_cpu,
     read_allocation,
@@ -25,13 +21,6 @@ STEP = {
     "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4",
 }  # fmt: skip
-# As Slurm 22.05 sets them for the third task of `srun -N2 --ntasks-per-node=2`.
-TASK = {
-    "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
-}  # fmt: skip
-RANK = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def no_devices() -> int:
@@ -51,12 +40,8 @@ def test_a_slurm_step_is_read_from_its_variables():
     ("variables", "count"),
     [
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0"}, 8),
-        ({"SLURM_STEP_GPUS": "0,1", "SLURM_JOB_GPUS": "0,1,2,3"}, 2),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
-        ({"SLURM_JOB_GPUS": "4,5"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_PER_NODE": "h100:4"}, 4),
-        ({"SLURM_GPUS_PER_NODE": "2"}, 2),
-        ({"SLURM_GPUS_PER_TASK": "8"}, 8),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
         ({"CUDA_VISIBLE_DEVICES": ""}, 0),
         ({}, 0),
     ],
@@ -139,12 +124,6 @@ def test_a_node_list_names_its_hosts_in_order(node_list, hosts):
     assert " ".join(expand_hosts(node_list)) == hosts
 
 
-@pytest.mark.parametrize("node_list", ["", "n[1-2", "n[a-b]", "n[]", "n1,,n2"])
-def test_what_is_no_node_list_is_refused(node_list):
-    with pytest.raises(ConfigurationError, match="is no list of nodes"):
-        expand_hosts(node_list)
-
-
 def test_ports_of_neighbouring_jobs_and_steps_differ_and_are_not_ephemeral():
     ports = [
         main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
@@ -165,82 +144,6 @@ def test_a_given_port_wins_and_has_to_be_one():
     for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662", "$(x)"):
         with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
             main_port({"STOKER_MAIN_PORT": given})
-
-
-def test_a_port_in_use_is_seen_on_whichever_address():
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0")):
-        with socket.create_server((address, 0), family=family) as listener:
-            assert not can_listen(listener.getsockname()[1])
-    with listen(0) as listener:
-        port = listener.getsockname()[1]
-        assert not can_listen(port)
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    assert can_listen(port)
-
-
-def test_a_task_of_several_becomes_a_rank():
-    environment = dict(TASK)
-    assert "srun's 4 tasks are the ranks" in adopt_slurm_tasks(environment)
-    port = str(main_port(TASK))
-    assert environment == TASK | RANK | {"MASTER_ADDR": "n1", "MASTER_PORT": port}
-    environment = TASK | {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
-    adopt_slurm_tasks(environment)
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "4242")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"RANK": "0"},
-        {"WORLD_SIZE": "4"},
-        {"ACCELERATE_MIXED_PRECISION": "no"},
-        {"SLURM_STEP_NUM_TASKS": "1"},
-    ],
-    ids=["torchrun", "world", "accelerate", "one task"],
-)
-def test_other_launches_are_left_alone(changes):
-    environment = TASK | changes
-    assert adopt_slurm_tasks(environment) is None
-    assert environment == TASK | changes
-    batch = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
-    assert adopt_slurm_tasks(dict(batch)) is None
-
-
-@pytest.mark.parametrize(
-    ("visible", "place"), [("0,1", ("1", "2")), ("1", ("0", "1")), ("", ("1", "2"))]
-)
-def test_a_task_bound_to_one_gpu_takes_number_0(visible, place):
-    # Nodes may have unequal numbers of tasks: this one has two.
-    counts = {"SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    environment = TASK | counts | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": visible}
-    adopt_slurm_tasks(environment)
-    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == place
-
-
-@pytest.mark.parametrize(("visible", "gpus"), [("0", "1"), ("0,1", "2")])
-def test_more_tasks_than_gpus_are_refused(monkeypatch, visible, gpus):
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    tasks = {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_NUM_TASKS": "6"}
-    environment = TASK | tasks | {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": gpus}
-    with pytest.raises(UnfitClusterError, match=rf"n2: 3 tasks share {gpus} GPU"):
-        adopt_slurm_tasks(environment)
-
-
-def test_rank_0_refuses_a_port_in_use(monkeypatch):
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    with listen(0) as listener:
-        port = listener.getsockname()[1]
-        environment = TASK | {"SLURM_PROCID": "0", "STOKER_MAIN_PORT": str(port)}
-        with pytest.raises(UnfitClusterError, match=rf"n1: port {port} is in use .*unset STOKER"):
-            adopt_slurm_tasks(environment)
-        adopt_slurm_tasks(environment | {"SLURM_PROCID": "1"})
-
-
-def test_a_strategy_that_nothing_would_read_is_refused():
-    environment = TASK | {"ACCELERATE_CONFIG": "accelerate_configs/fsdp2.yaml"}
-    with pytest.raises(ConfigurationError, match=r"fsdp2.yaml would be ignored.*launch_node.sh"):
-        adopt_slurm_tasks(environment)
-    assert adopt_slurm_tasks(TASK | {"ACCELERATE_CONFIG": "accelerate_configs/multi_gpu.yaml"})
 
 
 @pytest.fixture

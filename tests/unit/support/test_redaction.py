@@ -130,7 +130,7 @@ def test_a_command_line_loses_its_secrets(argv, redacted):
 
 LEAKY = """
 import logging, threading
-from utils.launch.environment import configure_logging
+from utils.launch.script import configure_logging
 from utils.support.redaction import load_env_file
 configure_logging()
 configure_logging()

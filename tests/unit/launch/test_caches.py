@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from launching import ROOT, quiet_environment
 
-from utils.launch import compile_cache
-from utils.launch import node as launch_node
-from utils.launch.compile_cache import CompileCache, archive_path
+from utils.launch import caches
+from utils.launch.caches import CompileCache, archive_path, node_environment
 
-INDUCTOR, TRITON = compile_cache.VARIABLES
+INDUCTOR, TRITON = caches.COMPILED
+DIRECTORY = Path("/tmp/stoker-5-x")
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +80,13 @@ def test_no_room_is_a_line_and_no_error(tmp_path, caplog, small_disk, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
     cache = job(tmp_path / "a", a="1" * 2**17)
     cache.keep()
-    assert "what was compiled cannot be kept" in caplog.text
+    assert "compiled code cannot be saved" in caplog.text
     assert not list(small_disk.rglob("*.tar*"))
 
 
 def test_an_archive_that_grew_too_large_begins_anew(tmp_path, monkeypatch):
     job(tmp_path / "a", old="1" * 3000).keep()
-    monkeypatch.setattr(compile_cache, "LARGEST_BYTES", 4000)
+    monkeypatch.setattr(caches, "LARGEST_BYTES", 4000)
     cache = job(tmp_path / "b")
     compile_more(cache, new="2" * 3000)
     cache.keep()
@@ -114,6 +114,27 @@ def test_an_archive_cannot_leave_its_directory(tmp_path, caplog):
     assert found(cache) == {}
 
 
+def test_temporary_files_leave_room_for_the_names_of_sockets():
+    assert node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
+    assert "TMPDIR" not in node_environment({}, Path(f"/tmp/{'a' * 80}"))
+
+
+def test_jobs_are_offline_unless_the_user_said_otherwise():
+    names = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"}
+    job = {"SLURM_JOB_ID": "5"}
+    assert names <= node_environment(job, DIRECTORY).keys()
+    for environment in ({}, job | {"HF_HUB_OFFLINE": "0"}):
+        assert not names & node_environment(environment, DIRECTORY).keys()
+
+
+def test_debugging_is_one_switch_that_keeps_what_the_user_set():
+    assert "NCCL_DEBUG" not in node_environment({}, DIRECTORY)
+    added = node_environment({"STOKER_DEBUG": "1", "NCCL_DEBUG": "TRACE"}, DIRECTORY)
+    assert added["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert "NCCL_DEBUG" not in added
+    assert "NCCL_DEBUG" not in node_environment({"STOKER_DEBUG": "0"}, DIRECTORY)
+
+
 COMPILES = """
 import torch, torch._inductor.config
 def scaled(x):
@@ -139,7 +160,7 @@ def test_a_second_job_on_another_node_compiles_nothing(tmp_path):
     for node in ("n1", "n2"):
         (tmp_path / node).mkdir()
         done = subprocess.run(
-            [sys.executable, "-m", launch_node.__name__, str(script)],
+            [sys.executable, "-m", "utils.launch.node", str(script)],
             cwd=ROOT, capture_output=True, text=True, check=False,
             env=inherited | {
                 "TMPDIR": str(tmp_path / node), "XDG_CACHE_HOME": str(tmp_path / "home"),
