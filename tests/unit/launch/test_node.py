@@ -261,7 +261,8 @@ def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
 def signals(monkeypatch):
     """Stand-in for StopSignals, with this process's environment given back after the test."""
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    for name in ("SLURM_TMPDIR", "STOKER_NOTES_DIR", "TRITON_CACHE_DIR", "STOKER_NODE_DIR"):
+    kept = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "STOKER_NOTES_DIR", "SLURM_TMPDIR")
+    for name in kept:
         monkeypatch.delenv(name, raising=False)
     return SimpleNamespace(directory=None)
 
