@@ -5,7 +5,7 @@ r"""Train a causal language model on documents: next-token pretraining, from scr
         pretrain.py --config recipes/pretrain/demo_cpu.yaml --learning_rate 1e-4
 
 Flags win over recipes; an unknown key in either is an error. `--dry_run` checks everything, says
-what will happen and stops before weights are loaded. The same command goes on where a run ended.
+what will happen and stops before weights are loaded. The same command resumes a run that stopped.
 """
 
 import sys
@@ -35,25 +35,18 @@ def main(argv: list[str] | None = None) -> int:
     from utils.launch.processes import check_strategy
     from utils.runs.finish import finish_run, run_callbacks
     from utils.runs.start import start_run
-    from utils.training.low_precision_adam import optimizer_of
-    from utils.training.trainer import PretrainTrainer
+    from utils.training.trainer import PackedTrainer
 
     run = start_run(settings, plan, data, launch, script="pretrain.py")
     if run.finished:
         return 0
-    trainer = PretrainTrainer(
-        model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
-        args=settings.training,
-        processing_class=tokenizer,
-        train_rows=data.train,
-        eval_rows=data.evaluation,
-        sampler=plan.sampler,
-        kernels=plan.kernels,
-        activation_checkpointing=plan.memory.choice,
-        optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
-        checkpoints=run.checkpoints,
-        save_best=settings.run.save_best,
-        callbacks=run_callbacks(settings, run),
+    trainer = PackedTrainer(
+        load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
+        tokenizer,
+        settings,
+        plan,
+        data,
+        run_callbacks(settings, run),
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)

@@ -5,7 +5,7 @@ r"""Fine-tune a causal language model on conversations or prompts with completio
         sft_train.py --config recipes/sft/demo_cpu.yaml --learning_rate 1e-5
 
 Flags win over recipes; an unknown key in either is an error. `--dry_run` checks everything, says
-what will happen and stops before weights are loaded. The same command goes on where a run ended.
+what will happen and stops before weights are loaded. The same command resumes a run that stopped.
 """
 
 import sys
@@ -32,31 +32,21 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch, script="sft_train.py")
-    from trl import get_peft_config
-
     from utils.launch.processes import check_strategy
     from utils.runs.finish import finish_run, run_callbacks
     from utils.runs.start import start_run
     from utils.training.fine_tune_trainer import FineTuneTrainer
-    from utils.training.low_precision_adam import optimizer_of
 
     run = start_run(settings, plan, data, launch, script="sft_train.py")
     if run.finished:
         return 0
     trainer = FineTuneTrainer(
-        model=load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
-        args=settings.training,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(settings.model),
-        train_rows=data.train,
-        eval_rows=data.evaluation,
-        sampler=plan.sampler,
-        kernels=plan.kernels,
-        activation_checkpointing=plan.memory.choice,
-        optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
-        checkpoints=run.checkpoints,
-        save_best=settings.run.save_best,
-        callbacks=run_callbacks(settings, run),
+        load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
+        tokenizer,
+        settings,
+        plan,
+        data,
+        run_callbacks(settings, run),
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)

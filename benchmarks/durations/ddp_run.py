@@ -19,7 +19,7 @@ STEPS, WARM_UP = 14, 4
 
 def main() -> None:
     """Run pretrain.py; the first rank writes the outcome."""
-    from utils.callbacks.journal_lines import read_journal
+    from utils.callbacks.journal import read_journal
 
     variant, prepared, scratch, outcome, size = sys.argv[1:]
     configure_environment()

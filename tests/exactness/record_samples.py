@@ -29,12 +29,12 @@ class Recorder:
 
     def __init__(self):
         from utils.data.sequences import PackedDataset
-        from utils.training.trainer import PackedTrainerMixin
+        from utils.training.trainer import PackedTrainer
 
         self.numbers: dict[str, int] = {}
         self.seen: dict[int, list[list[int]]] = defaultdict(list)
         self._watch(PackedDataset, "__getitems__", self._assembled)
-        self._watch(PackedTrainerMixin, "training_step", self._trained_on)
+        self._watch(PackedTrainer, "training_step", self._trained_on)
 
     @staticmethod
     def _watch(owner, name, note):

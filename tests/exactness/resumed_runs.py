@@ -149,7 +149,7 @@ def cut(whole: Path, step: int, run: Path) -> None:
 
 def outcome(run: Path) -> dict[str, Any]:
     """What of a finished run must not depend on where it was cut; JSON."""
-    from utils.callbacks.journal_lines import read_journal
+    from utils.callbacks.journal import read_journal
 
     last = run / f"checkpoint-{STEPS}"
     state = json.loads((last / "trainer_state.json").read_text())

@@ -13,7 +13,7 @@ from kernel_calls import Starts
 from launching import run_two_processes
 
 import pretrain
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST
 from utils.config.errors import ExitCode
 

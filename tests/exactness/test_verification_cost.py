@@ -18,14 +18,14 @@ import torch
 import transformers
 
 import pretrain
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.checkpoints import files
 from utils.checkpoints import files as digests
 from utils.checkpoints.discovery import checkpoint_problems
 from utils.checkpoints.files import in_place_of_crc32, list_files
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ExitCode
-from utils.training import interruptible
+from utils.training import resume_state
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def every_kind_of_save(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patches:
         patches.setattr(files, "file_digests", computed_or_not)
         patches.setattr(Checkpoints, "begin", noted)
-        patches.setattr(interruptible, "in_place_of_crc32", left_out_or_not)
+        patches.setattr(resume_state, "in_place_of_crc32", left_out_or_not)
         yield
 
 

@@ -11,7 +11,7 @@ import tiny
 from transformers import TrainerCallback
 
 import pretrain
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode
 

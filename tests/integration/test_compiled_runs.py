@@ -9,7 +9,7 @@ import torch
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.callbacks.metrics import CompilationWatch
 from utils.model import compilation
 

@@ -313,10 +313,11 @@ BEYOND = {
     "support/collectives.py": NODES,
     "support/redaction.py": LAUNCH,
     "support/run_lock.py": "a living job: the dry run warns, for it may be over by then",
-    "training/gradients.py": ("no optimizer",),
+    "training/optimizer.py": ("no optimizer",),
     "training/low_precision_adam.py": "compiled where the device is: " + NODES,
     "training/resume_state.py": LATER,
-    "training/trainer.py": LATER,
+    "training/trainer.py": "the architecture, which a dry run asks as well",
+    "training/zero_resharding.py": LATER,
 }
 REFUSALS = {"ConfigurationError", "StorageError", "UnfitClusterError", "NotFiniteError"}
 

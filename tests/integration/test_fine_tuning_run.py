@@ -46,7 +46,7 @@ def _completion_loss(model: torch.nn.Module) -> float:
 
 def test_prompts_bear_no_loss(fine_tuning, workspace, tmp_path):
     """Other prompts with the same positions change inputs but never count as targets."""
-    from utils.callbacks.journal_lines import read_journal
+    from utils.callbacks.journal import read_journal
 
     run = tmp_path / "run"
     heldout = f"heldout={workspace / 'chats_heldout'}"

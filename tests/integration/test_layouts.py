@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.kernels.linear_cross_entropy import SIZES
 
 pytestmark = pytest.mark.slow

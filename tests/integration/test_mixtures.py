@@ -8,7 +8,7 @@ import tiny
 from launching import run_two_processes
 
 import pretrain
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
 import pretrain
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.config.errors import NotFiniteError
 from utils.data.order import SampleOrder
 

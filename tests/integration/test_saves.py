@@ -16,7 +16,7 @@ from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, 
 from transformers import TrainerCallback
 
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST
 from utils.checkpoints.manifest import read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted
     assert start(run, save_minutes=1e-9, save_total_limit=100) == ExitCode.DONE
     shown = capsys.readouterr().out
     for step in (1, 2, 3, 5, 6, 7):
-        said = f"saving at step {step} and going on: 1e-09 minutes since the last checkpoint"
+        said = f"saving at step {step}, then continuing: 1e-09 minutes since the last checkpoint"
         assert shown.count(said) == 1
     assert checkpoints(run) == set(range(1, STEPS + 1))
     assert trainer_state(run, STEPS)["stateful_callbacks"]["stoker"]["extra_saves"] == [

@@ -23,7 +23,7 @@ from provoked_runs import (
 )
 
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.config.errors import ExitCode, NoProgressError, StorageError
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert start(run) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert f"resuming from {run}/checkpoint-{at}" in shown
-    assert ("is owed: it comes first" in shown) == (at % 2 == 0)
+    assert ("the stop came before it" in shown) == (at % 2 == 0)
     assert_the_same_end(run, whole)
 
 
@@ -144,7 +144,7 @@ def test_a_stop_at_the_last_step_with_nothing_left_is_none(start, tmp_path, caps
 def test_save_writes_a_checkpoint_and_the_run_goes_on(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", 4, touch("SAVE"))) == ExitCode.DONE
-    assert f"saving at step 5 and going on: {run}/SAVE" in capsys.readouterr().out
+    assert f"saving at step 5, then continuing: {run}/SAVE" in capsys.readouterr().out
     assert trainer_state(run, 5)["global_step"] == 5
     assert not (run / "SAVE").exists()
     assert not (run / "checkpoint-6").exists()
@@ -262,7 +262,7 @@ def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys
     assert start(run) == ExitCode.DONE
     shown = capsys.readouterr().out
     for name in ("STOP", "SAVE"):
-        assert f"WARNING  {run}/{name} is older than this start: removed" in shown
+        assert f"WARNING  removed {run}/{name}: it is older than this start" in shown
         assert not (run / name).exists()
     assert_the_same(run, uninterrupted())
 
@@ -307,7 +307,7 @@ def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, works
         started = pool.submit(run_processes, "multi_gpu", "pretrain.py", argv, env=slow)
         os.kill(process_of_rank(1, run), signal.SIGTERM)
         done = started.result()
-    assert "was asked to (a signal)" in done.stdout, done.stdout
+    assert ": a signal to rank" in done.stdout, done.stdout
     at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
     assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}" in done.stdout
     assert "exitcode  : 75" in done.stdout, "both leave with it"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import pretrain
 import sft_train
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import read_journal
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.data.packing import plan_packing
 from utils.data.sequences import PackedDataset

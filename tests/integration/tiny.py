@@ -83,7 +83,7 @@ def flags(**settings: object) -> list[str]:
 
 def losses(output_dir: Path) -> list[float]:
     """The training losses of a run by step, read from its journal."""
-    from utils.callbacks.journal_lines import read_journal
+    from utils.callbacks.journal import read_journal
 
     lines = read_journal(output_dir / "metrics.jsonl")
     return [line["loss"] for line in lines if line["event"] == "train"]
@@ -91,7 +91,7 @@ def losses(output_dir: Path) -> list[float]:
 
 def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     """The losses of a split by step."""
-    from utils.callbacks.journal_lines import read_journal
+    from utils.callbacks.journal import read_journal
 
     metric = f"eval_{split}_loss"
     lines = read_journal(output_dir / "metrics.jsonl")

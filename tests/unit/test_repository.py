@@ -108,9 +108,8 @@ def test_both_training_scripts_take_the_same_steps():
         return [ast.unparse(call.func) for call in calls]
 
     pretraining = steps("pretrain.py")
-    fine_tuning = [name for name in steps("sft_train.py") if name != "get_peft_config"]
-    renamed = {"parse_fine_tuning": "parse_pretraining", "FineTuneTrainer": "PretrainTrainer"}
-    assert [renamed.get(name, name) for name in fine_tuning] == pretraining
+    renamed = {"parse_fine_tuning": "parse_pretraining", "FineTuneTrainer": "PackedTrainer"}
+    assert [renamed.get(name, name) for name in steps("sft_train.py")] == pretraining
 
 
 @pytest.mark.parametrize("recipe", TRAINING_RECIPES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,9 @@
+"""Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
+
+journal        metrics.jsonl and the log's lines, and how to read the file
+metrics        figures of training logs: speed, a mixture's sources, recompilations
+memory         device and host memory of each rank
+stop           stops or saves at the same step on all ranks; stop_requests: what asks for it
+nonfinite      ends a run whose loss, gradient or weights are not finite
+watchdog       ends a run in which nothing moves any more
+"""

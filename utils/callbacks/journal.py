@@ -1,9 +1,9 @@
-"""Keeps the journal of a run: one JSON line per log event in a file, one readable line to the log.
+"""The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
 
-`metrics.jsonl` is only ever appended to, also when a run resumes from a checkpoint that is older
-than its last lines (a crash after the checkpoint): each start first appends
-`{"event": "started"|"resumed", "step": N}`, which says that lines of steps after N from above it
-were undone. `read_journal` applies that, so its series has no duplicates and nothing is lost.
+The file is only ever appended to, also when a run resumes from a checkpoint that is older than its
+last lines: each start first appends `{"event": "started"|"resumed", "step": N}`, which says that
+lines of steps after N from above it were undone. `read_journal` applies that, so its series has no
+duplicates and nothing is lost.
 """
 
 import dataclasses
@@ -19,10 +19,13 @@ from typing import Any, TextIO
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from utils.callbacks.journal_lines import FILE_NAME, NOT_FINITE, TimeLeft, readable_line
 from utils.callbacks.metrics import MetricCallback
 from utils.checkpoints.store import Checkpoints
 from utils.support.run_lock import known_loss
+
+FILE_NAME = "metrics.jsonl"
+# JSON has no such numbers; as text they stay visible and turn back with float().
+NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 logger = logging.getLogger(__name__)
 
@@ -30,68 +33,51 @@ logger = logging.getLogger(__name__)
 class Journal(TrainerCallback):
     """Writes every log event of rank 0; silent on other ranks.
 
-    A line of the file holds event (started, resumed, train, eval, save, and last stopped or
-    summary), step, epoch, time (unix seconds), split for an evaluation, and the logged figures. NaN
-    and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid
-    JSON.
-    `sources` add details that only the file gets, and remarks of their own to the log; `stopped`
-    says at the end whether the run ended early; the saves are those of `checkpoints`.
+    A line holds event (started, resumed, train, eval, save, and last stopped or summary), step,
+    epoch, time (unix seconds), split for an evaluation, and the logged figures. `sources` add
+    details that only the file gets, and remarks of their own to the log; `stopped` tells at the end
+    whether the run ended early.
     """
 
     def __init__(
         self,
-        output_dir: str | os.PathLike[str],
+        checkpoints: Checkpoints,
         sources: Sequence[MetricCallback] = (),
         stopped: Callable[[], bool] = lambda: False,
-        checkpoints: Checkpoints | None = None,
     ):
-        self.path = Path(output_dir) / FILE_NAME
-        self.sources = list(sources)
-        self.stopped = stopped
-        self.checkpoints = checkpoints
+        self.path = checkpoints.output_dir / FILE_NAME
+        self.checkpoints, self.sources, self.stopped = checkpoints, list(sources), stopped
         self.saves_written = 0
         self.file: TextIO | None = None
         self.time_left = TimeLeft()
 
     @override
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the file and note the start."""
         self.time_left = TimeLeft()
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_off = _ends_within_a_line(self.path)
+        with self.path.open("ab+") as file:
+            file.seek(max(file.tell() - 1, 0))
+            if file.read(1) not in (b"\n", b""):
+                file.write(b"\n")  # the process died within a line, which stays one of its own
         self.file = self.path.open("a", encoding="utf-8")
-        if cut_off:
-            # The process died within a line: leave it to the reader as a line of its own.
-            self.file.write("\n")
         event = "resumed" if state.global_step else "started"
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     @override
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the pace."""
         self.time_left.begin_step(state.global_step)
 
     @override
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the pace."""
         self.time_left.end_step(state.global_step)
@@ -105,50 +91,42 @@ class Journal(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write one event."""
+        """Write one event; Trainer's keys tell its kind."""
         if not state.is_world_process_zero or not logs:
             return
         self._write_saves()
-        event = event_of(logs)
-        if event == "summary" and self.stopped():
-            event = "stopped"  # a summary there is once, of a run that is finished
-        line = {"event": event, "step": state.global_step} | dict(logs)
-        if event == "eval":
-            line["split"] = split_of(logs)
-        if event == "train":
+        line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
+        if any(key.startswith("eval_") for key in logs):
+            line |= {"event": "eval", "split": split_of(logs)}
+        elif "train_runtime" in logs:
+            # A summary comes once, of a run that is finished.
+            line["event"] = "stopped" if self.stopped() else "summary"
+        else:
             for source in self.sources:
                 line |= source.details()
         self._write(line)
         seconds_left = self.time_left.seconds(state.global_step, state.max_steps)
         logger.info("%s", readable_line(line, state.max_steps, seconds_left))
-        if event == "train":
+        if line["event"] == "train":
             for remark in filter(None, (source.report() for source in self.sources)):
                 logger.info("%s", remark)
 
     @override
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write what it took; what is still written in the background follows with a log."""
         if state.is_world_process_zero:
             self._write_saves()
 
     def _write_saves(self) -> None:
-        for save in self.checkpoints.saves[self.saves_written :] if self.checkpoints else []:
+        for save in self.checkpoints.saves[self.saves_written :]:
             self._write({"event": "save", **dataclasses.asdict(save)})
             self.saves_written += 1
 
     @override
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the file."""
         if self.file is not None:
@@ -156,24 +134,16 @@ class Journal(TrainerCallback):
             self.file = None
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, unless the journal is another job's by now (the lock said so aloud)."""
+        """Append a line, unless another job owns the run directory by now (the lock logged it)."""
         if known_loss(self.path.parent) is not None:
             return
         text = json.dumps(valid_json({**line, "time": round(time.time(), 3)}), allow_nan=False)
-        if self.file is None:  # an evaluation outside of training
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-            return
-        self.file.write(text + "\n")
-        self.file.flush()
-
-
-def event_of(logs: Mapping[str, Any]) -> str:
-    """Tell a log's kind from its keys as Trainer names them: train, eval or summary."""
-    if any(key.startswith("eval_") for key in logs):
-        return "eval"
-    return "summary" if "train_runtime" in logs else "train"
+        # Closed: an evaluation outside of training.
+        file = self.file or self.path.open("a", encoding="utf-8")
+        file.write(text + "\n")
+        file.flush()
+        if self.file is None:
+            file.close()
 
 
 def split_of(logs: Mapping[str, Any]) -> str | None:
@@ -195,9 +165,136 @@ def valid_json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a journal as one series: undone lines, broken lines and repeated events left out.
+
+    Non-finite figures are floats again. Of several events of one kind, split and step the last
+    counts (an interrupted evaluation is done again, all of its splits).
+    """
+    events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        line = _parse_line(text)
+        if line is None:
+            continue
+        if line["event"] in ("started", "resumed"):
+            done = line["step"] if line["event"] == "resumed" else -1
+            events = {key: old for key, old in events.items() if old["step"] <= done}
+            continue
+        events[line["event"], line.get("split"), line["step"]] = line
+    return list(events.values())
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or "event" not in line or "step" not in line:
+        return None
+    numbers = {written: float(number) for number, written in NOT_FINITE.items()}
+    return {
+        key: numbers.get(value, value) if isinstance(value, str) else value
+        for key, value in line.items()
+    }
+
+
+def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
+    """Format an event of the journal; figures that it does not hold are left out."""
+    if line["event"] == "eval":
+        split = line.get("split")
+        prefix = f"eval_{split}_" if split else "eval_"
+        formats = {
+            f"{prefix}loss": lambda value: f"loss {_number(value, '.4f')}",
+            f"{prefix}perplexity": lambda value: f"perplexity {_number(value, '.4g')}",
+        }
+        name = f"eval {split}" if split else "eval"
+        return "  ".join([name, *_figures(line, formats), f"(step {line['step']})"])
+    if line["event"] in ("summary", "stopped"):
+        ended = "stopped" if line["event"] == "stopped" else "finished"
+        text = f"{ended} at step {line['step']} after {duration(line['train_runtime'])}"
+        mean = {"train_loss": lambda value: f"mean loss {_number(value, '.4f')}"}
+        return "  ".join([text, *_figures(line, mean)])
+    width = len(str(max_steps))
+    parts = [f"step {line['step']:>{width}}/{max_steps}", *_figures(line, _TRAINING)]
+    if seconds_left is not None:
+        parts.append(f"eta {duration(seconds_left)}")
+    return "  ".join(parts)
+
+
+_TRAINING: dict[str, Callable[[Any], str]] = {
+    "loss": lambda value: f"loss {_number(value, '.4f')}",
+    "learning_rate": lambda value: f"lr {_number(value, '.2e')}",
+    "grad_norm": lambda value: f"grad {_number(value, '.3f')}",
+    "tokens_per_s": lambda value: f"{quantity(value):>6} tok/s",
+    "step_time_s": lambda value: f"{_number(value, '.3g')} s/step",
+    "data_wait_s": lambda value: f"wait {_number(value, '.2g')} s",
+    "first_step_time_s": lambda value: f"first step {_number(value, '.1f')} s",
+}
+
+
+def _figures(line: Mapping[str, Any], formats: Mapping[str, Callable[[Any], str]]) -> list[str]:
+    return [shown(line[key]) for key, shown in formats.items() if key in line]
+
+
+def _number(value: Any, spec: str) -> str:
+    """Format a number; text (a loss that is not a number, say) stays as it is."""
+    return format(value, spec) if isinstance(value, int | float) else str(value)
+
+
+def quantity(value: float) -> str:
+    """Format a large count in three digits: 941, 12.4k, 1.21M.
+
+    >>> quantity(12_400), quantity(999.6), quantity(1_210_000)
+    ('12.4k', '1.00k', '1.21M')
+    """
+    for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
+        scaled = value / scale
+        if scaled < 999.5 or unit == "G":
+            break
+    digits = 0 if not unit or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{scaled:.{digits}f}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
+
+    >>> duration(271), duration(11_100), duration(187_200)
+    ('4m31s', '3h05m', '2d04h')
+    """
+    whole = round(seconds)
+    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= size:
+            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
+    return f"{whole}s"
+
+
+class TimeLeft:
+    """Knows the pace of the steps of one start, evaluations and saves between them included.
+
+    What comes before the first step (an evaluation, say) happens once and counts for no step; as
+    soon as there is a second step the first one, which compiles and allocates, counts no more.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.since: tuple[int, float] | None = None  # steps done, and when
+        self.first_end: tuple[int, float] | None = None
+
+    def begin_step(self, steps_done: int) -> None:
+        """Note when the first step begins."""
+        if self.since is None:
+            self.since = (steps_done, self.clock())
+
+    def end_step(self, steps_done: int) -> None:
+        """Note the first step's end once a second one has ended."""
+        if self.first_end is None:
+            self.first_end = (steps_done, self.clock())
+        else:
+            self.since = self.first_end
+
+    def seconds(self, steps_done: int, steps: int) -> float | None:
+        """Return the seconds until all steps are done; None before the first one is."""
+        if self.since is None or steps_done <= self.since[0]:
+            return None
+        pace_s = (self.clock() - self.since[1]) / (steps_done - self.since[0])
+        return pace_s * max(steps - steps_done, 0)

@@ -72,8 +72,8 @@ class NonFiniteGuard(TrainerCallback):
     """Ends the run when a loss or gradient of any rank is not finite.
 
     The trainer passes on each loss and gradient norm (`take_loss`, `take_step`) and calls `settle`
-    before it evaluates, saves or ends. The figures come from the device when they are ready, and
-    the ranks agree a step later, so no step waits.
+    before it evaluates or saves. The figures come from the device when they are ready, and the
+    ranks agree a step later, so no step waits.
 
     judges_gradients: False where a loss scaler (fp16) handles gradients that overflow.
     """
@@ -105,6 +105,8 @@ class NonFiniteGuard(TrainerCallback):
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
         """Note the gradient norm of a step (counted from 0), and send its figures on their way."""
+        if not self.losses:
+            return  # Trainer's end of an epoch, after a step that was taken already
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
         if hasattr(norm, "full_tensor"):  # FSDP2's, summed up over ranks here, on the device
             norm = norm.full_tensor()
@@ -162,6 +164,13 @@ class NonFiniteGuard(TrainerCallback):
                     "are 0; a larger global_batch_size makes that rarer",
                     figures.step + 1,
                 )
+
+    @override
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check the last steps: what is exported after them is finite."""
+        self.settle(kwargs["model"])
 
     @override
     def on_train_end(

@@ -1,17 +1,14 @@
 """Stops a run, or saves it, at the same step on all ranks when a user, Slurm or the clock asks."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.resume_state import carried_state
 from utils.callbacks.stop_requests import (
     FAILED,
     SAVE,
@@ -38,32 +35,26 @@ class StopWatch(TrainerCallback):
 
     STOP in the run directory, a signal to any rank and the time limit end the run with a
     checkpoint; SAVE in the run directory, and a last checkpoint that is older than `save_minutes`
-    (0: any age), write one and the run goes on. A stop during an evaluation breaks it off
-    (`EvaluationInterrupted`): the resumed run does it first, all of it. An evaluation that is due
-    at the step of a stop is owed as well. What fails in the background is raised on all ranks.
+    (0: any age), write one and the run continues. A stop during an evaluation interrupts it
+    (`EvaluationInterrupted`): the resumed run does all of it first. An evaluation that is due at
+    the step of a stop is owed as well. What fails in the background is raised on all ranks.
 
     stopped           whether the run ended early
     evaluation_due    whether the evaluation of the current step is owed
     extra_saves       the steps of checkpoints that no schedule asked for: the uninterrupted run
                       has none there, so they are no candidates for the best one
-
-    `clock` and `end_time` (seconds since the epoch) are for the time limit, `signalled` says which
-    signal asked for a stop.
     """
 
     def __init__(
         self,
-        output_dir: str | os.PathLike[str],
-        checkpoint_bytes: int = 0,
+        checkpoints: Checkpoints,
         *,
         save_minutes: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        end_time: Callable[[], float | None] = job_end_time,
+        end_time: Callable[[], float | None] = job_end_time,  # seconds since the epoch
         signalled: Callable[[], str | None] = stop_request,
     ):
-        self.output_dir = Path(output_dir)
-        self.checkpoint_bytes, self.save_minutes = checkpoint_bytes, save_minutes
-        self.checkpoints: Checkpoints | None = None  # the trainer gives its own
+        self.checkpoints, self.save_minutes = checkpoints, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
         self.stopped = False
         self.evaluation_due = False
@@ -71,46 +62,50 @@ class StopWatch(TrainerCallback):
         self.agreement: Agreement | None = None  # while training
         self.save_due = False
         self.saved_since_turn = False
-        self.saves_counted = 0
         self.extra_save = False  # whether this step's checkpoint is one of extra_saves
         self.last_event: float | None = None
-        self.first_step = True  # of this start: allocation and compilation say nothing of the next
+        self.first_step = True  # of this start: allocation and compilation predict no other step
+
+    def resume_from(self, saved: dict[str, Any]) -> None:
+        """Take over what the checkpoint holds."""
+        self.evaluation_due = saved.get("evaluation_due", False)
+        self.extra_saves = list(saved.get("extra_saves", []))
+
+    def resume_state(self) -> dict[str, Any]:
+        """Return what the checkpoint that is about to be written must hold."""
+        self.extra_saves = [saved for saved in self.extra_saves if saved != self.step]
+        if self.extra_save:
+            self.extra_saves.append(self.step)
+        return {"evaluation_due": self.evaluation_due, "extra_saves": self.extra_saves}
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take over what the checkpoint carries; collective over ranks."""
-        carried = carried_state(state)
-        self.evaluation_due = carried.get("evaluation_due", False)
-        self.extra_saves = list(carried.get("extra_saves", []))
+        """Connect to the other ranks; a resumed run begins with the evaluation that it owes."""
         if state.global_step:
-            # What eval_on_start means is past; a resumed run begins with what it owes.
-            args.eval_on_start = self.evaluation_due
+            args.eval_on_start = self.evaluation_due  # what it meant at first is past
         if self.evaluation_due:
-            logger.info("the evaluation of step %d is owed: it comes first", state.global_step)
-        self.rank = args.process_index
+            logger.info("evaluating step %d first: the stop came before it", state.global_step)
+        self.rank, self.step = args.process_index, state.global_step
         self.deadline = self._deadline() if self.rank == 0 else None
+        saves = args.save_strategy != SaveStrategy.NO
         self.requests = Requests(
-            self.output_dir, self.rank, self.clock, self.deadline, self.signalled, self._failed
+            self.checkpoints,
+            self.rank,
+            self.deadline,
+            save_every_s=60 * self.save_minutes if saves else 0.0,
+            clock=self.clock,
+            signalled=self.signalled,
         )
-        if args.save_strategy != SaveStrategy.NO:
-            self.requests.save_every_s = 60 * self.save_minutes
         self.agreement = Agreement(args.ddp_timeout)
         self._put_forward()
-
-    def _failed(self) -> bool:
-        return self.checkpoints is not None and self.checkpoints.failed
-
-    def _writing(self) -> bool:
-        return self.checkpoints is not None and self.checkpoints.writing
 
     def _deadline(self) -> Deadline | None:
         end = self.end_time()
         if end is None:
             return None
-        deadline = Deadline(end - time.time(), self.clock(), self.checkpoint_bytes)
-        deadline.writing = self._writing
+        deadline = Deadline(end - time.time(), self.clock(), self.checkpoints)
         logger.info("%s", deadline.plan(end))
         return deadline
 
@@ -125,7 +120,8 @@ class StopWatch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Act on what the ranks agreed on: stop, or save and go on."""
+        """Do what the ranks agreed on: stop, or save and continue."""
+        self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
         self._count_event()
@@ -139,14 +135,16 @@ class StopWatch(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Break the evaluation off, or save after it; every rank has equally many batches."""
+        """Interrupt the evaluation, or save after it; every rank has equally many batches."""
         if self.agreement is None:
             return  # the evaluation of a finished run
         self._count_event()
         agreed = self._take_turn(state)
         if agreed >= STOPPING:
-            self._say_stop(agreed, f"a part of the evaluation at step {state.global_step}")
-            self.evaluation_due = True
+            self._note_stop(agreed, f"a part of the evaluation at step {state.global_step}")
+            self.evaluation_due, control.should_evaluate = True, False
+            control.should_training_stop = True
+            self.ask_for_save(args, state, control)
             raise EvaluationInterrupted
         if self.save_due:
             self.ask_for_save(args, state, control)
@@ -158,14 +156,14 @@ class StopWatch(TrainerCallback):
         if alone:
             self._put_forward()
         agreed = self.agreement.result()
-        if agreed >= FAILED and self.checkpoints is not None:
+        if agreed >= FAILED:
             self.checkpoints.finish()  # raises
         if agreed == SAVING and not self.save_due:
             # A checkpoint that was written since it was asked for is what was asked for.
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
                 reason = self.requests.save_reason
-                logger.info("saving at step %d and going on: %s", state.global_step, reason)
+                logger.info("saving at step %d, then continuing: %s", state.global_step, reason)
             self.requests.consume(SAVE)
         if not alone:
             self._put_forward()
@@ -187,17 +185,16 @@ class StopWatch(TrainerCallback):
                 logger.info("finishing, not stopping: step %d is the last", state.global_step)
             self.requests.consume(STOP)
             return
-        self._say_stop(agreed, f"step {state.global_step}")
+        self._note_stop(agreed, f"step {state.global_step}")
         # There may be no time for it: the resumed run begins with it.
         self.evaluation_due, control.should_evaluate = due, False
         control.should_training_stop = True
         self.ask_for_save(args, state, control)
 
-    def _say_stop(self, agreed: int, place: str) -> None:
+    def _note_stop(self, agreed: int, place: str) -> None:
         self.stopped = True
         if self.rank == 0:
-            asked = agreed - STOPPING
-            reason = self.requests.reason or f"rank {asked} was asked to (a signal)"
+            reason = self.requests.reason or f"a signal to rank {agreed - STOPPING}"
             logger.info("stopping after %s: %s", place, reason)
         self.requests.consume(STOP)
         self.requests.consume(SAVE)
@@ -216,13 +213,6 @@ class StopWatch(TrainerCallback):
         self.extra_save = False
         control.should_save = True
 
-    def carried(self, step: int) -> dict[str, Any]:
-        """Return what the checkpoint that is about to be written at this step must carry."""
-        self.extra_saves = [saved for saved in self.extra_saves if saved != step]
-        if self.extra_save:
-            self.extra_saves.append(step)
-        return {"evaluation_due": self.evaluation_due, "extra_saves": self.extra_saves}
-
     @override
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -235,41 +225,25 @@ class StopWatch(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure how long saving takes; a request to save is met."""
-        self.save_due = False
-        self.saved_since_turn = True
+        """Note that a request to save is met; a save is no event between two looks."""
+        self.save_due, self.saved_since_turn = False, True
         self.requests.saved()
-        seconds = self._since_last_event()
-        if self.deadline is not None and seconds is not None and not self._writing():
-            self.deadline.took_save(seconds)
+        self.last_event = self.clock()
 
-    @override
-    def on_log(
+    def _on_event(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the wait for the device, where the time of steps on a GPU shows."""
+        del args, state, control, kwargs
         self._count_event()
 
-    @override
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Count the end of an evaluation."""
-        self._count_event()
+    # A log waits for the device, where the time of steps on a GPU shows.
+    on_log = on_evaluate = _on_event
 
     def _count_event(self) -> None:
-        seconds = self._since_last_event()
-        if self.deadline is not None and seconds is not None:
-            self.deadline.took_step(seconds)
-        if self.deadline is not None and self.checkpoints is not None:
-            for save in self.checkpoints.saves[self.saves_counted :]:
-                self.deadline.took_save(save.total_s)
-                self.saves_counted += 1
-
-    def _since_last_event(self) -> float | None:
-        """Return the seconds since the event before; None for the first, which is start-up."""
+        """Measure the time since the event before; the first one ends the start-up."""
         before, self.last_event = self.last_event, self.clock()
-        return None if before is None else self.last_event - before
+        if self.deadline is not None and before is not None:
+            self.deadline.took_step(self.last_event - before)
 
     @override
     def on_train_end(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from utils.checkpoints.manifest import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
+from utils.data.sequences import PackedDataset
 from utils.model.stages import stage_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,23 @@ def with_stops(generation: GenerationConfig, ends: list[int]) -> GenerationConfi
         stops += added
         made.eos_token_id = stops if len(stops) > 1 else stops[0]
     return made
+
+
+def finished_generation(
+    model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset
+) -> GenerationConfig | None:
+    """Return the settings of a model that stops where this data taught it to."""
+    if not model.can_generate():
+        return None
+    ends = [tokenizer.eos_token_id, *(each.end_of_turn_token_id for each in data.datasets)]
+    return with_stops(model.generation_config, [end for end in ends if end is not None])
+
+
+def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
+    """Let the model be saved with these: Trainer and SFTTrainer write special tokens into them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if generation is not None:
+        base.generation_config = copy.deepcopy(generation)
 
 
 def saved_dtype(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.callbacks.journal_lines import FILE_NAME, duration, read_journal
+from utils.callbacks.journal import FILE_NAME, duration, read_journal
 from utils.checkpoints.files import readable
 from utils.checkpoints.space import most_at_once
 from utils.config.errors import ConfigurationError

@@ -85,7 +85,7 @@ def plan_run(
         total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
     training.gradient_accumulation_steps = accumulation
     training.max_steps = total_steps
-    training.ignore_data_skip = True  # the loader starts at the step itself, see DataPosition
+    training.ignore_data_skip = True  # the loader starts at the step itself, see ResumeState
     order = SampleOrder(data.train.per_source, training.seed, data.weights)
     sampler = GlobalBatchSampler(
         order,

@@ -29,9 +29,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from utils.checkpoints.manifest import FINAL
 from utils.data.tokenizers import without_training_marks
-from utils.model.finished_model import name_of
+from utils.model.finished_model import name_of, set_generation_settings
 from utils.support.collectives import on_rank_0
-from utils.training.trainer import set_generation_settings
 
 logger = logging.getLogger(__name__)
 
@@ -211,8 +210,8 @@ def export_final(trainer: Any, dtype: torch.dtype) -> Path:
     architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
-    set_generation_settings(trainer, trainer.generation)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    set_generation_settings(model, trainer.generation)
     if isinstance(model, PeftModel):
         _export_adapted(trainer, model, output_dir, dtype)
     else:

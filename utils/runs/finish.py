@@ -1,8 +1,6 @@
 """The callbacks of a run, in the order in which they act."""
 
 import logging
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -11,9 +9,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.journal import Journal
 from utils.callbacks.memory import MemoryMonitor
-from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput, reporting_callbacks
+from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
-from utils.callbacks.resume_state import DataPosition
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ExitCode
@@ -23,27 +20,23 @@ from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
 from utils.runs.start import Run
 from utils.support.run_lock import leave_run_lock
-from utils.training.gradients import InheritedOptimizer
-from utils.training.trainer import PackedTrainerMixin
+from utils.training.optimizer import InheritedOptimizer
+from utils.training.trainer import PackedTrainer
 
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
-    """Return the callbacks of both scripts; progress bars only where a person looks on."""
+    """Return the callbacks of both scripts, in the order in which they act."""
     measured = [Throughput(), MixtureShares(), MemoryMonitor()]
     # After what asks for evaluations and saves, before what measures them.
-    stop = StopWatch(
-        run.output_dir, run.checkpoint_bytes, save_minutes=settings.run.save_minutes or 0
-    )
+    stop = StopWatch(run.checkpoints, save_minutes=settings.run.save_minutes or 0)
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
-        DataPosition(),
         *_inherited_optimizer(settings, run),
         *([CompilationWatch()] if run.compiled else []),
         stop,
         *measured,
         NonFiniteGuard(run.output_dir),
-        Journal(run.output_dir, measured, lambda: stop.stopped, run.checkpoints),
-        *reporting_callbacks(is_terminal=_somebody_looks_on()),
+        Journal(run.checkpoints, measured, lambda: stop.stopped),
     ]
 
 
@@ -55,17 +48,12 @@ def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallbac
     return [InheritedOptimizer(Path(run.weights_from))]
 
 
-def _somebody_looks_on() -> bool:
-    """Whether stdout is a person's terminal: `srun --unbuffered` gives a task one of its own."""
-    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ
-
-
 # Ends a run: a finished one leaves its model, a stopped one is left for the next start.
 
 logger = logging.getLogger(__name__)
 
 
-def finish_run(trainer: PackedTrainerMixin, save_dtype: torch.dtype) -> int:
+def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     """Evaluate if the last step was not, write ``final/`` in this type, say where everything is.
 
     Returns the exit code. A run that was stopped is left as it is, for the next start. Raises
@@ -98,7 +86,7 @@ def finish_run(trainer: PackedTrainerMixin, save_dtype: torch.dtype) -> int:
     return ExitCode.DONE
 
 
-def _leave_stopped_run(trainer: PackedTrainerMixin) -> int:
+def _leave_stopped_run(trainer: PackedTrainer) -> int:
     _leave_together(trainer)
     mark_wandb_stopped(ExitCode.STOPPED)
     step = trainer.state.global_step

@@ -161,7 +161,6 @@ class Run:
     resume_from: str | None
     weights_from: str | None
     finished: bool
-    checkpoint_bytes: int  # about
     compiled: bool  # its layers
     hosts: tuple[str, ...]  # of each rank
     checkpoints: Checkpoints
@@ -215,7 +214,6 @@ def start_run(
         claim.resume_from,
         claim.weights_from,
         claim.finished,
-        plan.checkpoint_bytes,
         plan.compiled,
         launch.hosts,
         checkpoints,

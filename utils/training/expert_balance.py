@@ -5,24 +5,23 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.resume_state import carried_state
 from utils.data.sequences import Batch
 from utils.model.router_loss import RouterTerm, balance_loss
+from utils.training.resume_state import rank_share
 
-CARRIED = "unlogged_aux_loss"
+KEY = "unlogged_aux_loss"  # in each checkpoint
 
 
 class ExpertBalance(MetricCallback):
     """Adds the term to each micro-batch's loss, and logs its mean over steps as `aux_loss`.
 
     The term needs the assignments of the whole global batch. In one micro-batch a rank they are
-    added up over ranks as the loss is computed; with more of them a pass without gradients counts
-    them first. `aux_loss` is before its coefficient, as TRL logs it. Waits for no device but in a
-    log. Steps that were not logged yet are carried by the checkpoint.
+    summed over ranks as the loss is computed; with more of them a pass without gradients counts
+    them first. `aux_loss` is before its coefficient, as TRL logs it. Only a log waits for the
+    device. Checkpoints hold the steps that were not logged yet.
     """
 
     def __init__(self, term: RouterTerm, accelerator: Accelerator):
@@ -32,15 +31,15 @@ class ExpertBalance(MetricCallback):
         self.total: torch.Tensor | float = 0.0  # this rank's parts, of steps not logged yet
         self.steps = 0
 
-    @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def resume_from(self, saved: dict[str, Any]) -> None:
         """Take over what was not logged before."""
-        super().on_train_begin(args, state, control, **kwargs)
-        sums, self.steps = carried_state(state).get(CARRIED, ([0.0], 0))
-        same_ranks = len(sums) == args.world_size
-        self.total = sums[args.process_index] if same_ranks else sum(sums) / len(sums)
+        sums, self.steps = saved.get(KEY, ([0.0], 0))
+        accelerator = self.accelerator
+        self.total = rank_share(sums, accelerator.process_index, accelerator.num_processes)
+
+    def resume_state(self) -> dict[str, Any]:
+        """Return each rank's sum over the steps that were not logged, and their number."""
+        return {KEY: [self._by_rank(), self.steps]} if self.steps else {}
 
     def begin_step(self, batches: Sequence[Batch], count: Callable[[Batch], Any]) -> None:
         """Prepare a step of these micro-batches, each of which `count` runs; collective."""
@@ -77,8 +76,3 @@ class ExpertBalance(MetricCallback):
         mean = sum(sums) / len(sums) / self.steps
         self.total, self.steps = 0.0, 0
         return {"aux_loss": mean}
-
-    @override
-    def carried(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps that were not logged, and their number."""
-        return {CARRIED: [self._by_rank(), self.steps]} if self.steps else {}

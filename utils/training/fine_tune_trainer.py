@@ -1,42 +1,47 @@
-"""The trainer of sft_train.py; apart, for pretraining need not import TRL's."""
+"""The trainer of sft_train.py, full or LoRA; apart, for pretraining need not import TRL's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset, load_from_disk
-from peft import PeftConfig
-from trl import SFTTrainer
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from trl import SFTTrainer, get_peft_config
 
-from utils.data.sequences import PackedDataset
-from utils.training.trainer import PackedTrainerMixin
+from utils.config.settings import RunSettings
+from utils.planning.plan import RunPlan
+from utils.planning.run_data import RunData
+from utils.training.trainer import PackedTrainer
 
 
-class FineTuneTrainer(PackedTrainerMixin, SFTTrainer):
-    """Supervised fine-tuning, full or LoRA: SFTTrainer's model wiring on packed conversations."""
+class FineTuneTrainer(PackedTrainer, SFTTrainer):
+    """Supervised fine-tuning: SFTTrainer's wiring of model and adapters, on packed sequences."""
 
     def __init__(
-        self, *, train_rows: PackedDataset, peft_config: PeftConfig | None = None, **kwargs: Any
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RunSettings,
+        plan: RunPlan,
+        data: RunData,
+        callbacks: Sequence[TrainerCallback],
     ):
-        if peft_config is not None:
-            _train_new_tokens(peft_config, kwargs["model"])
-        # SFTTrainer looks at one record of a datasets.Dataset; the rows come from train_rows.
-        dataset = load_from_disk(str(train_rows.datasets[0].path))
+        adapters = get_peft_config(settings.model)
+        if adapters is not None:
+            _train_new_tokens(adapters, model)
+        # SFTTrainer looks at one record of a datasets.Dataset; it reads no other.
+        dataset = load_from_disk(str(data.train.datasets[0].path))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
-        router = _router_settings(kwargs["model"])
-        super().__init__(
-            train_dataset=dataset, train_rows=train_rows, peft_config=peft_config, **kwargs
-        )
+        config = vars(model.config.get_text_config())
+        router = {name: value for name, value in config.items() if "router" in name}
+        everything = (model, tokenizer, settings, plan, data, callbacks)
+        super().__init__(*everything, train_dataset=dataset, peft_config=adapters)
         # SFTTrainer turned the experts' term on there: ours needs no setting of the model, whose
         # configuration is exported as it was.
-        vars(kwargs["model"].config.get_text_config()).update(router)
-
-
-def _router_settings(model: Any) -> dict[str, Any]:
-    values = vars(model.config.get_text_config())
-    return {name: value for name, value in values.items() if "router" in name}
+        config.update(router)
 
 
 def _train_new_tokens(adapters: Any, model: Any) -> None:
-    """Let LoRA train the rows of tokens that are new to the model, in embedding and last layer."""
+    """Let LoRA train the vectors of tokens that are new to the model, in embedding and head."""
     new = getattr(model, "new_tokens", None)
     if not new:
         return

@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
-from transformers import TrainingArguments
 from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
-from utils.planning.plan import RunPlan
 from utils.training import low_precision_states as eight_bit
 from utils.training.low_precision_states import (
     MANTISSA_BITS_LOST,
@@ -45,27 +43,6 @@ State = dict[str, torch.Tensor]
 Group = dict[str, Any]
 Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # both moments and the weight, float32
 Formula = Callable[..., Values]  # of weight, gradient and both moments
-
-
-def optimizer_of(
-    training: TrainingArguments, plan: RunPlan
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and settings that Trainer is to build an optimizer of; None: its own.
-
-    It is compiled with the layers on a GPU alone: a CPU's chunks stay in its cache as they are.
-    """
-    states = plan.optimizer_states
-    if states is None:
-        return None
-    return LowPrecisionAdamW, {
-        "lr": training.learning_rate,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
-        "kept_as": states.kept_as,
-        "stochastic_rounding": states.stochastic_rounding,
-        "seed": training.seed,
-        "compiled": plan.compiled and training.device.type == "cuda",
-    }
 
 
 class LowPrecisionAdamW(AdamW):

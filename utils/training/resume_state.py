@@ -1,48 +1,247 @@
-"""The random states of a rank: kept with each checkpoint, or derived where there are none for it.
+"""What a resumed run needs beyond the files that Trainer reads itself, as one object.
 
-A rank's states go on exactly where it has some. On another number of ranks there is no exact
-going on (dropout masks belong to micro-batches, and these are cut differently), so that all ranks
-get new states, each by (seed, step, rank): the same resume gives the same bits twice, and no two
+A rank's random states continue exactly where it has some. On another number of ranks nothing can
+continue exactly (dropout masks belong to micro-batches, and these are cut differently): all ranks
+get new states, each by (seed, step, rank). The same resume gives the same bits twice, and no two
 ranks or starts draw the same numbers.
 """
 
-import contextlib
 import logging
-import os
+import math
 import random
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from transformers import Trainer
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.checkpoints.discovery import RESHARDED
-from utils.checkpoints.files import readable
+from utils.checkpoints.files import in_place_of_crc32
 from utils.checkpoints.manifest import read_manifest
-from utils.config.errors import StorageError
-from utils.support.collectives import gathered, on_rank_0
-from utils.support.host import host_name
+from utils.config.errors import ConfigurationError
+from utils.data.order import PADDING_SEQUENCE
 
-States = dict[str, Any]
+if TYPE_CHECKING:
+    from utils.training.trainer import PackedTrainer
+
+KEY = "stoker"  # of ours in trainer_state.json
+
+logger = logging.getLogger(__name__)
 
 
-def file_name(rank: int, world_size: int) -> str:
-    """Return Trainer's name for the file of a rank's states."""
-    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+@runtime_checkable
+class Resumable(Protocol):
+    """A callback with state of its own in each checkpoint."""
+
+    def resume_state(self) -> dict[str, Any]:
+        """Return JSON for the checkpoint that is written next; collective over ranks."""
+
+    def resume_from(self, saved: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds of all callbacks; empty at a run's first start."""
 
 
-def save_states(path: Path, device: torch.device) -> None:
-    """Write the states of this process, of plain numbers and tensors alone.
+class ResumeState(TrainerCallback):
+    """Saves and restores the position in the data, losses not logged yet, and callbacks' state.
+
+    As JSON in trainer_state.json. The order of samples is a pure function of the step
+    (utils/data/order.py), so the loader resumes by one assignment: no batch is read and skipped.
+    It stands before the callbacks whose state it restores.
+    """
+
+    def __init__(self, trainer: "PackedTrainer"):
+        self.trainer = trainer
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Commit a checkpoint that `write` writes as Trainer does; collective over ranks."""
+        self.collect()
+        trainer, state, checkpoints = self.trainer, self.trainer.state, self.trainer.checkpoints
+        step = state.global_step
+        if state.best_global_step in trainer.watch.extra_saves:
+            # Trainer would find its directory; the uninterrupted run has none.
+            state.best_global_step = None
+        if not checkpoints.begin(step, self.best_checkpoint()):
+            # Asked for twice at one step; Trainer would write over what is safe.
+            if state.best_global_step == step:
+                state.best_model_checkpoint = str(checkpoints.directory(step))
+            return
+        with in_place_of_crc32():
+            write()
+        if checkpoints.staged:
+            # Trainer looked for the best checkpoint in memory.
+            if state.best_global_step:
+                best = checkpoints.directory(state.best_global_step)
+                if state.best_global_step == step or best.is_dir():
+                    state.best_model_checkpoint = str(best)
+            if trainer.args.should_save:
+                folder = checkpoints.run_dir / checkpoints.directory(step).name
+                state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        tokens = sum(_saved(state)["tokens"].values())
+        checkpoints.commit(step, tokens=tokens, best=self.best_checkpoint())
+
+    def best_checkpoint(self) -> Path | None:
+        """Return it by its name alone: the run directory may have moved since it was written."""
+        best = self.trainer.state.best_model_checkpoint
+        return None if best is None else self.trainer.checkpoints.output_dir / Path(best).name
+
+    def name_the_best(self) -> None:
+        """Note that the evaluation which a stopped run owed found the checkpoint to be the best."""
+        step, extra = self.trainer.state.global_step, self.trainer.watch.extra_saves
+        if self.trainer.save_best and step in extra:
+            extra.remove(step)  # the uninterrupted run saves it for its own sake
+        if step not in extra:
+            best = str(self.trainer.checkpoints.directory(step))
+            self.trainer.state.best_model_checkpoint = best
+
+    def collect(self) -> None:
+        """Put all of it into Trainer's state, which a save writes; collective over ranks."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        loader: Any = trainer.callback_handler.train_dataloader
+        loader.tokens_seen.count(step)
+        values: dict[str, Any] = {"tokens": loader.tokens_seen.state()}
+        unlogged = step - trainer._globalstep_last_logged
+        if unlogged:
+            values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": self._unlogged_losses()}
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, Resumable):
+                values |= callback.resume_state()
+        states: Any = trainer.state.stateful_callbacks  # a dict, whatever its annotation says
+        states[KEY] = values
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore what the checkpoint holds."""
+        saved, loader = _saved(state), kwargs["train_dataloader"]
+        loader.resume_at(state.global_step)
+        if "tokens" in saved:
+            loader.tokens_seen.resume(state.global_step, saved["tokens"])
+        if sums := saved.get("unlogged_loss_sums"):
+            own = rank_share(sums, args.process_index, args.world_size)
+            self.trainer._tr_loss = torch.full_like(self.trainer._tr_loss, own)
+            self.trainer._globalstep_last_logged -= saved["unlogged_steps"]
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, Resumable):
+                callback.resume_from(saved)
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the run's steps, over all its starts; collective over ranks."""
+        total, counted = 0.0, 0.0
+        for entry in self.trainer.state.log_history:
+            if "loss" in entry:
+                total += entry["loss"] * (entry["step"] - counted)
+                counted = entry["step"]
+        if self.trainer.state.global_step > counted:  # steps that a stop leaves without a log
+            sums = self._unlogged_losses()
+            total += sum(sums) / len(sums)
+        return total / max(self.trainer.state.global_step, 1)
+
+    def _unlogged_losses(self) -> list[float]:
+        """Return each rank's sum of the losses since the last log."""
+        own = self.trainer._tr_loss.detach().float().reshape(1)
+        sums: torch.Tensor = self.trainer.accelerator.gather(own)
+        return sums.tolist()
+
+    @override
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let DDP lay out its gradient buckets, alike in resumed and uninterrupted runs.
+
+        By one micro-batch of padding forward and back, whose gradients are zero and dropped. It
+        also shows within the first seconds whether a micro-batch fits into memory.
+        """
+        trainer, model = self.trainer, self.trainer.model_wrapped
+        if not isinstance(model, DistributedDataParallel):
+            return
+        padding = [PADDING_SEQUENCE] * args.per_device_train_batch_size
+        batch = trainer._prepare_inputs(trainer.train_sequences.__getitems__(padding))
+        model.train()
+        devices = [args.device] if args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), trainer.compute_loss_context_manager():
+            loss = model(**batch, use_cache=False, num_items_in_batch=1)["loss"]
+            trainer.accelerator.backward(loss)
+        model.zero_grad()
+
+
+def _saved(state: TrainerState) -> dict[str, Any]:
+    states: Any = state.stateful_callbacks
+    return states.get(KEY, {})
+
+
+def rank_share(sums: list[float], rank: int, world_size: int) -> float:
+    """Return this rank's sum; on another number of ranks one with the same mean over ranks."""
+    return sums[rank] if len(sums) == world_size else sum(sums) / len(sums)
+
+
+class DataEpochs(TrainerCallback):
+    """Counts the epochs of the data: Trainer sees one long epoch.
+
+    What Trainer does at the end of an epoch is asked for at the step that ends one of the data.
+    """
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count; act on epochs that end, but for the run's last step, where Trainer's ends."""
+        sampler = kwargs["train_dataloader"].batch_sampler
+        before = sampler.epoch_at(state.global_step - 1)
+        state.epoch = sampler.epoch_at(state.global_step)
+        ended = math.floor(state.epoch) > math.floor(before)
+        if ended and state.global_step < state.max_steps:
+            control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH
+
+
+def describe_shards(trainer: Trainer, directory: Path) -> None:
+    """Write configuration and tokenizer beside FSDP's shards, where Trainer saves no model.
+
+    Without them a run could only resume where the model that it began with still is.
+    """
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if not trainer.is_fsdp_enabled or "FULL_STATE_DICT" in str(plugin.state_dict_type):
+        return
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    described = [model.config, trainer.processing_class]
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        described.append(model.generation_config)
+    for each in described:
+        each.save_pretrained(directory)
+
+
+def missing_tensors(model: Any, load_result: Any) -> list[str]:
+    """Return none, for those tied to one that was loaded are there; raises ConfigurationError."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    missing = [name for name in load_result.missing_keys if name not in tied]
+    if missing:
+        raise ConfigurationError(
+            f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it is "
+            "of another model, or of a version of Stoker that wrote experts under other names. "
+            "Start a run with another --output_dir and its final/ as --init_from."
+        )
+    return missing
+
+
+def save_random_states(directory: Path, args: TrainingArguments) -> None:
+    """Write the states of this rank, plain numbers and tensors alone, under Trainer's name for it.
 
     Of the devices just the rank's own: Trainer writes those of all that its node has, by their
-    number there, which tells nothing on nodes of another shape.
+    number there, which means nothing on nodes of another shape.
     """
     kind, words, *rest = np.random.get_state()
     states = {
@@ -50,23 +249,37 @@ def save_states(path: Path, device: torch.device) -> None:
         "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), *rest),
         "cpu": torch.get_rng_state(),
     }
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    torch.save(states, path)
+    if args.device.type != "cpu":
+        states["device"] = torch.get_device_module(args.device).get_rng_state(args.device)
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save(states, directory / _file_name(args))
 
 
-def load_states(path: Path, device: torch.device) -> None:
-    """Put the states that `save_states` wrote back; runs no code of the file."""
+def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
+    """Restore the states of this rank, running no code of the file; derive them on other ranks."""
+    ranks = read_manifest(checkpoint).world_size
+    if ranks != args.world_size:
+        derive_random_states(args.seed, step, args.process_index)
+        logger.info(
+            "the checkpoint is of %d ranks, now there are %d: random states (dropout) are new, by "
+            "seed %d, step %d and rank; samples and global batches stay the same",
+            ranks,
+            args.world_size,
+            args.seed,
+            step,
+        )
+        return
+    path = checkpoint / _file_name(args)
     states = torch.load(path, map_location="cpu", weights_only=True)
     kind, words, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["cpu"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"], device)
+    if args.device.type != "cpu":
+        torch.get_device_module(args.device).set_rng_state(states["device"], args.device)
 
 
-def derive_states(seed: int, step: int, rank: int) -> None:
+def derive_random_states(seed: int, step: int, rank: int) -> None:
     """Seed every generator of this process by the run's seed, the step and the rank."""
     words = np.random.SeedSequence([seed, step, rank]).generate_state(4, np.uint32).tolist()
     random.seed(words[0])
@@ -74,175 +287,5 @@ def derive_states(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(words[2] << 32 | words[3])  # of all devices, too
 
 
-# Lets DeepSpeed go on from a ZeRO checkpoint of another number of ranks.
-
-logger = logging.getLogger(__name__)
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-# The converter unpickles, so it runs under the same guard as this process.
-CONVERTER = """
-guard_loading("zero")
-from deepspeed.checkpoint import ds_to_universal
-ds_to_universal.main(ds_to_universal.parse_arguments())
-"""
-# The converter's processes: each holds a rank's whole file in memory (merging: a parameter's).
-EXTRACTING, MERGING = 4, 8
-# Of one rank, beside the parts of the weights and of the optimizer's state.
-SHARED_FILES = ("scheduler.pt",)
-
-
-@contextlib.contextmanager
-def universal_checkpoint(checkpoint: Path, world_size: int) -> Iterator[Path | None]:
-    """Give a directory that DeepSpeed loads as a universal checkpoint on `world_size` ranks.
-
-    None where the checkpoint is of as many ranks. Collective over ranks; the directory is gone
-    afterwards. Raises StorageError on all ranks.
-    """
-    ranks = read_manifest(checkpoint).world_size
-    if ranks == world_size:
-        yield None
-        return
-    scratch = checkpoint.with_name(RESHARDED + checkpoint.name)
-    on_rank_0(lambda: _convert(checkpoint, scratch, ranks, world_size))
-    yield scratch
-    gathered(None)  # rank 0 may be done while others still read it
-    on_rank_0(lambda: shutil.rmtree(scratch))
-
-
-def repair_stage_3(optimizer: Any, universal: Path) -> None:
-    """Put right what DeepSpeed 0.19 loads wrongly of a universal checkpoint under ZeRO-3.
-
-    `_load_universal_checkpoint_stage3` gives all groups of parameters the settings of the first one
-    (so that weight decay falls on what has none), and all of them one tensor to count their steps
-    in, which is then counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
-    """
-    (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
-    loaded = torch.load(state, map_location="cpu", weights_only=True)
-    groups = loaded["optimizer_state_dict"]["param_groups"]
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
-    for values in optimizer.state.values():
-        if isinstance(values["step"], torch.Tensor):
-            values["step"] = values["step"].clone()
-
-
-def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    size = readable(read_manifest(checkpoint).size_bytes)
-    logger.info(
-        "%s is of %d ranks, now there are %d: its ZeRO state (%s) is put together in %s",
-        checkpoint,
-        ranks,
-        world_size,
-        size,
-        scratch,
-    )
-    begun = time.monotonic()
-    shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
-    scratch.mkdir()
-    (steps,) = checkpoint.glob("global_step*")
-    for name in SHARED_FILES:
-        shutil.copy(checkpoint / name, scratch / name)
-    command = [
-        sys.executable, "-c", CONVERTER,
-        "--input_folder", str(steps.resolve()),
-        "--output_folder", str(scratch.resolve() / steps.name),
-        "--num_extract_workers", str(min(EXTRACTING, ranks)),
-        "--num_merge_workers", str(min(MERGING, os.cpu_count() or 1)),
-        "--inject_missing_state",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        last = "\n".join(done.stdout.strip().splitlines()[-5:])
-        raise StorageError(
-            f"{host_name()}: the ZeRO state of {checkpoint} could not be put together for "
-            f"{world_size} ranks: {last}. It goes on with {ranks} ranks as it is; on others it "
-            f"needs room for as much again in {checkpoint.parent}."
-        )
-    logger.info("%s is ready (%.1f s)", scratch, time.monotonic() - begun)
-
-
-# Training that goes on from a checkpoint of another number of ranks.
-
-
-class ElasticTrainerMixin(Trainer):
-    """Keeps exact random states on as many ranks, derives them on more or fewer; reshards ZeRO.
-
-    Put before a Trainer class. Samples and accumulation follow from the settings
-    (utils/data/order.py, utils/config/arguments.py), DDP and FSDP2 load on any number of ranks by
-    themselves. The hooks' contract is held by tests/integration/test_hooks.py.
-    """
-
-    @override
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states, of its own device alone."""
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        save_states(Path(output_dir) / self._random_states_file(), self.args.device)
-
-    @override
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Go on with the random states of this rank, or with new ones of its own."""
-        if checkpoint is None:
-            return
-        ranks, step = read_manifest(Path(checkpoint)).world_size, self.state.global_step
-        if ranks == self.args.world_size:
-            load_states(Path(checkpoint) / self._random_states_file(), self.args.device)
-            return
-        derive_states(self.args.seed, step, self.args.process_index)
-        logger.info(
-            "the checkpoint is of %d ranks, now there are %d: random states (dropout) are new, by "
-            "seed %d, step %d and rank; samples and global batches stay what they are",
-            ranks,
-            self.args.world_size,
-            self.args.seed,
-            step,
-        )
-
-    def _random_states_file(self) -> str:
-        return file_name(self.args.process_index, self.args.world_size)
-
-    @override
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
-        if not self.is_deepspeed_enabled or resume_from_checkpoint is None:
-            return super()._prepare_for_training(
-                max_steps, train_dataloader, resume_from_checkpoint
-            )
-        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        with universal_checkpoint(Path(resume_from_checkpoint), self.args.world_size) as other:
-            if other is None:
-                return super()._prepare_for_training(
-                    max_steps, train_dataloader, resume_from_checkpoint
-                )
-            config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, str(other))
-            engine: Any = self.model_wrapped
-            if engine.zero_optimization_stage() == 3:
-                repair_stage_3(engine.optimizer.optimizer, other)
-            config["checkpoint"]["load_universal"] = False
-            engine._config.load_universal_checkpoint = False
-            return prepared
-
-    @override
-    def _load_best_model(self) -> None:
-        """Load it, under ZeRO resharded if other ranks saved it."""
-        best = self.state.best_model_checkpoint
-        if not self.is_deepspeed_enabled or best is None:
-            super()._load_best_model()
-            return
-        with universal_checkpoint(Path(best), self.args.world_size) as other:
-            if other is not None:
-                self.state.best_model_checkpoint = str(other)
-                engine: Any = self.model_wrapped
-                engine._config.load_universal_checkpoint = True
-            super()._load_best_model()
-        self.state.best_model_checkpoint = best
+def _file_name(args: TrainingArguments) -> str:
+    return "rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"

@@ -1,138 +1,120 @@
-"""What a checkpoint says of its model beside the tensors: put beside FSDP's shards, and read again.
+"""The trainer of both scripts: packed sequences, token-weighted losses, committed checkpoints."""
 
-Without it a run could only go on where the model that it began with still is.
-"""
-
-import copy
 import logging
 import math
-import types
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
 
-from utils.callbacks.metrics import MetricCallback, remove_default_reporting
+from utils.callbacks.metrics import MetricCallback
+from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
 from utils.data.loader import TrainLoader, eval_loader
-from utils.data.order import EvalBatchSampler, GlobalBatchSampler
-from utils.data.sequences import Batch, PackedDataset, model_inputs
+from utils.data.order import EvalBatchSampler
+from utils.data.sequences import Batch, model_inputs
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
-from utils.model.finished_model import with_stops
-from utils.planning.memory_plan import Kernels
+from utils.model.finished_model import finished_generation, set_generation_settings
+from utils.planning.plan import RunPlan
+from utils.planning.run_data import RunData
 from utils.training.expert_balance import ExpertBalance
-from utils.training.gradients import FiniteTrainerMixin, GradientBuckets, keep_gradients_in_buckets
-from utils.training.interruptible import InterruptibleTrainerMixin
-from utils.training.resume_state import ElasticTrainerMixin
+from utils.training.optimizer import optimizer_of
+from utils.training.resume_state import (
+    DataEpochs,
+    ResumeState,
+    describe_shards,
+    load_random_states,
+    missing_tensors,
+    save_random_states,
+)
+from utils.training.zero_resharding import loadable_checkpoint
 
-
-def describe_shards(trainer: Trainer, directory: Path) -> None:
-    """Write configuration and tokenizer beside the parts that the ranks write under FSDP.
-
-    Before the commit, so that the manifest holds them.
-    """
-    if not trainer.is_fsdp_enabled or not trainer.args.should_save:
-        return
-    plugin: Any = trainer.accelerator.state.fsdp_plugin
-    if "FULL_STATE_DICT" in str(plugin.state_dict_type):
-        return  # Trainer saves a model
-    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    described = [model.config, trainer.processing_class]
-    if isinstance(model, PreTrainedModel) and model.can_generate():
-        described.append(model.generation_config)
-    for each in described:
-        each.save_pretrained(directory)
-
-
-def set_generation_settings(trainer: Trainer, generation: GenerationConfig | None) -> None:
-    """Let the model be saved with these: Trainer and SFTTrainer write special tokens into them."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if generation is not None:
-        base.generation_config = copy.deepcopy(generation)
-
-
-# What both trainers share: packed rows, token-weighted losses, merged metrics.
+Callback = TypeVar("Callback", bound=TrainerCallback)
 
 logger = logging.getLogger(__name__)
 
 
-class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticTrainerMixin):
-    """A Trainer on packed rows: own loaders, one token-weighted loss, metrics out.
+class PackedTrainer(Trainer):
+    """A Trainer on packed sequences: own loaders, one loss weighted by tokens, committed saves.
 
-    Put before a Trainer class. ``sampler`` fixes which rows each step takes (utils/data/order.py);
-    ``train_rows`` and ``eval_rows`` assemble them. tests/integration/test_hooks.py holds the
-    contract of every method overridden here with the pinned transformers and TRL.
+    pretrain.py uses it as it is, FineTuneTrainer puts it before SFTTrainer. Among `callbacks` are
+    a StopWatch and a NonFiniteGuard. tests/integration/test_hooks.py holds the contract of every
+    method that is overridden here with the pinned transformers and TRL.
     """
 
     def __init__(
         self,
-        *,
-        train_rows: PackedDataset,
-        eval_rows: Mapping[str, PackedDataset],
-        sampler: GlobalBatchSampler,
-        kernels: Kernels,
-        activation_checkpointing: str,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RunSettings,
+        plan: RunPlan,
+        data: RunData,
+        callbacks: Sequence[TrainerCallback],
         **kwargs: Any,
     ):
-        self.train_rows = train_rows
-        self.eval_rows = dict(eval_rows)
-        self.sampler = sampler
-        attention, loss_head, compiled = kernels
+        self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
+        self.sampler, self.compiled = plan.sampler, plan.compiled
+        attention, loss_head = plan.attention, plan.loss_head
         assert attention is not None, "only a dry run leaves it open"
         self.batches = attention.batches
         self.fused_head = loss_head.name == "fused"
-        loss_head.install(kwargs["model"], compiled)  # before PEFT wraps it
-        if activation_checkpointing == "selective":
-            keep_products(kwargs["model"])
-        self.compiled = compiled
-        if compiled:
-            compile_layers(kwargs["model"])  # before FSDP2 shards them
-        self.generation = self._finished_generation(kwargs["model"], kwargs["processing_class"])
-        kwargs |= {"data_collator": _rows_are_batches, "eval_dataset": self.eval_rows or None}
-        super().__init__(**kwargs)
+        loss_head.install(model, self.compiled)  # before PEFT wraps it
+        if plan.memory.choice == "selective":
+            keep_products(model)
+        if self.compiled:
+            compile_layers(model)  # before FSDP2 shards them
+        self.generation = finished_generation(model, tokenizer, data.train)
+        self.guard, self.watch = _one_of(callbacks, NonFiniteGuard), _one_of(callbacks, StopWatch)
+        self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
+        self.resume_state = ResumeState(self)
+        self._flops_per_token = 0
+        super().__init__(
+            model=model,
+            args=settings.training,
+            processing_class=tokenizer,
+            data_collator=dict,  # the loaders assemble whole batches: none is called
+            eval_dataset=self.eval_splits or None,
+            optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
+            callbacks=[self.resume_state, DataEpochs(), *callbacks],
+            **kwargs,
+        )
+        for reporter in (PrinterCallback, ProgressCallback):
+            self.remove_callback(reporter)  # the journal reports
+        self.args.save_total_limit = None  # Checkpoints deletes old ones
+        # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
+        self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
+        self.balance: ExpertBalance | None = None
+        if loss_head.router is not None:
+            self.balance = ExpertBalance(loss_head.router, self.accelerator)
+            self.add_callback(self.balance)
         if not self.model_accepts_loss_kwargs:
             raise ConfigurationError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
                 "weighted by tokens over accumulation and ranks: use another architecture."
             )
-        assert isinstance(self.model, nn.Module)
-        keep_mode(self.model)
-        if self.args.bf16_full_eval or self.args.fp16_full_eval:
-            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
-        self.balance: ExpertBalance | None = None
-        if loss_head.router is not None:
-            self.balance = ExpertBalance(loss_head.router, self.accelerator)
-            self.add_callback(self.balance)
-        self._flops_per_token = 0
-        remove_default_reporting(self)
-        keep_gradients_in_buckets(self.accelerator)
-        self.add_callback(GradientBuckets(self))
 
-    def _finished_generation(self, model: Any, tokenizer: Any) -> GenerationConfig | None:
-        """Return the model's generation settings, which stop where the data taught it to."""
-        if not model.can_generate():
-            return None
-        ends = [tokenizer.eos_token_id]
-        ends += [dataset.end_of_turn_token_id for dataset in self.train_rows.datasets]
-        return with_stops(model.generation_config, [end for end in ends if end is not None])
+    # Batches.
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
-        """Return the loader of the whole run; the callbacks set where it starts."""
+        """Return the loader of the whole run; ResumeState sets where it starts."""
         return TrainLoader(
-            self.train_rows,
+            self.train_sequences,
             self.sampler,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            **self._workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
             persistent_workers=self.args.dataloader_persistent_workers,
             seed=self.args.seed,
@@ -140,54 +122,47 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader over each row of the named split once, shared between the ranks."""
-        rows = self.eval_rows[eval_dataset]
+        """Return a loader that visits each sequence of a split once, shared between the ranks."""
+        sequences = self.eval_splits[eval_dataset]
         sampler = EvalBatchSampler(
-            len(rows),
+            len(sequences),
             self.args.per_device_eval_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
-        return eval_loader(
-            rows,
-            sampler,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
+        return eval_loader(sequences, sampler, **self._workers)
+
+    @property
+    def _workers(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.args.dataloader_num_workers,
+            "pin_memory": self.args.dataloader_pin_memory,
+        }
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device and widen it there.
-
-        Trainer's own waits for each tensor, and so for all that was started before it.
-        """
-        # All logits need no positions, and dense models no tokens by row: they are not moved.
+        """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
+        # All logits need no positions, and dense models no tokens by sequence: they stay here.
         unused = set() if self.fused_head else {"loss_positions"}
         unused |= set() if self.balance else {"row_tokens"}
-        inputs = {name: value for name, value in inputs.items() if name not in unused}
-        made = model_inputs(inputs, self.args.device)
+        used = {name: value for name, value in inputs.items() if name not in unused}
+        made = model_inputs(used, self.args.device)
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
         return shape_inputs(made, self.batches)
 
     @override
-    def _get_num_items_in_batch(
-        self, batch_samples: list[Batch], device: torch.device
-    ) -> torch.Tensor:
-        """Count the loss-bearing tokens of the global batch: on the host, added up on the device.
-
-        Trainer's own copies its count to the device, which waits for it.
-        """
-        own = sum(len(batch["loss_positions"]) for batch in batch_samples)
-        items = torch.full((), own, dtype=torch.int64, device=device)
-        return self.accelerator.reduce(items, reduction="sum")
-
-    @override
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Any]:
-        """Take the micro-batches of a step, and count what the experts' term needs of all."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+    ) -> tuple[list[Batch], torch.Tensor]:
+        """Take the micro-batches of a step, and count the loss tokens of the global batch.
+
+        On the host, summed on the device: Trainer's count waits for the device.
+        """
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        own = sum(len(batch["loss_positions"]) for batch in batches)
+        items = torch.full((), own, dtype=torch.int64, device=device)
+        items = self.accelerator.reduce(items, reduction="sum")
         if self.balance is not None:
             self.balance.begin_step(batches, self._count_assignments)
         return batches, items
@@ -198,13 +173,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
             prepared = self._prepare_inputs(batch)
             return self.model_wrapped(**prepared, use_cache=False, count_only=True)
 
-    @override
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """Return Trainer's estimate; it goes through all parameters, which is done once here."""
-        tokens = inputs["input_ids"].numel()
-        if not self._flops_per_token:
-            self._flops_per_token = super().floating_point_ops(inputs) // tokens
-        return self._flops_per_token * tokens
+    # Losses.
 
     @override
     def compute_loss(
@@ -214,13 +183,12 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the loss summed over loss-bearing tokens, divided by those of the global batch.
+        """Return the loss summed over loss tokens, divided by those of the global batch.
 
-        The experts' term is added after that. Trainer's own, for SFT too: TRL's counts the tokens
-        of one row only and synchronises the device several times a micro-batch. Of a global
-        batch without any such token it is 0.
+        Plus the experts' term; 0 where the global batch has no loss token. Trainer's own for SFT,
+        too: TRL's counts the tokens of one sequence only and waits for the device several times.
         """
-        assert isinstance(num_items_in_batch, torch.Tensor), "counted by this trainer itself"
+        assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs = {**inputs, "use_cache": False}
         loss, outputs = Trainer.compute_loss(
             self, model, inputs, True, num_items_in_batch.clamp(min=1)
@@ -231,6 +199,14 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         return (loss, outputs) if return_outputs else loss
 
     @override
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return Trainer's estimate; it visits all parameters, which is done once here."""
+        tokens = inputs["input_ids"].numel()
+        if not self._flops_per_token:
+            self._flops_per_token = super().floating_point_ops(inputs) // tokens
+        return self._flops_per_token * tokens
+
+    @override
     def prediction_step(
         self,
         model: nn.Module,
@@ -238,7 +214,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, None, None]:
-        """Add the micro-batch's summed loss and its loss-bearing tokens to the split's totals."""
+        """Add the micro-batch's summed loss and its loss tokens to the split's totals."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("row_tokens", None)  # the loss of a model, not of its routers
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -257,7 +233,7 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate one split: the mean loss over all its loss-bearing tokens, and its exponential.
+        """Evaluate one split: the mean loss over all its loss tokens, and its exponential.
 
         Equal on any number of ranks and for any batch size, up to rounding: Trainer's own averages
         the means of micro-batches.
@@ -276,100 +252,166 @@ class PackedTrainerMixin(FiniteTrainerMixin, InterruptibleTrainerMixin, ElasticT
         loss = loss_sum / tokens
         assert output.metrics is not None
         output.metrics[f"{metric_key_prefix}_loss"] = loss
-        output.metrics[f"{metric_key_prefix}_perplexity"] = _exponential(loss)
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # float64 overflows at 709
+        output.metrics[f"{metric_key_prefix}_perplexity"] = perplexity
         output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
         return output
 
+    # The run: log, evaluate, save, stop.
+
+    @override
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; whatever ends it, the checkpoint that is being written is finished."""
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+        except Exception:
+            try:
+                self.checkpoints.finish()
+            except Exception as error:  # what ended the run is what the user has to read
+                logger.error("the last checkpoint was not committed: %s", error)
+            raise
+        finally:
+            self.checkpoints.close()
+
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the figures of every MetricCallback added to training logs first."""
+        """Log; training logs get the callbacks' figures, the summary the mean loss of the run."""
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, MetricCallback):
                     logs.update(callback.metrics())
+        if "train_loss" in logs:
+            self.checkpoints.finish()  # the journal lists its save before the summary
+            logs["train_loss"] = self.resume_state.mean_loss()
         super().log(logs, start_time)
+
+    @override
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
+    ) -> None:
+        """Log, evaluate and save what is due; an interrupted evaluation is followed by a save."""
+        self.guard.take_step(self.state.global_step - 1, grad_norm)
+        try:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
+        except EvaluationInterrupted:
+            self.state.log_history = [  # without the splits evaluated so far
+                entry
+                for entry in self.state.log_history
+                if entry["step"] < self.state.global_step
+                or not any(key.startswith("eval_") for key in entry)
+            ]
+            # What was due is logged, and no evaluation is due any more: this only saves.
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
+
+    @override
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate after finite steps alone, and ask for a checkpoint of a new best.
+
+        Trainer skips the scheduler at the start alone. If a stopped run owes this evaluation, what
+        follows from its metrics follows there; the checkpoint of its step was written before it.
+        """
+        self.guard.settle()
+        at_start, owed = skip_scheduler, self.watch.evaluation_due
+        skip_scheduler = at_start and not owed
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if skip_scheduler:
+            return metrics
+        # Trainer judges the same metrics again, which are no new best then.
+        best = self._determine_best_metric(metrics=metrics, trial=trial)
+        self.watch.evaluation_due = False
+        if best and not at_start and self.save_best:
+            self.watch.save_the_best(self.control)
+        elif best and at_start:
+            self.resume_state.name_the_best()
+        return metrics
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Commit a checkpoint, of finite weights alone; collective over ranks."""
+        self.guard.settle(model)
+        self.resume_state.save(lambda: super(PackedTrainer, self)._save_checkpoint(model, trial))
+
+    @override
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where Trainer makes the checkpoint that it is about to write."""
+        return str(self.checkpoints.run_dir)
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer; without the pickle of the settings that Trainer adds.
+
+        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
+        would write those of the published format, where each expert is a tensor of its own.
+        """
+        directory, model = Path(output_dir or str(self.args.output_dir)), self.model
+        bare: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        set_generation_settings(bare, self.generation)
+        if isinstance(model, PreTrainedModel):
+            save = partial(model.save_pretrained, save_original_format=False)
+            vars(model)["save_pretrained"] = save
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            vars(model).pop("save_pretrained", None)
+        if self.args.should_save:
+            (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            describe_shards(self, directory)
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: a run directory describes itself by config.yaml and provenance.json."""
 
+    # Resuming.
+
+    @override
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save this rank's random states, of its own device alone."""
+        save_random_states(Path(output_dir), self.args)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random states of this rank, or derive new ones on another number of ranks."""
+        if checkpoint is not None:
+            load_random_states(Path(checkpoint), self.args, self.state.global_step)
+
+    @override
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
+        with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
+            return super()._prepare_for_training(max_steps, train_dataloader, loadable)
+
+    @override
+    def _load_best_model(self) -> None:
+        """Load it if it is as it was committed; a stopped run keeps its weights.
+
+        Raises StorageError.
+        """
+        best = self.resume_state.best_checkpoint()
+        if self.watch.stopped or best is None:
+            return
+        self.checkpoints.check(best)
+        with loadable_checkpoint(self, str(best)) as loadable:
+            self.state.best_model_checkpoint = loadable
+            super()._load_best_model()
+        self.state.best_model_checkpoint = str(best)
+
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError where tensors are missing: Trainer warns and keeps random ones.
-
-        Those tied to one that was loaded are not.
-        """
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        if missing:
-            raise ConfigurationError(
-                f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: "
-                "it is of another model, or of a version of Stoker that wrote experts under other "
-                "names. Start a run with another --output_dir and its final/ as --init_from."
-            )
+        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
+        missing = missing_tensors(self.model, load_result)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-    @override
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Trainer does; with FSDP's shards what describes model and tokenizer, too."""
-        set_generation_settings(self, self.generation)
-        super().save_model(output_dir, _internal_call)
-        describe_shards(self, Path(output_dir or str(self.args.output_dir)))
 
-    @override
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save model and tokenizer, without the pickle of the settings that Trainer adds.
-
-        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
-        would write those of the published format, where each expert is a tensor of its own.
-        """
-        model: Any = self.model
-        if isinstance(model, PreTrainedModel):
-            vars(model)["save_pretrained"] = partial(
-                model.save_pretrained, save_original_format=False
-            )
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            vars(model).pop("save_pretrained", None)
-        if self.args.should_save:
-            (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(
-                missing_ok=True
-            )
-
-
-def keep_mode(model: nn.Module) -> None:
-    """Let `model.train()` do nothing in a model that trains: Trainer calls it every micro-batch.
-
-    torch walks through the tree of modules then, milliseconds for a deep model. Looking whether
-    each module is in that mode already, by a list, takes a hundredth of that; the model's own mode
-    alone would not do, for PEFT puts a model in training around one that is loaded in evaluation.
-    """
-    known: list[nn.Module] = []
-
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        if not known or any(module.training is not mode for module in known):
-            type(self).train(self, mode)
-            known[:] = self.modules()
-        return self
-
-    model.train = types.MethodType(train, model)  # type: ignore[method-assign]
-
-
-def _rows_are_batches(batch: Batch) -> Batch:
-    """Stand in for a collator: the loaders assemble whole batches (utils/data/sequences.py)."""
-    return batch
-
-
-def _exponential(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-# The trainer of pretrain.py.
-
-
-class PretrainTrainer(PackedTrainerMixin, Trainer):
-    """Next-token pretraining on packed documents."""
+def _one_of(callbacks: Sequence[TrainerCallback], kind: type[Callback]) -> Callback:
+    return next(callback for callback in callbacks if isinstance(callback, kind))

@@ -1,20 +1,30 @@
+"""The journal: strict JSON, one series over all starts, one readable line an event."""
+
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import Journal, event_of, split_of, valid_json
-from utils.callbacks.journal_lines import read_journal
+from utils.callbacks.journal import (
+    Journal,
+    TimeLeft,
+    duration,
+    quantity,
+    read_journal,
+    readable_line,
+    valid_json,
+)
 from utils.callbacks.metrics import MetricCallback
 
 
-def write(folder, events, start_step=0, rank=0, sources=(), max_steps=10):
+def write(folder, events, start_step=0, rank=0, max_steps=10, **options):
     """One start of a run: `events` are (step, logs)."""
-    journal = Journal(folder, sources)
+    journal = Journal(SimpleNamespace(output_dir=folder, saves=[]), **options)
     state = TrainerState(
         global_step=start_step, max_steps=max_steps, is_world_process_zero=rank == 0
     )
@@ -24,116 +34,14 @@ def write(folder, events, start_step=0, rank=0, sources=(), max_steps=10):
         state.global_step = step
         journal.on_step_end(None, state, TrainerControl())
         journal.on_log(None, state, TrainerControl(), logs=logs)
+        if rank == 0:
+            last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
+            assert json.loads(last)["step"] == step, "it is on disk as soon as it is logged"
     journal.on_train_end(None, state, TrainerControl())
 
 
 def lines(folder):
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_each_event_is_one_line_with_step_and_time(tmp_path):
-    write(tmp_path, [(1, {"loss": 2.5, "epoch": 0.1}), (2, {"eval_held_out_loss": 3.0})])
-    started, train, evaluation = lines(tmp_path)
-    assert (started["event"], started["step"], started["max_steps"]) == ("started", 0, 10)
-    assert (train["event"], train["step"], train["loss"], train["epoch"]) == ("train", 1, 2.5, 0.1)
-    assert train["time"] > 1.7e9
-    assert (evaluation["event"], evaluation["split"]) == ("eval", "held_out")
-
-
-def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    journal = Journal(tmp_path)
-    state = TrainerState(global_step=0, max_steps=3, is_world_process_zero=True)
-    journal.on_train_begin(None, state, TrainerControl())
-    state.global_step = 1
-    journal.on_log(None, state, TrainerControl(), logs={"loss": 1.0})
-    assert [line["event"] for line in lines(tmp_path)] == ["started", "train"]
-
-
-def test_a_run_that_lost_its_directory_leaves_the_journal_to_the_next_one(tmp_path, monkeypatch):
-    write(tmp_path, [(1, {"loss": 1.0})])
-    before = lines(tmp_path)
-    losses = {tmp_path: "it was taken over by process 7 on n2."}
-    monkeypatch.setattr("utils.callbacks.journal.known_loss", losses.get)
-    write(tmp_path, [(2, {"loss": 1.0})], start_step=1)
-    assert lines(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        (float("nan"), "NaN"),
-        (float("inf"), "Infinity"),
-        (float("-inf"), "-Infinity"),
-        (np.float32("nan"), "NaN"),
-        (torch.tensor(float("inf")), "Infinity"),
-        (np.int64(3), 3),
-        (torch.tensor(0.5), 0.5),
-        ([1.0, float("nan")], [1.0, "NaN"]),
-        (None, None),
-    ],
-)
-def test_every_value_becomes_strict_json(value, written):
-    text = json.dumps(valid_json({"x": value}), allow_nan=False)
-    assert json.loads(text) == {"x": written}
-
-
-def test_a_loss_that_is_not_finite_comes_back_as_a_number(tmp_path):
-    write(tmp_path, [(1, {"loss": float("nan"), "grad_norm": float("inf")})])
-
-    def refuse(constant):
-        raise AssertionError(f"not JSON: {constant}")
-
-    for text in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        json.loads(text, parse_constant=refuse)
-    (line,) = read_journal(tmp_path / "metrics.jsonl")
-    assert math.isnan(line["loss"])
-    assert line["grad_norm"] == math.inf
-
-
-def test_a_resumed_run_reads_as_one_series_without_duplicates(tmp_path):
-    # Crash after step 5; the last checkpoint is of step 3.
-    write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3, 4, 5)])
-    before = (tmp_path / "metrics.jsonl").read_text()
-    write(tmp_path, [(step, {"loss": step + 0.5}) for step in (4, 5, 6)], start_step=3)
-    assert (tmp_path / "metrics.jsonl").read_text().startswith(before), "nothing is rewritten"
-    series = [(line["step"], line["loss"]) for line in read_journal(tmp_path / "metrics.jsonl")]
-    assert series == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5), (6, 6.5)]
-
-
-def test_a_run_that_starts_over_undoes_everything_before(tmp_path):
-    write(tmp_path, [(0, {"eval_loss": 9.0}), (1, {"loss": 1.0})])
-    write(tmp_path, [(0, {"eval_loss": 9.0})])
-    assert [line["step"] for line in read_journal(tmp_path / "metrics.jsonl")] == [0]
-
-
-def test_an_evaluation_repeated_at_the_resumed_step_counts_once(tmp_path):
-    splits = [{"eval_a_loss": 1.0}, {"eval_b_loss": 2.0}]
-    write(tmp_path, [(3, logs) for logs in splits])
-    write(tmp_path, [(3, logs) for logs in splits], start_step=3)
-    assert [line["split"] for line in read_journal(tmp_path / "metrics.jsonl")] == ["a", "b"]
-
-
-def test_a_line_cut_off_by_a_kill_spoils_no_other(tmp_path):
-    write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3)])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "train", "st')
-    write(tmp_path, [(2, {"loss": 2.0})], start_step=1)
-    assert [line["step"] for line in read_journal(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_a_stopped_run_ends_with_its_own_event(tmp_path):
-    journal = Journal(tmp_path, stopped=lambda: True)
-    state = TrainerState(global_step=3, max_steps=9, is_world_process_zero=True)
-    journal.on_train_begin(None, state, TrainerControl())
-    journal.on_log(None, state, TrainerControl(), logs={"train_runtime": 1.0})
-    assert [line["event"] for line in lines(tmp_path)] == ["resumed", "stopped"]
-
-
-def test_other_ranks_write_and_say_nothing(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        write(tmp_path, [(1, {"loss": 1.0})], rank=1)
-    assert not (tmp_path / "metrics.jsonl").exists()
-    assert not caplog.records
 
 
 class Source(MetricCallback):
@@ -144,37 +52,127 @@ class Source(MetricCallback):
         return "memory: fine"
 
 
-def test_sources_add_details_to_the_file_and_a_remark_to_the_log(tmp_path, caplog):
+def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog):
+    train = {"loss": 2.5, "epoch": 0.1}
+    events = [
+        (1, train), (2, {"eval_held_out_loss": 3.0}), (2, {"eval_loss": 3.0}),
+        (3, {"train_runtime": 1.0, "train_loss": 2.0}),
+    ]  # fmt: skip
     with caplog.at_level(logging.INFO, logger="utils.callbacks.journal"):
-        write(tmp_path, [(1, {"loss": 1.0}), (1, {"eval_loss": 1.0})], sources=[Source()])
-    _, train, evaluation = lines(tmp_path)
-    assert train["memory_by_rank"] == [{"rank": 0}]
-    assert "memory_by_rank" not in evaluation
-    assert [record.message for record in caplog.records].count("memory: fine") == 1
+        write(tmp_path, events, sources=[Source()])
+    first, train_line, *evaluations, summary = lines(tmp_path)
+    assert (first["event"], first["step"], first["max_steps"]) == ("started", 0, 10)
+    assert train_line["time"] > 1.7e9
+    assert train_line == train | {
+        "event": "train", "step": 1, "time": train_line["time"], "memory_by_rank": [{"rank": 0}],
+    }  # fmt: skip
+    assert [(line["event"], line["split"]) for line in evaluations] == [
+        ("eval", "held_out"), ("eval", None),
+    ]  # fmt: skip
+    assert summary["event"] == "summary"
+    kinds = [record.message.split()[0] for record in caplog.records]
+    assert kinds == ["step", "memory:", "eval", "eval", "finished"]
+    write(tmp_path, [(3, {"train_runtime": 1.0})], start_step=3, stopped=lambda: True)
+    assert [line["event"] for line in lines(tmp_path)[-2:]] == ["resumed", "stopped"]
 
 
-def test_the_figures_of_a_step_are_one_readable_line(tmp_path, caplog):
-    logs = {"loss": 3.4121, "learning_rate": 2.9e-4, "grad_norm": 0.81, "tokens_per_s": 12_400.0}
-    logs |= {"step_time_s": 0.41, "data_wait_s": 0.01, "tokens_seen": 5, "epoch": 0.1}
-    with caplog.at_level(logging.INFO, logger="utils.callbacks.journal"):
-        write(tmp_path, [(120, logs)], max_steps=800)
-    (line,) = [record.message for record in caplog.records]
-    assert line.startswith(
-        "step 120/800  loss 3.4121  lr 2.90e-04  grad 0.810   12.4k tok/s  0.41 s/step  wait 0.01 s"
-    )
-    assert "  eta " in line
+def test_neither_other_ranks_nor_a_run_that_lost_its_directory_write(tmp_path, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        write(tmp_path, [(1, {"loss": 1.0})], rank=1)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not caplog.records
+    write(tmp_path, [(1, {"loss": 1.0})])
+    before = lines(tmp_path)
+    losses = {tmp_path: "it was taken over by process 7 on n2."}
+    monkeypatch.setattr("utils.callbacks.journal.known_loss", losses.get)
+    write(tmp_path, [(1, {"loss": 2.0})], start_step=1)
+    assert lines(tmp_path) == before
+
+
+def test_every_value_becomes_strict_json(tmp_path):
+    values = {
+        "nan": np.float32("nan"), "tensor": torch.tensor(float("-inf")), "count": np.int64(3),
+        "half": torch.tensor(0.5), "list": [1.0, float("inf")], "none": None,
+    }  # fmt: skip
+    assert json.loads(json.dumps(valid_json(values), allow_nan=False)) == {
+        "nan": "NaN", "tensor": "-Infinity", "count": 3, "half": 0.5, "list": [1.0, "Infinity"],
+        "none": None,
+    }  # fmt: skip
+    write(tmp_path, [(1, {"loss": float("nan"), "grad_norm": float("inf")})])
+    (line,) = read_journal(tmp_path / "metrics.jsonl")
+    assert math.isnan(line["loss"])
+    assert line["grad_norm"] == math.inf
+
+
+def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, [(0, {"eval_loss": 9.0}), (1, {"loss": 9.0})])  # starts over next
+    write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3, 4, 5)])
+    with path.open("a") as file:
+        file.write('{"event": "train", "st')  # killed within a line; its checkpoint is of step 3
+    before = path.read_text()
+    splits = [(3, {"eval_a_loss": 1.0}), (3, {"eval_b_loss": 2.0})]
+    write(tmp_path, splits, start_step=3)
+    write(tmp_path, [*splits, (4, {"loss": 4.5}), (5, {"loss": 5.5})], start_step=3)
+    assert path.read_text().startswith(before), "nothing is rewritten"
+    series = [(line["step"], line.get("loss", line.get("split"))) for line in read_journal(path)]
+    assert series == [(1, 1.0), (2, 2.0), (3, 3.0), (3, "a"), (3, "b"), (4, 4.5), (5, 5.5)]
 
 
 @pytest.mark.parametrize(
-    ("logs", "event", "split"),
+    ("line", "text"),
     [
-        ({"loss": 1.0}, "train", None),
-        ({"eval_loss": 1.0, "eval_runtime": 1.0}, "eval", None),
-        ({"eval_my_code_loss": 1.0, "eval_my_code_runtime": 1.0}, "eval", "my_code"),
-        ({"train_runtime": 1.0, "train_loss": 2.0}, "summary", None),
+        (
+            {"event": "train", "step": 120, "loss": 3.4121, "learning_rate": 2.9e-4,
+             "grad_norm": 0.81, "tokens_per_s": 12_400.0, "step_time_s": 0.41, "data_wait_s": 0.01,
+             "tokens_seen": 5},
+            "step 120/8000  loss 3.4121  lr 2.90e-04  grad 0.810   12.4k tok/s  0.41 s/step  "
+            "wait 0.01 s  eta 4m31s",
+        ),
+        ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan  eta 4m31s"),
+        (
+            {"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2,
+             "eval_a_perplexity": 24.5325},
+            "eval a  loss 3.2000  perplexity 24.53  (step 5)",
+        ),
+        ({"event": "eval", "split": None, "step": 5, "eval_loss": 3.2},
+         "eval  loss 3.2000  (step 5)"),
+        ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
+         "finished at step 800 after 4m31s  mean loss 2.5000"),
+        ({"event": "stopped", "step": 8, "train_runtime": 271.0}, "stopped at step 8 after 4m31s"),
     ],
-)
-def test_events_and_splits_are_told_from_trainers_keys(logs, event, split):
-    assert event_of(logs) == event
-    if event == "eval":
-        assert split_of(logs) == split
+)  # fmt: skip
+def test_an_event_is_one_readable_line(line, text):
+    step = f"step {line['step']:>4}/8000"
+    assert readable_line(line, 8000, 271.0) == text.replace(f"step {line['step']}/8000", step)
+
+
+def test_quantities_have_three_digits_and_durations_two_units():
+    counts = [0, 941, 999.6, 12_400, 99_960, 1_210_000, 9_996_000, 5e12]
+    assert [quantity(count) for count in counts] == (
+        ["0", "941", "1.00k", "12.4k", "100k", "1.21M", "10.0M", "5000G"]
+    )
+    seconds = [0, 59.4, 59.6, 271, 3599.7, 11_100, 187_200]
+    assert [duration(each) for each in seconds] == (
+        ["0s", "59s", "1m00s", "4m31s", "1h00m", "3h05m", "2d04h"]
+    )
+
+
+def test_neither_what_comes_before_the_first_step_nor_that_step_counts_for_the_others():
+    now = [0.0]
+    left = TimeLeft(lambda: now[0])
+    assert left.seconds(40, 100) is None
+    now[0] = 600.0  # an evaluation before the first step
+    left.begin_step(40)
+    assert left.seconds(40, 100) is None
+    now[0] += 50.0  # it is compiled
+    left.end_step(41)
+    assert left.seconds(41, 100) == 50 * 59, "the only step known"
+    for step in (41, 42):
+        left.begin_step(step)
+        now[0] += 2.0
+        left.end_step(step + 1)
+    assert left.seconds(43, 100) == 2 * 57
+    now[0] += 2.0  # an evaluation between steps counts for all of them
+    assert left.seconds(43, 100) == 3 * 57
+    assert left.seconds(100, 100) == 0

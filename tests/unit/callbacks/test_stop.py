@@ -1,5 +1,6 @@
 """StopWatch over several ranks and a clock of its own, without processes."""
 
+import datetime
 import itertools
 import logging
 from types import SimpleNamespace
@@ -8,9 +9,8 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from utils.callbacks.resume_state import carried_state, carry
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
-from utils.callbacks.stop_requests import Requests, remove_stale_requests
+from utils.callbacks.stop_requests import Deadline, Requests, remove_stale_requests
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
@@ -53,11 +53,27 @@ class Turns:
         return Agreement
 
 
+class Saves:
+    """The Checkpoints of a run."""
+
+    def __init__(self, output_dir, estimated_bytes=0):
+        self.output_dir, self.estimated_bytes = output_dir, estimated_bytes
+        self.writing = self.failed = False
+        self.saves, self.finished = [], 0
+
+    def finish(self):
+        self.finished += 1
+        raise StorageError("the disk is full")
+
+    def saved(self, stall_s, write_s=0.0):
+        self.saves.append(Save(step=1, size_bytes=1, stall_s=stall_s, write_s=write_s))
+
+
 class Ranks:
     """Plays Trainer's events on every rank."""
 
     def __init__(
-        self, folder, monkeypatch, ranks=1, end_time=None, max_steps=100, start=0, save_minutes=0
+        self, folder, monkeypatch, ranks=1, *, end_time=None, max_steps=100, start=0, **changes
     ):
         self.now, self.signals = 1000.0, {}
         turns = Turns(ranks)
@@ -68,18 +84,21 @@ class Ranks:
             monkeypatch.setattr("utils.callbacks.stop.Agreement", turns.agreement())
             self.args.append(
                 SimpleNamespace(
-                    process_index=rank, ddp_timeout=60, eval_on_start=False,
-                    eval_strategy=IntervalStrategy.STEPS, save_strategy=SaveStrategy.STEPS,
+                    process_index=rank, ddp_timeout=60,
+                    eval_on_start=changes.get("eval_on_start", False),
+                    eval_strategy=IntervalStrategy.STEPS,
+                    save_strategy=changes.get("save_strategy", SaveStrategy.STEPS),
                 )
             )  # fmt: skip
             watch = StopWatch(
-                folder,
-                save_minutes=save_minutes,
+                Saves(folder),
+                save_minutes=changes.get("save_minutes", 0),
                 clock=lambda: self.now,
                 end_time=lambda: end_time,
                 signalled=lambda rank=rank: self.signals.get(rank),
             )
             self.watches.append(watch)
+            watch.resume_from(changes.get("saved", {}))
             watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
 
     def event(self, name, seconds=0.0):
@@ -116,7 +135,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch, 
         ranks.step()
     assert ranks.stopped == ranks.saves == [True] * 3
     (record,) = caplog.records
-    assert record.message == "stopping after step 3: rank 2 was asked to (a signal)"
+    assert record.message == "stopping after step 3: a signal to rank 2"
     ranks.event("on_train_end")
 
 
@@ -132,15 +151,6 @@ def test_rank_0_says_its_own_reason(tmp_path, monkeypatch, caplog):
         f"stopping after step 2: {tmp_path / 'STOP'}"
     ]
     assert not (tmp_path / "STOP").exists()
-
-
-def test_files_are_rank_0s_to_see(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
-    monkeypatch.setattr(ranks.watches[0].requests, "_files", set)
-    (tmp_path / "STOP").touch()
-    for _ in range(3):
-        ranks.step()
-    assert ranks.stopped == [False, False]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -190,7 +200,7 @@ def test_a_directory_that_cannot_be_read_is_said_once(tmp_path, monkeypatch, cap
     ranks = Ranks(tmp_path / "gone", monkeypatch)
     for _ in range(5):
         ranks.step()
-    assert caplog.text.count("no STOP or SAVE can be seen in") == 1
+    assert caplog.text.count("cannot look for STOP and SAVE in") == 1
     assert ranks.stopped == [False]
 
 
@@ -224,30 +234,19 @@ def test_an_evaluation_that_is_due_is_owed(tmp_path, monkeypatch):
     ranks.step(evaluate=True)
     assert ranks.stopped == [True]
     assert not ranks.controls[0].should_evaluate
-    assert ranks.watches[0].carried(1) == {"evaluation_due": True, "extra_saves": [1]}
+    assert ranks.watches[0].resume_state() == {"evaluation_due": True, "extra_saves": [1]}
 
 
-def test_what_is_owed_comes_first_in_the_resumed_run(tmp_path, monkeypatch):
-    state = TrainerState(global_step=7, max_steps=9)
-    carry(state, {"evaluation_due": True, "extra_saves": [3, 7]})
-    path = tmp_path / "state.json"
-    state.save_to_json(str(path))
-    state = TrainerState.load_from_json(str(path))
-    assert carried_state(state)["extra_saves"] == [3, 7]
-    ranks = Ranks(tmp_path, monkeypatch, start=7)
-    ranks.watches[0].on_train_begin(ranks.args[0], state, ranks.controls[0])
-    assert ranks.args[0].eval_on_start
-    assert ranks.watches[0].extra_saves == [3, 7]
-
-
-@pytest.mark.parametrize(("start", "evaluates"), [(0, True), (5, False)])
-def test_an_evaluation_before_the_first_step_is_not_repeated(
-    start, evaluates, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("start", "saved", "evaluates"),
+    [(0, {}, True), (5, {}, False), (7, {"evaluation_due": True, "extra_saves": [3, 7]}, True)],
+)
+def test_a_resumed_run_evaluates_first_just_what_is_owed(
+    start, saved, evaluates, tmp_path, monkeypatch
 ):
-    ranks = Ranks(tmp_path, monkeypatch, start=start)
-    ranks.args[0].eval_on_start = True
-    ranks.watches[0].on_train_begin(ranks.args[0], ranks.states[0], ranks.controls[0])
+    ranks = Ranks(tmp_path, monkeypatch, start=start, saved=saved, eval_on_start=True)
     assert ranks.args[0].eval_on_start == evaluates
+    assert ranks.watches[0].extra_saves == saved.get("extra_saves", [])
 
 
 def test_leaving_the_loop_is_no_end_of_an_epoch(tmp_path, monkeypatch):
@@ -276,6 +275,7 @@ def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     ranks.event("on_log", 3.0)
     ranks.event("on_prediction_step", 4.0)
     ranks.event("on_evaluate", 1.0)
+    ranks.watches[0].checkpoints.saved(50.0)
     ranks.event("on_save", 50.0)
     assert deadline.needed_s == pytest.approx(30 + 2 * 4 + 1.5 * 50)
     ranks.now = ranks.watches[0].last_event = 2000 - 30 - 2 * 4 - 1.5 * 50 - 3
@@ -303,11 +303,11 @@ def test_a_stop_at_the_last_step_is_none(tmp_path, monkeypatch, caplog):
     assert not (tmp_path / "STOP").exists()
 
 
-def test_requests_of_an_earlier_start_are_removed_aloud(tmp_path, caplog):
+def test_requests_of_an_earlier_start_are_removed_with_a_warning(tmp_path, caplog):
     (tmp_path / "STOP").touch()
     remove_stale_requests(tmp_path)
     assert not (tmp_path / "STOP").exists()
-    assert caplog.text.count("is older than this start: removed") == 1
+    assert caplog.text.count("it is older than this start") == 1
 
 
 # --- a checkpoint that grows old ------------------------------------------------------------------
@@ -323,12 +323,12 @@ def test_all_ranks_save_when_the_last_checkpoint_is_too_old(count, tmp_path, mon
             assert len(set(ranks.saves)) == 1
             if ranks.saves[0]:
                 saved.append(step)
-                assert ranks.watches[0].carried(step)["extra_saves"] == saved
+                assert ranks.watches[0].resume_state()["extra_saves"] == saved
                 ranks.event("on_save", 1.0)
     late = count - 1  # they agree one step later
     assert saved[0] == 6 + late
     assert {after - before for before, after in itertools.pairwise(saved)} == {6 + late}
-    first = f"saving at step {6 + late} and going on: 1 minutes since the last checkpoint"
+    first = f"saving at step {6 + late}, then continuing: 1 minutes since the last checkpoint"
     assert caplog.text.count(first) == 1
 
 
@@ -375,8 +375,7 @@ def test_a_checkpoint_asked_for_within_a_long_evaluation_is_one(count, tmp_path,
 def test_the_clock_saves_nothing_where_nothing_is_to_be_saved(
     minutes, strategy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("test_stop.SaveStrategy", SimpleNamespace(STEPS=strategy))
-    ranks = Ranks(tmp_path, monkeypatch, save_minutes=minutes)
+    ranks = Ranks(tmp_path, monkeypatch, save_minutes=minutes, save_strategy=strategy)
     for _ in range(50):
         ranks.step(10.0)
         assert ranks.saves == [False]
@@ -385,22 +384,8 @@ def test_the_clock_saves_nothing_where_nothing_is_to_be_saved(
 # --- what is written in the background ------------------------------------------------------------
 
 
-class Background:
-    """Checkpoints that are written in the background."""
-
-    def __init__(self):
-        self.writing = self.failed = False
-        self.saves, self.finished = [], 0
-
-    def finish(self):
-        self.finished += 1
-        raise StorageError("the disk is full")
-
-
 def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
-    for watch in ranks.watches:
-        watch.checkpoints = Background()
     ranks.step()
     ranks.watches[1].checkpoints.failed = True
     ranks.step()
@@ -417,7 +402,6 @@ def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, mon
 def test_what_failed_is_raised_within_an_evaluation_too(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch)
     ranks.step(evaluate=True)
-    ranks.watches[0].checkpoints = Background()
     ranks.watches[0].checkpoints.failed = True
     with pytest.raises(StorageError, match="the disk is full"):
         ranks.event("on_prediction_step")
@@ -427,7 +411,6 @@ def test_the_time_limit_counts_a_save_from_its_step_to_its_commit(tmp_path, monk
     monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
     ranks = Ranks(tmp_path, monkeypatch, end_time=8600.0)
     watch = ranks.watches[0]
-    watch.checkpoints = Background()
     ranks.step(2.0)
     watch.checkpoints.writing = True
     ranks.event("on_save", 3.0)
@@ -435,6 +418,34 @@ def test_the_time_limit_counts_a_save_from_its_step_to_its_commit(tmp_path, monk
     guess_s = 5.0
     assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 2.5 * guess_s), "one more to wait"
     watch.checkpoints.writing = False
-    watch.checkpoints.saves.append(Save(step=1, size_bytes=1, stall_s=3.0, write_s=17.0))
+    watch.checkpoints.saved(3.0, 17.0)
     ranks.step(2.0)
     assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 1.5 * 20)
+
+
+# --- how long before the end of the job -----------------------------------------------------------
+
+
+def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
+    deadline = Deadline(3600, 100.0, Saves(tmp_path))
+    for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first is forgotten
+        deadline.took_step(step_s)
+    for save_s in (20.0, 12.0):
+        deadline.checkpoints.saved(save_s)
+    needed = 2 * 7.0 + 1.5 * 20.0 + 30.0
+    assert deadline.reason(3700 - needed - 0.1) is None
+    assert deadline.reason(3700 - needed + 0.1) == (
+        "the time limit ends in 74 s: a step takes 7 s, a save took 20 s"
+    )
+    assert Deadline(-5, 10.0, Saves(tmp_path)).reason(11.0) is not None
+
+
+def test_before_any_save_its_time_follows_from_its_size_within_a_share_of_the_job(tmp_path):
+    end = datetime.datetime(2026, 11, 20, 14, 5).timestamp()
+    deadline = Deadline(36_000, 0.0, Saves(tmp_path, estimated_bytes=20 * 10**9))
+    assert deadline.needed_s == pytest.approx(1.5 * 100 + 30)
+    assert "a save takes an estimated 1e+02 s" in deadline.reason(35_900)
+    assert deadline.plan(end).startswith("time limit: ends at 14:05, in 10h00m; the run stops")
+    short = Deadline(60, 0.0, Saves(tmp_path, estimated_bytes=10**12))
+    short.took_step(1.0)
+    assert short.needed_s == pytest.approx(6 + 1.5 * 6 + 2)

@@ -20,7 +20,7 @@ from utils.model.stages import (
     weights_directory,
     weights_origin,
 )
-from utils.training.gradients import InheritedOptimizer
+from utils.training.optimizer import InheritedOptimizer
 
 
 def model_directory(directory: Path, *names: str) -> Path:

@@ -10,8 +10,8 @@ from utils.config.errors import ConfigurationError
 from utils.model.compilation import compiled_graphs
 from utils.training import low_precision_adam
 from utils.training import low_precision_states as stochastic_rounding
-from utils.training.gradients import _misfits
 from utils.training.low_precision_adam import LowPrecisionAdamW
+from utils.training.optimizer import _misfits
 
 # Units of 256, 192 and 1; periods of 2**13 end within weights, parts of eight within some.
 SHAPES = ((700, 256), (1500, 192), (384,), (300, 50))

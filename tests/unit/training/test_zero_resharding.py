@@ -5,8 +5,8 @@ import torch
 
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.config.errors import StorageError
-from utils.training import resume_state as zero_resharding
-from utils.training.resume_state import repair_stage_3, universal_checkpoint
+from utils.training import zero_resharding
+from utils.training.zero_resharding import repair_stage_3, universal_checkpoint
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_it_goes_only_when_no_rank_reads_it_any_more(checkpoint, convert, monkey
 def test_a_conversion_that_fails_says_what_goes_on(checkpoint, convert):
     convert("raise SystemExit('no room')")
     with (
-        pytest.raises(StorageError, match=r"for 4 ranks: no room\. It goes on with 2 ranks as it"),
+        pytest.raises(StorageError, match=r"for 4 ranks: no room\. 2 ranks resume"),
         universal_checkpoint(checkpoint, 4),
     ):
         pass

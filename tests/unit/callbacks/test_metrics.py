@@ -1,0 +1,146 @@
+"""Speed on a clock of our own, and the figures of a mixture's sources."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput
+from utils.data.loader import TokenCounts, source_names
+from utils.data.order import SampleOrder
+
+
+class Run:
+    """Plays Trainer's events; step k holds 1000 + k tokens."""
+
+    def __init__(self, start_step=0, world_size=1):
+        self.now = 100.0
+        counts = TokenCounts(lambda step: np.array([1000 + step]), ["all"])
+        self.loader = SimpleNamespace(wait_s=0.0, tokens_seen=counts)
+        self.callback = Throughput(lambda: self.now)
+        self.args = SimpleNamespace(device=torch.device("cpu"), world_size=world_size)
+        self.state = TrainerState(global_step=start_step)
+        self.control = TrainerControl()
+        self.callback.on_train_begin(
+            self.args, self.state, self.control, train_dataloader=self.loader
+        )
+
+    def event(self, name, seconds):
+        self.now += seconds
+        getattr(self.callback, name)(self.args, self.state, self.control)
+
+    def step(self, seconds, wait_s=0.0, evaluate=False):
+        self.loader.wait_s += wait_s
+        self.state.global_step += 1
+        self.control.should_evaluate = evaluate
+        self.event("on_step_end", seconds)
+        assert self.loader.tokens_seen.steps == self.state.global_step, "not while a log waits"
+
+
+def test_rates_are_tokens_of_the_global_batch_over_wall_time_without_the_first_step():
+    run = Run(world_size=4)
+    run.step(50.0, wait_s=7.0)
+    assert run.callback.metrics() == {"first_step_time_s": pytest.approx(50.0), "tokens_seen": 1000}
+    for _ in range(2):
+        run.step(0.5, wait_s=0.1)
+    tokens = 1001 + 1002
+    assert run.callback.metrics() == pytest.approx(
+        {
+            "tokens_per_s": tokens / 1.0,
+            "tokens_per_s_per_device": tokens / 4.0,
+            "step_time_s": 0.5,
+            "data_wait_s": 0.1,
+            "tokens_seen": 1000 + tokens,
+        }
+    )
+
+
+def test_evaluation_and_saving_are_left_out():
+    run = Run()
+    run.event("on_evaluate", 11.0)  # eval_on_start
+    run.step(2.0)
+    run.step(0.5, evaluate=True)
+    for name, seconds in (("on_evaluate", 30.0), ("on_evaluate", 20.0), ("on_save", 10.0)):
+        run.event(name, seconds)
+    run.step(0.5)
+    figures = run.callback.metrics()
+    assert figures["first_step_time_s"] == pytest.approx(2.0)
+    assert figures["step_time_s"] == pytest.approx(0.5)
+    # The log comes before the evaluation at the same step, too.
+    run.event("on_evaluate", 30.0)
+    run.step(0.5)
+    assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)
+
+
+def test_a_resumed_run_measures_its_own_steps_and_sees_the_tokens_of_all():
+    run = Run(start_step=3)
+    run.loader.tokens_seen.resume(3, {"all": 5000, "a source that went": 7})
+    run.step(50.0)
+    run.step(0.5)
+    figures = run.callback.metrics()
+    assert figures["tokens_per_s"] == pytest.approx(1004 / 0.5)
+    assert figures["tokens_seen"] == 5007 + 1003 + 1004
+
+
+def mixture(names: list[str], tokens: list[int]) -> SimpleNamespace:
+    """A loader of four samples a step, from sources of so many tokens a sequence."""
+    order = SampleOrder([10] * len(names), seed=0, weights=[1] * len(names))
+
+    def tokens_by_source(step: int) -> np.ndarray:
+        sources, _ = order.interleaving.locate(np.arange(4 * step, 4 * step + 4))
+        return np.bincount(sources, minlength=len(tokens)) * np.array(tokens)
+
+    plans = [SimpleNamespace(tokens=10 * number, sequences=10) for number in tokens]
+    paths = [Path("/data", name) for name in names]
+    return SimpleNamespace(
+        batch_sampler=SimpleNamespace(order=order, global_batch_size=4),
+        dataset=SimpleNamespace(plans=plans),
+        tokens_seen=TokenCounts(tokens_by_source, source_names(paths)),
+    )
+
+
+def shares_of(loader, step: int = 0) -> MixtureShares:
+    shares, args = MixtureShares(), SimpleNamespace(device="cpu")
+    state = TrainerState(global_step=step)
+    shares.on_train_begin(args, state, TrainerControl(), train_dataloader=loader)
+    return shares
+
+
+def after(shares: MixtureShares, step: int) -> dict[str, float]:
+    shares.on_step_end(None, TrainerState(global_step=step), TrainerControl())
+    return shares.metrics()
+
+
+def test_a_mixture_logs_its_shares_alike_in_resumed_and_uninterrupted_runs(caplog):
+    caplog.set_level("INFO")
+    whole = shares_of(mixture(["web/train", "code/train"], [100, 300]))
+    asked = (
+        "mixture: web 50.0% of the sequences (of the tokens 25.0%), code 50.0% of the sequences "
+        "(of the tokens 75.0%)"
+    )
+    assert asked in caplog.text
+    after(whole, 5)
+    state = whole.loader.tokens_seen.state()
+    last = after(whole, 8)
+    loader = mixture(["web", "code"], [100, 300])
+    loader.tokens_seen.resume(5, state)
+    assert after(shares_of(loader, step=5), 8) == last
+    assert last["tokens_share/web"] + last["tokens_share/code"] == pytest.approx(1)
+    assert last["tokens_seen/web"] == 100 * 10 * last["epochs/web"]
+    assert last["epochs/web"] + last["epochs/code"] == 3.2
+    caplog.clear()
+    assert after(shares_of(mixture(["web"], [100])), 3) == {}
+    assert not caplog.records, "one dataset has no shares"
+
+
+def test_a_later_step_that_compiles_is_warned_of(monkeypatch, caplog):
+    watch = CompilationWatch()
+    for graphs, evaluated in ((3, False), (3, False), (5, True), (5, False), (6, False)):
+        monkeypatch.setattr("utils.callbacks.metrics.compiled_graphs", lambda now=graphs: now)
+        event = watch.on_evaluate if evaluated else watch.on_step_end
+        event(None, TrainerState(global_step=graphs), TrainerControl())
+    assert caplog.text.count("graphs more") == 1
+    assert "step 6 compiled 1 graphs more" in caplog.text

@@ -1,0 +1,97 @@
+"""Which optimizer a run builds, and the state that it inherits from an earlier stage."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from utils.config.errors import ConfigurationError
+from utils.model.stages import OPTIMIZER
+from utils.planning.plan import RunPlan
+from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
+
+logger = logging.getLogger(__name__)
+
+SHOWN_PROBLEMS = 5
+
+
+def optimizer_of(
+    training: TrainingArguments, plan: RunPlan
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the class and settings that Trainer is to build an optimizer of; None: its own.
+
+    It is compiled with the layers on a GPU alone: a CPU's chunks stay in its cache as they are.
+    """
+    states = plan.optimizer_states
+    if states is None:
+        return None
+    return LowPrecisionAdamW, {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+        "kept_as": states.kept_as,
+        "stochastic_rounding": states.stochastic_rounding,
+        "seed": training.seed,
+        "compiled": plan.compiled and training.device.type == "cuda",
+    }
+
+
+class InheritedOptimizer(TrainerCallback):
+    """Loads moments and step counts before the first step.
+
+    Learning rate, weight decay and the like are this run's: what a checkpoint keeps of them would
+    undo the new schedule. `directory` is a checkpoint whose optimizer.pt was looked at, see
+    utils/checkpoints/pickles.py.
+    """
+
+    def __init__(self, directory: Path):
+        self.path = directory / OPTIMIZER
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        optimizer = kwargs["optimizer"]
+        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        fresh = optimizer.state_dict()
+        problems = _misfits(saved, fresh, optimizer)
+        if problems:
+            raise ConfigurationError(
+                [f"init_optimizer: {self.path}: {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+            )
+        optimizer.load_state_dict({**fresh, "state": saved["state"]})
+        steps = {float(values["step"]) for values in saved["state"].values() if "step" in values}
+        after = f" after {max(steps):,.0f} steps" if steps else ""
+        logger.info(
+            "optimizer: the state of %d tensors%s from %s, under this run's own schedule",
+            len(saved["state"]),
+            after,
+            self.path,
+        )
+
+
+def _misfits(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> list[str]:
+    """Return why the saved state is no state of this optimizer and its parameters."""
+    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (saved, fresh)]
+    if sizes[0] != sizes[1]:
+        return [f"it is of groups of {sizes[0]} tensors, this run trains groups of {sizes[1]}."]
+    keys = [set(each["param_groups"][0]) - {"initial_lr"} for each in (saved, fresh)]
+    if keys[0] != keys[1]:
+        other = ", ".join(sorted(keys[0] ^ keys[1]))
+        return [f"it is of another kind of optimizer (they differ in {other}): set the same optim."]
+    torchs_own = not isinstance(getattr(optimizer, "optimizer", optimizer), LowPrecisionAdamW)
+    if torchs_own and any(FIRST_SCALES in values for values in saved["state"].values()):
+        return ["it keeps Adam's moments in 8 bits: set optim_states, which reads them."]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [
+        f"{key} of tensor {index} has shape {tuple(value.shape)}, the tensor has "
+        f"{tuple(parameter.shape)}: the architectures differ."
+        for index, parameter in enumerate(parameters)
+        for key, value in saved["state"].get(index, {}).items()
+        if isinstance(value, torch.Tensor)
+        and value.dim() == parameter.dim()
+        and value.shape != parameter.shape
+    ]

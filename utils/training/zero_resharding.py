@@ -1,0 +1,138 @@
+"""ZeRO checkpoints of another number of ranks, loaded as DeepSpeed's universal checkpoints."""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from utils.checkpoints.discovery import RESHARDED
+from utils.checkpoints.files import readable
+from utils.checkpoints.manifest import read_manifest
+from utils.config.errors import StorageError
+from utils.support.collectives import gathered, on_rank_0
+from utils.support.host import host_name
+
+logger = logging.getLogger(__name__)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# The converter unpickles, so it runs under the same guard as this process.
+CONVERTER = """
+from utils.checkpoints.pickles import guard_loading
+guard_loading("zero")
+from deepspeed.checkpoint import ds_to_universal
+ds_to_universal.main(ds_to_universal.parse_arguments())
+"""
+# The converter's processes: each holds a rank's whole file in memory (merging: a parameter's).
+EXTRACTING, MERGING = 4, 8
+
+
+@contextlib.contextmanager
+def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
+    """Give the directory that this number of ranks loads, and let DeepSpeed load it within.
+
+    It is the checkpoint itself unless other ranks wrote it under ZeRO. Collective over ranks;
+    raises StorageError on all of them.
+    """
+    if checkpoint is None or not trainer.is_deepspeed_enabled:
+        yield checkpoint
+        return
+    with universal_checkpoint(Path(checkpoint), trainer.args.world_size) as universal:
+        if universal is None:
+            yield checkpoint
+            return
+        plugin: Any = trainer.accelerator.state.deepspeed_plugin
+        config = plugin.deepspeed_config
+        config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
+        engine: Any = trainer.model_wrapped
+        if hasattr(engine, "_config"):  # it is DeepSpeed's already
+            engine._config.load_universal_checkpoint = True
+        yield str(universal)
+        engine = trainer.model_wrapped
+        if engine.zero_optimization_stage() == 3:
+            repair_stage_3(engine.optimizer.optimizer, universal)
+        config["checkpoint"]["load_universal"] = False
+        engine._config.load_universal_checkpoint = False
+
+
+@contextlib.contextmanager
+def universal_checkpoint(checkpoint: Path, world_size: int) -> Iterator[Path | None]:
+    """Convert a checkpoint for `world_size` ranks; None where it is of as many.
+
+    Collective over ranks; the directory is gone afterwards. Raises StorageError on all ranks.
+    """
+    ranks = read_manifest(checkpoint).world_size
+    if ranks == world_size:
+        yield None
+        return
+    scratch = checkpoint.with_name(RESHARDED + checkpoint.name)
+    on_rank_0(lambda: _convert(checkpoint, scratch, ranks, world_size))
+    yield scratch
+    gathered(None)  # rank 0 may be done while others still read it
+    on_rank_0(lambda: shutil.rmtree(scratch))
+
+
+def repair_stage_3(optimizer: Any, universal: Path) -> None:
+    """Correct what DeepSpeed 0.19 loads wrongly of a universal checkpoint under ZeRO-3.
+
+    `_load_universal_checkpoint_stage3` gives all groups of parameters the settings of the first one
+    (so that weight decay falls on what has none), and all of them one tensor to count their steps
+    in, which is then counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
+    """
+    (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
+    loaded = torch.load(state, map_location="cpu", weights_only=True)
+    groups = loaded["optimizer_state_dict"]["param_groups"]
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+    for values in optimizer.state.values():
+        if isinstance(values["step"], torch.Tensor):
+            values["step"] = values["step"].clone()
+
+
+def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
+    logger.info(
+        "%s is of %d ranks, now there are %d: converting its ZeRO state (%s) in %s",
+        checkpoint,
+        ranks,
+        world_size,
+        readable(read_manifest(checkpoint).size_bytes),
+        scratch,
+    )
+    begun = time.monotonic()
+    shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
+    scratch.mkdir()
+    (steps,) = checkpoint.glob("global_step*")
+    shutil.copy(checkpoint / "scheduler.pt", scratch)  # of all ranks
+    command = [
+        sys.executable, "-c", CONVERTER,
+        "--input_folder", str(steps.resolve()),
+        "--output_folder", str(scratch.resolve() / steps.name),
+        "--num_extract_workers", str(min(EXTRACTING, ranks)),
+        "--num_merge_workers", str(min(MERGING, os.cpu_count() or 1)),
+        "--inject_missing_state",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = "\n".join(done.stdout.strip().splitlines()[-5:])
+        raise StorageError(
+            f"{host_name()}: the ZeRO state of {checkpoint} could not be converted for "
+            f"{world_size} ranks: {last}. {ranks} ranks resume from it as it is; other numbers "
+            f"need as much free space again in {checkpoint.parent}."
+        )
+    logger.info("%s is ready (%.1f s)", scratch, time.monotonic() - begun)
