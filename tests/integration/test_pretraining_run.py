@@ -128,7 +128,7 @@ def _sequences(pretraining, output_dir: Path, packing: str) -> int:
 
     argv = pretraining(output_dir)
     data = argv[argv.index("--train_data") + 1]
-    return plan_packing(open_token_dataset(data).lengths, 64, packing).rows
+    return plan_packing(open_token_dataset(data).lengths, 64, packing).sequences
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

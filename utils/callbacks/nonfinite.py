@@ -25,10 +25,6 @@ from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)
 
-SHOWN_DOCUMENTS = 8
-SHOWN_LOSSES = 4
-SHOWN_WEIGHTS = 3
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -62,10 +58,10 @@ class _StepFigures:
         """Return what is not finite; None when all is. DeepSpeed's norm of NaN is below 0."""
         *losses, norm, _ = self.values.tolist()
         spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
-        good_norm = math.isfinite(norm) and norm >= 0
-        if not spoilt and good_norm:
+        wrong_norm = None if math.isfinite(norm) and norm >= 0 else norm
+        if not spoilt and wrong_norm is None:
             return None
-        return Finding(rank, self.step, spoilt, None if good_norm else norm)
+        return Finding(rank, self.step, spoilt, wrong_norm)
 
 
 class NonFiniteGuard(TrainerCallback):
@@ -110,11 +106,11 @@ class NonFiniteGuard(TrainerCallback):
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
         if hasattr(norm, "full_tensor"):  # FSDP2's, summed up over ranks here, on the device
             norm = norm.full_tensor()
-        others = [
-            torch.as_tensor(value, device=self.device).float() for value in (norm, self.targets)
+        figures = [
+            torch.as_tensor(figure, device=self.device).float().reshape(())
+            for figure in (*self.losses, norm, self.targets)
         ]
-        values = torch.stack([figure.reshape(()) for figure in (*self.losses, *others)])
-        self.losses = []
+        values, self.losses = torch.stack(figures), []
         values = values.to("cpu", non_blocking=True)  # into pinned memory, where there is a GPU
         ready = None
         if self.device.type == "cuda":
@@ -200,15 +196,14 @@ def spoilt_weights(model: nn.Module) -> list[str]:
     return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
-def _own_part(parameter: nn.Parameter) -> torch.Tensor:
-    any_kind: Any = parameter
+def _own_part(parameter: Any) -> torch.Tensor:
     if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3's shard; the parameter itself is empty
-        return any_kind.ds_tensor
-    return any_kind.to_local() if hasattr(parameter, "to_local") else parameter
+        return parameter.ds_tensor
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
-    """Write nonfinite-step-N.json of the first step found into the run directory; say what it is.
+    """Write nonfinite-step-N.json of the first step found into the run directory; describe it.
 
     It lists the documents of the micro-batches whose loss is not finite; when only the gradient or
     a weight is not, those of the global batch.
@@ -264,33 +259,33 @@ def _documents_of(
 
 
 def named_documents(parts: Sequence[DocumentPart]) -> str:
-    """Name the first few documents, by dataset."""
+    """Name the first documents of each dataset."""
     by_dataset: dict[Path, list[str]] = {}
-    documents = sorted({(part.dataset, part.document) for part in parts})
-    for dataset, document in documents[:SHOWN_DOCUMENTS]:
+    for dataset, document in sorted({(part.dataset, part.document) for part in parts}):
         by_dataset.setdefault(dataset, []).append(str(document))
-    named = "; ".join(
-        f"{', '.join(numbers)} of {dataset}" for dataset, numbers in by_dataset.items()
+    return "; ".join(
+        f"{_listed(numbers, 8)} of {dataset}" for dataset, numbers in by_dataset.items()
     )
-    more = len(documents) - SHOWN_DOCUMENTS
-    return named + (f"; and {more} more" if more > 0 else "")
+
+
+def _listed(items: Sequence[str], shown: int) -> str:
+    more = len(items) - shown
+    return ", ".join(items[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def _cause(losses: Sequence[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
     if losses:
-        shown = ", ".join(
+        named = [
             f"the loss of rank {loss['rank']} in micro-batch {loss['micro_batch'] + 1} is "
             f"{_named(loss['loss'])}"
-            for loss in losses[:SHOWN_LOSSES]
-        )
-        more = len(losses) - SHOWN_LOSSES
-        return shown + (f" (and those of {more} more micro-batches)" if more > 0 else "")
+            for loss in losses
+        ]
+        return _listed(named, 4)
     if norms:
         return f"the gradient norm is {_named(norms[0])}, though the losses are finite"
-    shown = ", ".join(weights[:SHOWN_WEIGHTS]) + (", ..." if len(weights) > SHOWN_WEIGHTS else "")
     return (
-        f"{len(weights)} of the weights are not finite after it ({shown}), though its loss and "
-        "gradient are: the optimizer's update overflowed"
+        f"{len(weights)} of the weights are not finite after it ({_listed(weights, 3)}), though "
+        "its loss and gradient are: the optimizer's update overflowed"
     )
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any, ClassVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,19 +36,18 @@ LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
 class HangWatch(TrainerCallback):
     """Ends the process with exit code 76 when nothing moved for ``timeout_s`` (0: never).
 
-    Every event of training is a beat; a thread looks whether they go on. The first step of a
+    Every event of training is a beat; a thread looks whether they continue. The first step of a
     start, the first evaluation, saves and all that follows the last step may take three times as
     long. When none came, each rank leaves its stack in the log and a note, and the first to know
     writes the verdict: the rank that the others wait for. A rank that is silent for half the time
     joins when another one has given up, so that all notes come together.
 
-    On from ``on_train_begin`` until the function that called ``Trainer.train`` is left, in whatever
-    way. Each rank beats equally often: the counts can be compared. The time in which the process
-    was stopped as a whole (SIGSTOP, a suspended job) does not count. ``hosts`` holds one host name
-    per rank; ``clock`` and ``end`` are there for tests.
+    On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
+    often: the counts can be compared. The time in which the process was stopped as a whole
+    (SIGSTOP, a suspended job) does not count. ``hosts`` holds one host name per rank.
     """
 
-    current: ClassVar["HangWatch | None"] = None  # a later run in this process takes over
+    current: ClassVar["HangWatch | None"] = None  # of this process
 
     def __init__(
         self,
@@ -63,16 +61,11 @@ class HangWatch(TrainerCallback):
         self.clock, self.end = clock, end
         self.poll_s = min(1.0, timeout_s / 20)
         self.hosts = hosts
-        self.rank = 0
-        self.beats = 0
-        self.beats_seen = 0
+        self.rank = self.step = self.beats = self.beats_seen = 0
         self.silent_s = 0.0
         self.looked: float | None = None
-        self.step = 0
         self.stepped = self.evaluated = self.trained = False
         self.control = TrainerControl()
-        self.thread = 0
-        self.owner: CodeType | None = None
 
     def beat(self, state: TrainerState, control: TrainerControl) -> None:
         """Note that something moved. Costs nothing: the thread reads the clock."""
@@ -91,7 +84,7 @@ class HangWatch(TrainerCallback):
         self.rank = args.process_index
         self.stepped = self.evaluated = False
         self.beat(state, control)
-        self.thread, self.owner = threading.get_ident(), _caller_of_training()
+        self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
@@ -148,20 +141,12 @@ class HangWatch(TrainerCallback):
         return not self.stepped or control.should_save or first_evaluation or ending
 
     def _watch(self) -> None:
-        while not self._is_over():
+        while HangWatch.current is self:
             hangs = self.look() >= 1
             if hangs or (self.silent_s >= self.timeout_s / 2 and self._another_hangs()):
                 self._give_up()
                 return
             time.sleep(self.poll_s)
-
-    def _is_over(self) -> bool:
-        if HangWatch.current is not self:
-            return True
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame.f_code is not self.owner:
-            frame = frame.f_back
-        return frame is None
 
     def _another_hangs(self) -> bool:
         return any(note.kind == "hung" and note.rank != self.rank for note in _notes())
@@ -211,15 +196,3 @@ def _notes() -> list[Note]:
 def _say(lines: list[str]) -> None:
     sys.stderr.write(redact("".join(f"{line}\n" for line in lines)))
     sys.stderr.flush()
-
-
-def _caller_of_training() -> CodeType | None:
-    """Return the code that called Trainer.train: while it runs, the run is not over."""
-    frame = sys._getframe(2)  # whoever called on_train_begin
-    caller = frame.f_code
-    outer: Any = frame
-    while outer is not None:
-        if outer.f_code.co_name == "train" and outer.f_back is not None:
-            caller = outer.f_back.f_code
-        outer = outer.f_back
-    return caller

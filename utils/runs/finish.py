@@ -59,8 +59,15 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     Returns the exit code. A run that was stopped is left as it is, for the next start. Raises
     ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
     """
-    if trainer.watch.stopped:
-        return _leave_stopped_run(trainer)
+    try:
+        return (
+            _leave_stopped_run(trainer) if trainer.watch.stopped else _finish(trainer, save_dtype)
+        )
+    finally:
+        HangWatch.current = None
+
+
+def _finish(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     step = trainer.state.global_step
     evaluated = any(
         entry["step"] == step and any(key.startswith("eval_") for key in entry)

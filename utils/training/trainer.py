@@ -18,6 +18,7 @@ from typing_extensions import override
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
+from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import TrainLoader, eval_loader
@@ -92,6 +93,8 @@ class PackedTrainer(Trainer):
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
         self.args.save_total_limit = None  # Checkpoints deletes old ones
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         if self.accelerator.ddp_handler is not None:
@@ -271,11 +274,12 @@ class PackedTrainer(Trainer):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
             self.callback_handler.on_train_end(self.args, self.state, self.control)
-        except Exception:
+        except BaseException:
             try:
                 self.checkpoints.finish()
             except Exception as error:  # what ended the run is what the user has to read
                 logger.error("the last checkpoint was not committed: %s", error)
+            HangWatch.current = None
             raise
         finally:
             self.checkpoints.close()

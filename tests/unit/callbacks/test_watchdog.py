@@ -1,6 +1,5 @@
 """The hang watch: what counts as silence, which rank is at fault, and no alarm in a slow run."""
 
-import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -123,12 +122,11 @@ def test_time_in_which_the_whole_process_was_stopped_does_not_count(training):
 
 def test_zero_turns_it_off(monkeypatch):
     training = Training(monkeypatch, timeout_s=0)
-    assert training.watch.owner is None
     assert HangWatch.current is not training.watch
 
 
 def train(timeout_s: float, end) -> HangWatch:
-    """Begin to train, as Trainer.train does; the watch is for who called this."""
+    """Begin to train, as Trainer.train does."""
     watch = HangWatch(timeout_s, ["n1"], end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
     watch.stepped = True
@@ -178,30 +176,22 @@ def test_a_hang_ends_the_process_with_note_stack_and_verdict(notes, capsys):
 
 def test_a_rank_joins_when_another_one_has_given_up(notes):
     ended = []
-
-    def train_for_ever():
-        train(2.0, ended.append)
-        time.sleep(0.7)
-        leave_note("hung", 76, "made no progress", rank=1, beats=0)
-        time.sleep(0.2)
-        assert not ended, "it has beaten less than half the time ago"
-        begin = time.monotonic()
-        wait_until(lambda: ended)
-        assert time.monotonic() - begin < 0.9, "it waited for its own timeout"
-
-    train_for_ever()
+    train(2.0, ended.append)
+    time.sleep(0.7)
+    leave_note("hung", 76, "made no progress", rank=1, beats=0)
+    time.sleep(0.2)
+    assert not ended, "it has beaten less than half the time ago"
+    begin = time.monotonic()
+    wait_until(lambda: ended)
+    assert time.monotonic() - begin < 0.9, "it waited for its own timeout"
     assert "rank 1 on n1 made no progress" in (notes / "verdict.txt").read_text()
 
 
 def test_without_notes_a_rank_speaks_for_itself_alone(notes, monkeypatch, capsys):
     monkeypatch.delenv("STOKER_NOTES_DIR")
     ended = []
-
-    def train_for_ever():
-        train(0.2, ended.append).hosts = ["n1", "n2"]
-        wait_until(lambda: ended)
-
-    train_for_ever()
+    train(0.2, ended.append).hosts = ["n1", "n2"]
+    wait_until(lambda: ended)
     assert ended == [76]
     assert "no sign of life" not in capsys.readouterr().err
 
@@ -211,55 +201,22 @@ def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
     wake = threading.Event()
     monkeypatch.setattr(watchdog, "leave_note", lambda *_, **__: wake.wait(10))
     ended = []
-
-    def train_for_ever():
-        train(0.2, ended.append)
-        wait_until(lambda: ended)
-
-    train_for_ever()
+    train(0.2, ended.append)
+    wait_until(lambda: ended)
     assert ended == [76]
     wake.set()
     wait_until(lambda: not running())
 
 
-@pytest.mark.parametrize("way", ["return", "raise"])
-def test_it_is_over_when_the_caller_of_training_is_left(way):
-    ended = []
-
-    def main():
-        train(0.4, ended.append)
-        assert running()
-        if way == "raise":
-            raise RuntimeError
-
-    with contextlib.suppress(RuntimeError):
-        main()
-    wait_until(lambda: not running())
-    time.sleep(0.5)
-    assert not ended
-
-
-def test_it_is_not_over_while_the_caller_of_training_goes_on():
-    """finish_run comes after train(), in the same function."""
-    ended = []
-
-    def main():
-        train(0.4, ended.append)
-        wait_until(lambda: ended)
-
-    main()
-    assert ended == [76]
-
-
-def test_a_later_run_takes_over():
+def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     ended = []
     train(0.4, lambda _: ended.append("first"))
-    train(60, lambda _: ended.append("second"))
+    train(0.4, lambda _: ended.append("second"))
     wait_until(lambda: len(running()) == 1)
-    time.sleep(0.5)
-    assert not ended
     HangWatch.current = None
     wait_until(lambda: not running())
+    time.sleep(0.5)
+    assert not ended
 
 
 def hung(
