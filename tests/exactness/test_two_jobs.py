@@ -24,33 +24,27 @@ def starts(tmp_path):
     return Starts(tmp_path)
 
 
-def test_of_two_starts_at_once_one_trains(starts, pretraining, tmp_path, figures):
+@pytest.mark.parametrize(
+    ("row", "first", "second"),
+    [
+        ("stoker", ("n8", "n8"), ("n8", "n8")),
+        # No host can look at the other's processes, only the heartbeat tells.
+        ("stoker on two hosts", ("n8", "n9"), ("n6", "n7")),
+    ],
+)
+def test_of_two_starts_at_once_one_trains(
+    row, first, second, starts, pretraining, tmp_path, figures
+):
     """Into a directory that is not there yet, and again where both find a killed run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    row = figures(FIGURES).setdefault("stoker", {})
-    with two_at_once(starts, pretraining(run), row) as trains:
+    counts = figures(FIGURES).setdefault(row, {})
+    with two_at_once(starts, pretraining(run), counts, *first) as trains:
         wait_for(run / "checkpoint-3" / "manifest.json")
         os.kill(trains.pid, signal.SIGKILL)
-    with two_at_once(starts, pretraining(run), row) as trains:
+    with two_at_once(starts, pretraining(run), counts, *second) as trains:
         pass
     assert trains.ending.exit_code == ExitCode.DONE, trains.ending.output
     assert f"{run}: its last owner is gone (process" in trains.ending.output
-    assert f"resuming from {run}/checkpoint-3" in trains.ending.output
-    is_the_whole_run(run, whole, starts, pretraining)
-    assert len(tiny.starts(run)) == 2, "refused starts are none"
-
-
-def test_of_two_starts_on_two_hosts_one_trains(starts, pretraining, tmp_path, figures):
-    """As above, where no host can look at the other's processes and only the heartbeat tells."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    row = figures(FIGURES).setdefault("stoker on two hosts", {})
-    with two_at_once(starts, pretraining(run), row, "n8", "n9") as trains:
-        wait_for(run / "checkpoint-3" / "manifest.json")
-        os.kill(trains.pid, signal.SIGKILL)
-    # Neither is on the host of the killed one: both watch for a heartbeat that does not come.
-    with two_at_once(starts, pretraining(run), row, "n6", "n7") as trains:
-        pass
-    assert trains.ending.exit_code == ExitCode.DONE, trains.ending.output
     assert f"resuming from {run}/checkpoint-3" in trains.ending.output
     is_the_whole_run(run, whole, starts, pretraining)
     assert len(tiny.starts(run)) == 2, "refused starts are none"
@@ -120,16 +114,15 @@ def test_plain_trainer_lets_both_train(starts, workspace, tmp_path, figures):
 def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: str):
     """The start that trains, once the other one was refused because of it; counted in `row`."""
     run = argv[argv.index("--output_dir") + 1]
-    places = [{"host": host} for host in hosts] or [{}, {}]
     with contextlib.ExitStack() as stack:
         both = [
-            stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7, **place))
-            for place in places
+            stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7, host=host))
+            for host in hosts
         ]
         refused = first_to_end(both)
         (trains,) = (child for child in both if child is not refused)
         said = refused.output.read_text()
-        host = hosts[both.index(trains)] if hosts else ""
+        host = hosts[both.index(trains)]
         assert f"{run} is in use by process {trains.pid} on {host}" in said
         assert "Traceback" not in said
         assert trains.process.is_alive()

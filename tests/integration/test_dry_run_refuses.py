@@ -312,7 +312,7 @@ BEYOND = {
     "runs/start.py": NODES,
     "support/collectives.py": NODES,
     "support/redaction.py": LAUNCH,
-    "support/run_lock.py": "a living job: the dry run warns, for it may be over by then",
+    "support/run_lock.py": "a living job: it may be over when the start comes",
     "training/optimizer.py": ("no optimizer",),
     "training/low_precision_adam.py": "compiled where the device is: " + NODES,
     "training/resume_state.py": LATER,

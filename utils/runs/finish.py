@@ -111,4 +111,4 @@ def _leave_together(trainer: Trainer) -> None:
     """
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-    leave_run_lock(str(trainer.args.output_dir))
+    leave_run_lock(Path(str(trainer.args.output_dir)))

@@ -34,7 +34,6 @@ from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts, in_force
 from utils.runs.preflight import StorageNeeds, check_room, is_finished, known_files, refuse_finished
-from utils.support.run_lock import living_owner
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,6 @@ def _check_run(
     """Refuse a directory that holds something else, or a run that cannot go on with this."""
     output_dir = _output_dir(settings)
     known = output_dir.is_dir() and known_files(output_dir)
-    if owner := living_owner(output_dir):
-        logger.warning("%s is in use by %s: a start now would be refused", output_dir, owner)
     resume_from = None
     if known:
         settings = _as_it_goes_on(settings, output_dir)

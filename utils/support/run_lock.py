@@ -1,29 +1,23 @@
-"""One job per run directory: a second one is refused, a dead one's lock is taken over.
+"""One job per run directory: a second one is refused, a dead job's lock is taken over.
 
-The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. A number is
-taken by creating its file exclusively, which one process alone succeeds in, on NFS too (flock does
-not work everywhere). The highest file is never removed: an owner that leaves writes so into it. So
-of newcomers that find the same owner dead one alone gets the next number, however late they act.
-
-The owner renews its file every few seconds. A newcomer knows that an owner is dead if its process
-is gone (same machine), if Slurm no longer knows its job, or if nothing renews the file for a
-while. No clocks are compared.
+The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. Its owner
+rewrites it every few seconds, and when it leaves writes that into it; nobody else removes it. A
+newcomer that finds the owner gone creates the next number, exclusively: one newcomer alone
+succeeds, on NFS too, where flock may not work. No clocks are compared.
 """
 
 import atexit
 import contextlib
-import dataclasses
 import datetime
 import json
 import logging
 import os
 import re
 import secrets
-import subprocess
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.support.host import host_name
@@ -32,50 +26,42 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".lock"
 BEAT_S = 5.0
-WATCH_S = 30.0  # storage may stall and a library may hold the interpreter: several beats
+WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
 LOOK_S = 0.5
-_PROC = Path("/proc")
 _NAME = re.compile(r"owner-(\d+)")
 
 _held: dict[Path, "RunLock"] = {}
 
 
-def take_run_lock(output_dir: str | os.PathLike[str]) -> None:
+def take_run_lock(output_dir: Path) -> None:
     """Make this process the only one that trains in a directory; rank 0 alone calls it.
 
     Held until `leave_run_lock` or the end of the process. Raises OSError, and ConfigurationError
-    that names a living owner; waits up to WATCH_S to learn whether one on another machine lives.
+    that names a living owner; watches an owner's heartbeat for up to WATCH_S.
     """
     leave_run_lock(output_dir)  # of an earlier run in this process
-    _held[Path(output_dir).resolve()] = RunLock(Path(output_dir))
+    _held[output_dir.resolve()] = RunLock(output_dir)
 
 
-def leave_run_lock(output_dir: str | os.PathLike[str]) -> None:
+def leave_run_lock(output_dir: Path) -> None:
     """Let others have the directory; does nothing if this process does not hold it."""
-    if lock := _held.pop(Path(output_dir).resolve(), None):
+    if lock := _held.pop(output_dir.resolve(), None):
         lock.release()
 
 
-def living_owner(output_dir: Path) -> str | None:
-    """Name who trains in a directory just now, if that is known at once; writes nothing."""
-    number, text = _newest(output_dir / FOLDER)
-    owner = Owner.from_json(text)
-    return str(owner) if number and owner and not _left(text) and owner.is_alive() else None
+def taken_over(output_dir: Path) -> str | None:
+    """Return who took the directory from this process; None: nobody, or no lock was taken.
 
-
-def taken_over(output_dir: str | os.PathLike[str]) -> str | None:
-    """Say who took the directory from this process; None: nobody, or no lock was taken.
-
-    A process that was suspended for longer than a newcomer watches may lose its lock: ask before
-    writing what others rely on. Raises OSError.
+    A process that was suspended for longer than WATCH_S may lose its lock: ask before writing what
+    others rely on. Raises OSError.
     """
-    lock = _held.get(Path(output_dir).resolve())
+    lock = _held.get(output_dir.resolve())
     return lock.taken_over() if lock else None
 
 
-def known_loss(output_dir: str | os.PathLike[str]) -> str | None:
+def known_loss(output_dir: Path) -> str | None:
     """Return what the last heartbeat found of `taken_over`, without reading anything."""
-    lock = _held.get(Path(output_dir).resolve())
+    lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
 
@@ -85,85 +71,22 @@ def _leave_all() -> None:
         leave_run_lock(output_dir)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """One process that took the lock, as it wrote itself down.
-
-    `machine` is the boot and the pid namespace in which `pid` means something; `process_start`
-    (clock ticks since boot) tells the process from a later one of the same pid. `since` is for
-    people alone.
-    """
-
-    token: str
-    host: str
-    machine: str
-    pid: int
-    process_start: int | None
-    cluster: str | None
-    job: str | None
-    restart_count: int
-    since: str
-
-    @classmethod
-    def this_process(cls) -> "Owner":
-        """Return this process and its Slurm job as an owner."""
-        return cls(
-            token=secrets.token_hex(8),
-            host=host_name(),
-            machine=_machine(),
-            pid=os.getpid(),
-            process_start=_process_start(os.getpid()),
-            cluster=os.environ.get("SLURM_CLUSTER_NAME"),
-            job=os.environ.get("SLURM_JOB_ID"),
-            restart_count=_restart_count(),
-            since=datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
-        )
-
-    @classmethod
-    def from_json(cls, text: bytes | None) -> "Owner | None":
-        """Return the owner that a lock file names; None if it names none (cut off, damaged)."""
-        try:
-            return cls(**json.loads(text or b"")["owner"])
-        except (ValueError, TypeError, KeyError):
-            return None
-
-    def __str__(self) -> str:
-        job = f" (Slurm job {self.job})" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {self.since}"
-
-    def is_alive(self) -> bool | None:
-        """Whether this process lives; None: only its heartbeat tells."""
-        if self.machine and self.machine == _machine():
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass  # another user's, which /proc may hide (mount option hidepid)
-            start = _process_start(self.pid)
-            if start is not None and self.process_start is not None:
-                return start == self.process_start
-        # Job ids mean something within one cluster alone.
-        cluster = os.environ.get("SLURM_CLUSTER_NAME")
-        if self.job is None or cluster is None or cluster != self.cluster:
-            return None
-        if self.job == os.environ.get("SLURM_JOB_ID"):
-            # Slurm starts a job again once every process of the earlier start is gone.
-            return False if _restart_count() > self.restart_count else None
-        # A job in the queue may have lost that process; a suspended one has no heartbeat and lives.
-        state = _job_state(self.job)
-        return {"": False, "SUSPENDED": True}.get(state) if state is not None else None
-
-
 class RunLock:
     """The lock of one directory, held by this process from the constructor to `release`."""
 
     def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
-        self.folder = output_dir / FOLDER
-        self.owner = Owner.this_process()
+        self.output_dir, self.folder = output_dir, output_dir / FOLDER
+        self.owner: dict[str, Any] = {
+            "token": secrets.token_hex(8),
+            "host": host_name(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "restart_count": _restart_count(),
+            "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
+        }
         self.beats = 0
-        self.lost: str | None = None  # as the last heartbeat found
+        self.lost: str | None = None
         self.folder.mkdir(exist_ok=True)
         while not self._create(number := self._wait_for_the_last_owner() + 1):
             pass
@@ -173,8 +96,8 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Write down that the run left. Never raises: a process that ended counts as left."""
-        if os.getpid() != self.owner.pid:
+        """Write down that the run left. Never raises: a lock without a heartbeat is taken over."""
+        if os.getpid() != self.owner["pid"]:
             return  # a fork: the lock is its parent's
         self._stop.set()
         self._thread.join(timeout=BEAT_S)
@@ -183,58 +106,47 @@ class RunLock:
                 self._write(self.number, os.O_WRONLY, left=True)
 
     def taken_over(self) -> str | None:
-        """Say who has the directory now; None: this process."""
-        number, text = _newest(self.folder)
-        owner = Owner.from_json(text)
-        if owner is not None and owner.token == self.owner.token:
+        """Return who has the directory now; None: this process."""
+        _, content = _newest(self.folder)
+        if content.get("owner", {}).get("token") == self.owner["token"]:
             return None
-        if number == 0:
-            return f"{self.folder} was removed, so another job may be in {self.output_dir} by now."
         return (
-            f"{self.output_dir} was taken over by {owner or _nobody(number)}: this run gave no "
-            f"sign of life for longer than {WATCH_S:.0f} s (was it suspended?)."
+            f"{self.output_dir} was taken over by {_named(content)}: this run gave no sign of life "
+            f"for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
 
     def _wait_for_the_last_owner(self) -> int:
         """Return the number of the last owner once it is gone, 0 if there was none.
 
-        Raises ConfigurationError if it lives.
+        Raises ConfigurationError if it shows a sign of life.
         """
-        watched: tuple[int, Owner | None] | None = None
-        before, since = b"", 0.0
-        while True:
-            number, text = _newest(self.folder)
-            if number == 0 or _left(text):
-                return number
-            owner = Owner.from_json(text)
-            alive = None
-            if watched != (number, owner):
-                alive = owner.is_alive() if owner else None
-                if alive is None:
-                    logger.info(
-                        "the run directory belongs to %s: watching for %.0f s whether it is alive",
-                        owner or _nobody(number),
-                        WATCH_S,
-                    )
-                watched, before, since = (number, owner), text, time.monotonic()
-            elif text != before and owner:
-                alive = True
-            elif time.monotonic() - since >= WATCH_S:
-                alive = False
-            if alive:
-                raise ConfigurationError(self._refusal(owner))
-            if alive is False:
-                gone = owner or _nobody(number)
-                logger.warning("%s: its last owner is gone (%s)", self.output_dir, gone)
-                return number
-            time.sleep(LOOK_S)
+        number, before = _newest(self.folder)
+        if number == 0 or before.get("left"):
+            return number
+        if not _is_gone(before):
+            logger.info(
+                "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
+                _named(before),
+                WATCH_S,
+            )
+            until = time.monotonic() + WATCH_S
+            while time.monotonic() < until:
+                time.sleep(LOOK_S)
+                number, content = _newest(self.folder)
+                if content.get("left"):
+                    return number
+                if content and content != before:
+                    raise ConfigurationError(self._refusal(content))
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
+        return number
 
-    def _refusal(self, owner: Owner | None) -> str:
-        cancel = f", scancel {owner.job}" if owner and owner.job else ""
+    def _refusal(self, content: dict[str, Any]) -> str:
+        job = content["owner"].get("job")
         return (
-            f"{self.output_dir} is in use by {owner}: two jobs in one directory would overwrite "
-            f"each other. Wait for its end, stop it (touch {self.output_dir / 'STOP'}{cancel}), or "
-            "name another --output_dir."
+            f"{self.output_dir} is in use by {_named(content)}: two jobs in one directory would "
+            "overwrite each other. Wait for it to end, stop it (touch "
+            f"{self.output_dir / 'STOP'}{f', scancel {job}' if job else ''}), or name another "
+            "--output_dir."
         )
 
     def _create(self, number: int) -> bool:
@@ -245,7 +157,7 @@ class RunLock:
             return False
         numbers = _numbers(self.folder)
         for other in numbers:
-            if other < max(numbers):  # the owners before, or ours, from a look too long ago
+            if other < max(numbers):  # earlier owners; or ours, if this process was slow
                 (self.folder / f"owner-{other}").unlink(missing_ok=True)
         return max(numbers) == number
 
@@ -266,8 +178,8 @@ class RunLock:
                 return
 
     def _write(self, number: int, flags: int, *, left: bool = False) -> None:
-        """Write this owner's file in one piece; never shorter than it was, so never half old."""
-        content = {"owner": dataclasses.asdict(self.owner), "beat": self.beats, "left": left}
+        """Write this owner's file in one call, always of one size: no reader sees half of it."""
+        content = {"owner": self.owner, "beat": self.beats, "left": left}
         text = json.dumps(content).ljust(1023) + "\n"
         descriptor = os.open(self.folder / f"owner-{number}", flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
@@ -283,26 +195,40 @@ def _numbers(folder: Path) -> list[int]:
     return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
 
 
-def _newest(folder: Path) -> tuple[int, bytes]:
-    """Return the highest number (0: none) and what its file holds."""
+def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Return the highest number (0: none) and its file's content, empty if it names no owner."""
     number = max(_numbers(folder), default=0)
     try:
-        return number, (folder / f"owner-{number}").read_bytes() if number else b""
-    except FileNotFoundError:
-        return number, b""
+        content = json.loads((folder / f"owner-{number}").read_bytes()) if number else {}
+    except (FileNotFoundError, ValueError):
+        return number, {}
+    named = isinstance(content, dict) and isinstance(content.get("owner"), dict)
+    return number, content if named else {}
 
 
-def _nobody(number: int) -> str:
-    return f"somebody who left no name (owner-{number})"
+def _named(content: dict[str, Any]) -> str:
+    if not content:
+        return "a process that left no name"
+    owner = content["owner"]
+    job = f" (Slurm job {owner.get('job')})" if owner.get("job") else ""
+    return f"process {owner.get('pid')} on {owner.get('host')}{job}, since {owner.get('since')}"
 
 
-def _left(text: bytes) -> bool:
-    """Whether the owner wrote down that it left."""
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and content.get("left") is True
+def _is_gone(content: dict[str, Any]) -> bool:
+    """Whether an owner is known to be gone; False: only its heartbeat tells."""
+    owner = content.get("owner", {})
+    # Slurm starts a job again once every process of the earlier start is gone.
+    same_job = owner.get("job") is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
+    if same_job and _restart_count() > owner["restart_count"]:
+        return True
+    if owner.get("machine") and owner["machine"] == _machine():
+        try:
+            os.kill(owner["pid"], 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # another user's
+    return False
 
 
 def _restart_count() -> int:
@@ -310,36 +236,9 @@ def _restart_count() -> int:
 
 
 def _machine() -> str:
-    """Name this boot of this machine and this pid namespace; empty if /proc does not say."""
+    """Name the boot and the pid namespace in which a pid means something; empty without /proc."""
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
-
-
-def _process_start(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; -1: it only waits to be reaped.
-
-    None if /proc does not say. See proc(5), /proc/PID/stat: the name may hold spaces and brackets.
-    """
-    try:
-        fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *rest = fields.rpartition(")")[2].split()
-    return -1 if state in ("Z", "X") else int(rest[18])
-
-
-def _job_state(job: str) -> str | None:
-    """Return a job's state in squeue's words; empty: it is not in the queue; None: no answer."""
-    try:
-        done = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%T"],
-            capture_output=True, text=True, timeout=10, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return "" if "Invalid job id" in done.stderr else None
