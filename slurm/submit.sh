@@ -81,7 +81,7 @@ cancel() {
 trap cancel EXIT
 trap 'exit 130' INT TERM HUP
 
-fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut,WorkDir,HetJobID
+fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut,WorkDir
 shown=$(squeue "${on[@]}" --noheader --jobs="$job" --Format="${fields//,/:1024,}:1024")
 "$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${#options[@]}" "${options[@]}" "$@" >&2
 

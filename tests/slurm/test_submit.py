@@ -109,7 +109,6 @@ def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_pat
     preparation = ["slurm/prepare_job.sh", "--sources", "x.jsonl", "--output_dir", "data"]
     for words, code, message in [
         ([*options, *jobs.flags(tmp_path / "run", global_batch_size=3)], 2, "divide over 2 ranks"),
-        (["--nodes=1", ":", *options], 2, "heterogeneous job"),
         (["--array=0-3", *preparation], 2, "no tokenizer: give --tokenizer_name_or_path DIR"),
         (["--partition=absent", *options], 1, "invalid partition specified: absent"),
         (short, 2, "would stop as it starts"),

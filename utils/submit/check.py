@@ -33,11 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job = read_answer(fields, answer)
-    if job["HetJobID"] not in ("N/A", "0", ""):
-        raise ConfigurationError(
-            "this is a heterogeneous job (`:` between options), which cannot run one training: "
-            "ask for all nodes with one set of options"
-        )
     _check_root(job["WorkDir"], directory)
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
     print(f"log:     {log.replace('%j', job['JobID'])}", flush=True)  # noqa: T201 - for the user
@@ -45,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "prepare_job.sh":
         return _check_preparation(arguments)
     command = _sweep_command(arguments) if kind == "sweep_job.sh" else _run_command(arguments)
-    given = GivenOptions(options, Path(directory, job_script))
-    _warn_of_lost_variables(given)
     allocation = planned_allocation(job, os.environ)
     path, _ = choose_config(os.environ, allocation)
     launch = strategy_variables(read_config(path, allocation))
@@ -62,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         strategy=strategy,
         strategy_file=str(path),
         time_limit_s=time_limit_s(job["TimeLimit"]),
-        signal_lead_s=signal_lead_s(given.value("signal")),
+        signal_lead_s=signal_lead_s(given_signal(options, Path(directory, job_script))),
         requeue=job["Requeue"] == "1",
     )
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
@@ -115,34 +108,26 @@ def signal_lead_s(text: str | None) -> int | None:
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 
-class GivenOptions:
-    """Options of sbatch that squeue does not show, in Slurm's order of precedence."""
-
-    def __init__(self, options: Sequence[str], job_script: Path) -> None:
-        self.options = " ".join(options)
-        lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
-        self.head = "\n".join(line for line in lines if line.startswith("#SBATCH"))
-
-    def value(self, name: str) -> str | None:
-        """Return what was given last as --NAME=VALUE, as SBATCH_NAME, or in the #SBATCH lines."""
-        variable = f"--{name}={os.environ.get(f'SBATCH_{name.upper()}', '')}"
-        for text in (self.options, variable, self.head):
-            if found := re.findall(rf"(?<!\S)--{name}[= ](\S+)", text):
-                return str(found[-1])
-        return None
+def given_signal(options: Sequence[str], job_script: Path) -> str | None:
+    """Return --signal, which squeue does not show: given last, in SBATCH_SIGNAL or in the head."""
+    lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
+    head = "\n".join(line for line in lines if line.startswith("#SBATCH"))
+    for text in (" ".join(options), f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", head):
+        if found := re.findall(r"(?<!\S)--signal[= ](\S+)", text):
+            return str(found[-1])
+    return None
 
 
 def _check_root(job_directory: str, directory: str) -> None:
-    """Refuse a job that will not find this repository, or will find another one."""
+    """Refuse a job that would not find this repository, where job scripts look for it."""
     here = Path.cwd().resolve()
-    named = os.environ.get("STOKER_ROOT")
-    candidates = [named] if named else [job_directory, directory]  # where job scripts look
-    found = next((path for path in candidates if Path(path, LAUNCHER).is_file()), None)
-    if found is None or Path(found).resolve() != here:
-        where = f"would run the repository in {found}" if found else "would not find a repository"
+    found = Path(os.environ.get("STOKER_ROOT") or job_directory)
+    if not (found / LAUNCHER).is_file():
+        found = Path(directory)
+    if found.resolve() != here:
         raise ConfigurationError(
-            f"the job {where}, but this is {here}: call slurm/submit.sh there, or "
-            "export STOKER_ROOT."
+            f"the job would look for the repository in {found}, but this is {here}: call "
+            "slurm/submit.sh there, or export STOKER_ROOT."
         )
 
 
@@ -192,22 +177,6 @@ def _check_script(script: str) -> None:
     if not any(name in text for name in ("parse_pretraining", "parse_fine_tuning", "dry_run")):
         raise ConfigurationError(
             f"{script} does not know --dry_run, so it cannot be checked: submit it with sbatch"
-        )
-
-
-def _warn_of_lost_variables(given: GivenOptions) -> None:
-    passed = (given.value("export") or "ALL").split(",")
-    names = {entry.partition("=")[0] for entry in passed}
-    lost = [
-        name
-        for name in sorted(os.environ)
-        if name == "ACCELERATE_CONFIG" or name.startswith(("STOKER_", "ACCELERATE_USE_"))
-        if name not in names
-    ]
-    if lost and "ALL" not in passed:
-        sys.stderr.write(
-            f"WARNING  --export={','.join(passed)} keeps {', '.join(lost)} from the job: name them "
-            "there, or use --export=ALL\n"
         )
 
 

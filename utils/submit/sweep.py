@@ -66,7 +66,7 @@ class Sweep:
     output_dir: Path
 
     def run_directory(self, point: Point) -> Path:
-        """Return where a point's run is kept."""
+        """Return the directory of a point's run."""
         return self.output_dir / point.name
 
     def point(self, index: str) -> Point:
@@ -197,31 +197,26 @@ class _Reading:
 
     def sweep(self) -> Sweep:
         """Return the sweep; valid only if `problems` stays empty."""
-        script, output_dir = self._path("script"), self._path("output_dir")
-        if script and not Path(script).is_file():
-            self.fault("script", f"there is no {script} (paths are from the repository's root)")
+        script, output_dir = self.values.get("script"), self.values.get("output_dir")
+        if not isinstance(script, str) or not Path(script).is_file():
+            self.fault(
+                "script", f"there is no file {script} (paths are from the repository's root)"
+            )
+        if not isinstance(output_dir, str):
+            self.fault("output_dir", "give the folder for the points' run directories")
         config = self.values.get("config", [])
         config = [config] if isinstance(config, str) else config
         if not isinstance(config, list) or not all(isinstance(entry, str) for entry in config):
             self.fault("config", "expected recipe files, as on the command line")
             config = []
         fixed = self._settings("settings", self.values.get("settings", {}))
-        if not {"grid", "list"} & self.values.keys():
-            self.fault("grid", "a sweep needs a grid, a list of points, or both")
         points = self._points(fixed)
-        return Sweep(self.file, script, tuple(config), fixed, points, Path(output_dir))
+        return Sweep(self.file, str(script), tuple(config), fixed, points, Path(str(output_dir)))
 
-    def _path(self, key: str) -> str:
-        value = self.values.get(key)
-        if isinstance(value, str) and value:
-            return value
-        self.fault(key, "is required" if value is None else f"expected a path, not {value!r}")
-        return ""
-
-    def _settings(self, key: str, value: Any, where: str = "") -> dict[str, Any]:
+    def _settings(self, key: str, value: Any) -> dict[str, Any]:
         """Return the settings that can be flags; the others are faults."""
         if not isinstance(value, dict):
-            self.fault(key, f"{where}expected settings as `name: value`, not {value!r}")
+            self.fault(key, f"expected settings as `name: value`, not {value!r}")
             return {}
         valid = {}
         for name, given in value.items():
@@ -233,89 +228,71 @@ class _Reading:
                 flag_words(name, given)
                 valid[name] = given
             except ValueError as error:
-                self.fault(key, f"{where}{name}: {error}")
+                self.fault(key, f"{name}: {error}")
         return valid
 
     def _points(self, fixed: Mapping[str, Any]) -> tuple[Point, ...]:
+        found = [*self._grid(), *self._listed()]
+        if not found and not self.problems:
+            self.fault("grid", "a sweep needs a grid, a list of points, or both")
         points: list[Point] = []
         first: dict[frozenset[tuple[str, ...]], int] = {}
-        found = [("grid", point) for point in self._grid()]
-        found += [("list", point) for point in self._listed()]
         for index, (key, settings) in enumerate(found):
-            name = point_name(settings)
             for shared in settings.keys() & fixed.keys():
                 self.fault(key, f"{shared}: is among `settings` too, which all points share")
             identity = frozenset(tuple(flag_words(*item)) for item in settings.items())
-            if first.setdefault(identity, index) != index:
-                self.fault(key, f"point {index} is point {first[identity]} again: {name}")
-            points.append(Point(index, name, settings))
+            if (same := first.setdefault(identity, index)) != index:
+                self.fault(key, f"point {index} is point {same} again: {point_name(settings)}")
+            points.append(Point(index, point_name(settings), settings))
         return tuple(points)
 
-    def _grid(self) -> Iterator[dict[str, Any]]:
+    def _grid(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield every combination, the last setting changing fastest."""
-        grid = self.values.get("grid", {})
-        if not isinstance(grid, dict) or (not grid and "grid" in self.values):
+        grid = self.values.get("grid")
+        if grid is None:
+            return
+        if not isinstance(grid, dict) or not all(isinstance(axis, list) for axis in grid.values()):
             self.fault("grid", "expected `setting: [values]`")
-        elif grid:
-            axes: dict[str, Sequence[Any]] = {}
-            for name, values in grid.items():
-                if isinstance(values, list) and values:
-                    axes[name] = [
-                        value for value in values if self._settings("grid", {name: value})
-                    ]
-                else:
-                    self.fault("grid", f"{name}: expected a list of values, at least one")
-            for combination in itertools.product(*axes.values()):
-                yield dict(zip(axes, combination, strict=True))
+            return
+        for values in itertools.product(*grid.values()):
+            if settings := self._settings("grid", dict(zip(grid, values, strict=True))):
+                yield "grid", settings
 
-    def _listed(self) -> Iterator[dict[str, Any]]:
-        listed = self.values.get("list", [])
-        if not isinstance(listed, list) or (not listed and "list" in self.values):
+    def _listed(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        listed = self.values.get("list") or []
+        if not isinstance(listed, list):
             self.fault("list", "expected points, each `{setting: value}`")
             return
-        for number, point in enumerate(listed):
-            settings = self._settings("list", point, where=f"entry {number}: ")
-            if settings:
-                yield settings
-            elif point == {}:
-                self.fault("list", f"entry {number}: a point without settings")
+        for point in listed:
+            if settings := self._settings("list", point):
+                yield "list", settings
 
 
 def check_points(sweep: Sweep, say: Callable[[str], None]) -> None:
-    """Dry-run the points in this process; after the first one's lines show only new warnings.
+    """Dry-run the points in this process, showing the first one's lines.
 
     Raises ConfigurationError with the faults of all points, shared ones once.
     """
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[Point]] = {}
-    warned: set[str] = set()
     for point in sweep.points:
-        output = io.StringIO()
+        output, before = io.StringIO(), dict(os.environ)
+        say(f"point {point.index}: {point.name}")
         try:
-            _dry_run(main, sweep.arguments(point)[1:], output)
+            with contextlib.redirect_stdout(output):
+                main([*sweep.arguments(point)[1:], "--dry_run"])
         except ConfigurationError as error:
             for problem in error.problems:
                 faults.setdefault(problem, []).append(point)
-        say(f"point {point.index}: {point.name}")
-        for line in output.getvalue().splitlines():
-            warning = line.partition("  WARNING  ")[2]
-            if point.index == 0 or (warning and warning not in warned):
-                say(line)
-            warned.add(warning)
+        finally:  # TrainingArguments writes some settings into it
+            os.environ.clear()
+            os.environ.update(before)
+        if point.index == 0:
+            say(output.getvalue().rstrip())
     if faults:
         raise ConfigurationError(
             [f"{_whose(points, sweep)}: {problem}" for problem, points in faults.items()]
         )
-
-
-def _dry_run(main: Callable[[list[str]], object], argv: list[str], output: io.StringIO) -> None:
-    before = dict(os.environ)
-    try:
-        with contextlib.redirect_stdout(output):
-            main([*argv, "--dry_run"])
-    finally:  # TrainingArguments writes some settings into it
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _whose(points: list[Point], sweep: Sweep) -> str:

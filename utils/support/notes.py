@@ -77,8 +77,7 @@ def leave_note(
 ) -> None:
     """Write this rank's note, with further fields of a Note; the first one of a rank stays.
 
-    Does nothing without a directory, and never raises for storage that takes no note: what made
-    the process end matters more.
+    Never raises: what made the process end matters more than a full disk.
     """
     directory = notes_directory()
     if directory is None:
@@ -135,19 +134,16 @@ def _create(path: Path, text: str) -> bool:
 
 
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
-    """Return `file:line in function` of the innermost frame of this repository.
+    """Return `file:line in function` of the innermost frame of this repository or of `packages`.
 
-    Frames of the installed `packages` count too. Without any of those the innermost frame of all
-    is named. `frames` come as `traceback.extract_tb` gives them, the innermost last.
+    Without any of those, of the innermost of all; `frames` hold it last, as `extract_tb` does.
     """
     for frame in reversed(frames):
-        name = _shown_path(frame.filename, packages)
-        if name:
+        if name := _shown_path(frame.filename, packages):
             return f"{name}:{frame.lineno} in {frame.name}"
     if not frames:
         return "no Python code"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
 
 
 def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
@@ -213,18 +209,13 @@ def _fault(error: BaseException) -> str | None:
 
 
 def _target(fault: BaseException, error: BaseException) -> str:
-    """Name what was written, with its free space: a file, or the directory a frame wrote into."""
-    target = getattr(fault, "filename", None)
-    if not isinstance(target, str):
-        # From the outermost frame of all on: the trace of a fault begins where it was caught.
-        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-        folders = [
-            names[name] for names in frames for name in ("output_dir", "save_directory")
-            if isinstance(names.get(name), str | Path)
-        ]  # fmt: skip
-        if not folders:
-            return ""
-        target = folders[-1]
+    """Name the file, or the folder that a frame wrote into, with the free space there."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    folders = [names.get("output_dir") or names.get("save_directory") for names in frames]
+    targets = [getattr(fault, "filename", None), *reversed(folders)]
+    target = next((target for target in targets if isinstance(target, str | Path)), None)
+    if target is None:
+        return ""
     path = Path(target).absolute()
     folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
     try:

@@ -31,9 +31,8 @@ _SECRET_FLAG = re.compile(
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
     """Take the tokens in TOKEN_NAMES from a `.env` file into the environment; name those taken.
 
-    What the environment has already wins. A missing file is fine; other lines are not used, with a
-    warning that shows none of them. Raises ConfigurationError for a file that is not private: a
-    symlink, another user's, or one that group or others can read. No value ever enters a message.
+    The environment wins; a missing file is fine; other lines are ignored with a warning. Raises
+    ConfigurationError for a file that is not private. No value ever enters a message.
     """
     from io import StringIO
 
@@ -46,13 +45,9 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
     values = dotenv_values(stream=StringIO(text.removeprefix("\ufeff")), interpolate=False)
     taken = [name for name in TOKEN_NAMES if values.get(name) and not os.environ.get(name)]
     os.environ.update({name: str(values[name]) for name in taken})
-    unused = len(values.keys() - set(TOKEN_NAMES))
-    if unused:
+    if unused := len(values.keys() - set(TOKEN_NAMES)):
         # Counted, not named: a line without "=" may be a pasted token.
-        logger.warning(
-            "%s: %d line(s) not used: only %s are taken from it",
-            path, unused, ", ".join(TOKEN_NAMES),
-        )  # fmt: skip
+        logger.warning("%s: %d line(s) ignored, %s are read", path, unused, ", ".join(TOKEN_NAMES))
     return taken
 
 
@@ -65,26 +60,26 @@ def _read_private(path: Path) -> str | None:
         return None
     except OSError as error:
         raise ConfigurationError(
-            f"{path} cannot be read ({error.strerror}): it must be a file of your own, no symlink. "
-            f"Put it there with cp, then chmod 600 {path}; or set the tokens in the environment."
+            f"{path} cannot be read ({error.strerror}): make it a file of your own, no symlink."
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
-        mode = stat.S_IMODE(status.st_mode)
-        if status.st_uid != os.getuid():
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise ConfigurationError(
-                f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()}), who "
-                f"chooses your tokens: make your own copy, then chmod 600 {path}"
+                f"{path} holds tokens, but it is not a file of yours (owner: uid {status.st_uid}): "
+                f"copy yours there, then chmod 600 {path}"
             )
-        if mode & 0o077:
+        if status.st_mode & 0o077:
             raise ConfigurationError(
-                f"{path} can be read or changed by others (mode {mode:03o}). Run: chmod 600 {path}"
+                f"{path} can be read or changed by others (mode {status.st_mode & 0o777:03o}): "
+                f"chmod 600 {path}"
             )
-        try:
-            return file.read().decode("utf-8")
-        except UnicodeDecodeError:
-            # `from None`: the error's text holds the file's bytes.
-            raise ConfigurationError(f"{path} is not UTF-8 text: write it again.") from None
+        return os.read(descriptor, status.st_size).decode("utf-8")
+    except UnicodeDecodeError:
+        # `from None`: the error's text holds the file's bytes.
+        raise ConfigurationError(f"{path} is not UTF-8 text: write it again.") from None
+    finally:
+        os.close(descriptor)
 
 
 def redact(text: str) -> str:
@@ -146,8 +141,5 @@ def install_redaction() -> None:
 def _print_redacted_error(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error or kind(), trace)
-        return
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
     sys.stderr.flush()

@@ -62,7 +62,7 @@ def test_other_lines_are_counted_and_not_used(tmp_path, caplog):
     assert "OTHER" not in os.environ
     assert os.environ["PATH"] != "/nowhere"
     (record,) = caplog.records
-    assert ".env: 4 line(s) not used: only WANDB_API_KEY, HF_TOKEN" in record.message
+    assert ".env: 4 line(s) ignored, WANDB_API_KEY, HF_TOKEN" in record.message
     assert "canary" not in caplog.text.lower()
 
 
@@ -75,13 +75,16 @@ def test_a_file_that_others_can_touch_is_refused(tmp_path, mode):
     assert "HF_TOKEN" not in os.environ
 
 
-def test_symlinks_and_other_users_files_are_refused(tmp_path, monkeypatch):
+def test_symlinks_folders_and_other_users_files_are_refused(tmp_path, monkeypatch):
     path = env_file(tmp_path, "HF_TOKEN=x")
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigurationError, match="no symlink"):
         load_env_file(tmp_path / "link")
+    (tmp_path / "folder").mkdir(mode=0o700)
+    with pytest.raises(ConfigurationError, match=r"folder holds tokens, but it is not a file of y"):
+        load_env_file(tmp_path / "folder")
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
-    with pytest.raises(ConfigurationError, match=r"belongs to another user.*chmod 600"):
+    with pytest.raises(ConfigurationError, match=r"not a file of yours \(owner: uid .*chmod 600"):
         load_env_file(path)
 
 
