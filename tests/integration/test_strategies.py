@@ -94,7 +94,6 @@ def test_compiled_layers_of_two_processes_train_as_one_process(
     settings = {"per_device_train_batch_size": 1, "compile": "true"}
     argv = pretraining(run, **settings, **evaluation(workspace, "heldout"))
     shown = succeed(run_two_processes("fsdp2", "pretrain.py", argv))
-    assert "graphs; the first step took" in shown
     assert "graphs more" not in shown
     assert_same_run(run, pretrained_alone)
 

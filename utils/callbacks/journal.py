@@ -35,8 +35,7 @@ class Journal(TrainerCallback):
 
     A line holds event (started, resumed, train, eval, save, and last stopped or summary), step,
     epoch, time (unix seconds), split for an evaluation, and the logged figures. `sources` add
-    details that only the file gets, and remarks of their own to the log; `stopped` tells at the end
-    whether the run ended early.
+    details that only the file gets; `stopped` tells at the end whether the run ended early.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Journal(TrainerCallback):
         self.checkpoints, self.sources, self.stopped = checkpoints, list(sources), stopped
         self.saves_written = 0
         self.file: TextIO | None = None
-        self.time_left = TimeLeft()
+        self.first_step: tuple[int, float] | None = None  # of this start, and when it ended
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the file and note the start."""
-        self.time_left = TimeLeft()
+        self.first_step = None
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,18 +68,20 @@ class Journal(TrainerCallback):
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the pace."""
-        self.time_left.begin_step(state.global_step)
-
-    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the pace."""
-        self.time_left.end_step(state.global_step)
+        """Begin to measure the pace once the first step, which compiles and allocates, is done."""
+        if self.first_step is None:
+            self.first_step = (state.global_step, time.monotonic())
+
+    def _seconds_left(self, state: TrainerState) -> float | None:
+        """Return the time that all steps will take, evaluations and saves between them included."""
+        if self.first_step is None or state.global_step <= self.first_step[0]:
+            return None
+        step, since = self.first_step
+        pace_s = (time.monotonic() - since) / (state.global_step - step)
+        return pace_s * max(state.max_steps - state.global_step, 0)
 
     @override
     def on_log(
@@ -105,11 +106,7 @@ class Journal(TrainerCallback):
             for source in self.sources:
                 line |= source.details()
         self._write(line)
-        seconds_left = self.time_left.seconds(state.global_step, state.max_steps)
-        logger.info("%s", readable_line(line, state.max_steps, seconds_left))
-        if line["event"] == "train":
-            for remark in filter(None, (source.report() for source in self.sources)):
-                logger.info("%s", remark)
+        logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
 
     @override
     def on_save(
@@ -225,9 +222,10 @@ _TRAINING: dict[str, Callable[[Any], str]] = {
     "loss": lambda value: f"loss {_number(value, '.4f')}",
     "learning_rate": lambda value: f"lr {_number(value, '.2e')}",
     "grad_norm": lambda value: f"grad {_number(value, '.3f')}",
-    "tokens_per_s": lambda value: f"{quantity(value):>6} tok/s",
+    "tokens_per_s": lambda value: f"{_number(value, ',.0f')} tokens/s",
     "step_time_s": lambda value: f"{_number(value, '.3g')} s/step",
     "data_wait_s": lambda value: f"wait {_number(value, '.2g')} s",
+    "memory_peak_train_gib": lambda value: f"peak {_number(value, '.2f')} GiB",
     "first_step_time_s": lambda value: f"first step {_number(value, '.1f')} s",
 }
 
@@ -241,20 +239,6 @@ def _number(value: Any, spec: str) -> str:
     return format(value, spec) if isinstance(value, int | float) else str(value)
 
 
-def quantity(value: float) -> str:
-    """Format a large count in three digits: 941, 12.4k, 1.21M.
-
-    >>> quantity(12_400), quantity(999.6), quantity(1_210_000)
-    ('12.4k', '1.00k', '1.21M')
-    """
-    for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
-        scaled = value / scale
-        if scaled < 999.5 or unit == "G":
-            break
-    digits = 0 if not unit or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-    return f"{scaled:.{digits}f}{unit}"
-
-
 def duration(seconds: float) -> str:
     """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
 
@@ -266,35 +250,3 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
     return f"{whole}s"
-
-
-class TimeLeft:
-    """Knows the pace of the steps of one start, evaluations and saves between them included.
-
-    What comes before the first step (an evaluation, say) happens once and counts for no step; as
-    soon as there is a second step the first one, which compiles and allocates, counts no more.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.since: tuple[int, float] | None = None  # steps done, and when
-        self.first_end: tuple[int, float] | None = None
-
-    def begin_step(self, steps_done: int) -> None:
-        """Note when the first step begins."""
-        if self.since is None:
-            self.since = (steps_done, self.clock())
-
-    def end_step(self, steps_done: int) -> None:
-        """Note the first step's end once a second one has ended."""
-        if self.first_end is None:
-            self.first_end = (steps_done, self.clock())
-        else:
-            self.since = self.first_end
-
-    def seconds(self, steps_done: int, steps: int) -> float | None:
-        """Return the seconds until all steps are done; None before the first one is."""
-        if self.since is None or steps_done <= self.since[0]:
-            return None
-        pace_s = (self.clock() - self.since[1]) / (steps_done - self.since[0])
-        return pace_s * max(steps - steps_done, 0)

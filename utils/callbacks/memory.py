@@ -16,17 +16,14 @@ from utils.support.host import host_name
 
 GIB = 1024**3
 PHASES = ("train", "eval", "save")
-_PEAKS = [f"memory_peak_{phase}_gib" for phase in PHASES]
 _FIGURES = (
     "memory_allocated_gib",
     "memory_reserved_gib",
     "memory_free_gib",
-    *_PEAKS,
+    *(f"memory_peak_{phase}_gib" for phase in PHASES),
     "host_rss_gib",
     "host_peak_rss_gib",
 )
-# A maximum that grew by less than this share is not worth a line.
-_NEWS = 0.05
 
 
 class MemoryMonitor(MetricCallback):
@@ -46,7 +43,6 @@ class MemoryMonitor(MetricCallback):
         self.peaks_bytes: dict[str, float] = {}
         self.hosts = [host_name()]
         self.figures = np.full((1, len(_FIGURES)), np.nan)
-        self.reported: dict[str, float] = {}
 
     @override
     def on_train_begin(
@@ -111,12 +107,8 @@ class MemoryMonitor(MetricCallback):
 
     @override
     def details(self) -> dict[str, Any]:
-        """Return every rank's figures, for the journal."""
-        return {"memory_by_rank": self.by_rank()}
-
-    def by_rank(self) -> list[dict[str, Any]]:
         """Return rank, host and figures in GiB of each rank, as of the last `metrics()`."""
-        return [
+        ranks = [
             {"rank": rank, "host": self.hosts[rank]}
             | {
                 name: round(float(value), 3)
@@ -125,36 +117,7 @@ class MemoryMonitor(MetricCallback):
             }
             for rank, values in enumerate(self.figures)
         ]
-
-    @override
-    def report(self) -> str | None:
-        """Describe the fullest rank when some maximum grew noticeably since the last line."""
-        ranks = self.by_rank()
-        on_device = "memory_allocated_gib" in ranks[0]
-        watched = _PEAKS if on_device else ["host_peak_rss_gib"]
-        highest = {name: max(rank.get(name, 0.0) for rank in ranks) for name in watched}
-        if not any(highest[name] > self.reported.get(name, 0.0) * (1 + _NEWS) for name in watched):
-            return None
-        self.reported = highest
-        fullest = max(ranks, key=lambda rank: max(rank.get(name, 0.0) for name in watched))
-        among = f", fullest of {len(ranks)}" if len(ranks) > 1 else ""
-        host = f"host {fullest['host_rss_gib']:.2f} GiB (peak {fullest['host_peak_rss_gib']:.2f})"
-        return f"memory (rank {fullest['rank']} on {fullest['host']}{among}): " + (
-            f"{_device(fullest)}; {host}" if on_device else host
-        )
-
-
-def _device(figures: dict[str, Any]) -> str:
-    peaks = "  ".join(
-        f"{phase} {figures[name]:.2f}"
-        for phase, name in zip(PHASES, _PEAKS, strict=True)
-        if name in figures
-    )
-    return (
-        f"device {figures['memory_allocated_gib']:.2f} GiB allocated, "
-        f"{figures['memory_reserved_gib']:.2f} reserved, {figures['memory_free_gib']:.2f} free; "
-        f"peaks {peaks}"
-    )
+        return {"memory_by_rank": ranks}
 
 
 def _peak_rss_bytes() -> int:

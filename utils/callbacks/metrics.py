@@ -21,7 +21,7 @@ class MetricCallback(TrainerCallback):
 
     The trainer's `log()` merges `metrics()` of each of them into a training log before any logger
     sees it; all ranks call it together, at the same step. The journal, on rank 0, then asks for
-    `details()` and `report()`, which start no communication.
+    `details()`, which starts no communication.
     """
 
     device: torch.device = torch.device("cpu")
@@ -40,10 +40,6 @@ class MetricCallback(TrainerCallback):
     def details(self) -> dict[str, Any]:
         """Return JSON beside the figures of the last `metrics()`, for the journal alone."""
         return {}
-
-    def report(self) -> str | None:
-        """Return one line for people about the last `metrics()`; None when nothing is new."""
-        return None
 
 
 def gather_over_ranks(values: Sequence[float], device: torch.device) -> np.ndarray:

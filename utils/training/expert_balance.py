@@ -1,16 +1,18 @@
 """The load-balancing loss of experts over each global batch, whatever micro-batches it comes in."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
 from utils.data.sequences import Batch
 from utils.model.router_loss import RouterTerm, balance_loss
 from utils.training.resume_state import rank_share
+
+if TYPE_CHECKING:
+    from utils.training.trainer import PackedTrainer
 
 KEY = "unlogged_aux_loss"  # in each checkpoint
 
@@ -24,8 +26,8 @@ class ExpertBalance(MetricCallback):
     device. Checkpoints hold the steps that were not logged yet.
     """
 
-    def __init__(self, term: RouterTerm, accelerator: Accelerator):
-        self.term, self.accelerator = term, accelerator
+    def __init__(self, term: RouterTerm, trainer: "PackedTrainer"):
+        self.term, self.trainer, self.accelerator = term, trainer, trainer.accelerator
         self.tokens: torch.Tensor | None = None  # of the global batch
         self.counted: torch.Tensor | None = None  # its assignments
         self.total: torch.Tensor | float = 0.0  # this rank's parts, of steps not logged yet
@@ -41,14 +43,21 @@ class ExpertBalance(MetricCallback):
         """Return each rank's sum over the steps that were not logged, and their number."""
         return {KEY: [self._by_rank(), self.steps]} if self.steps else {}
 
-    def begin_step(self, batches: Sequence[Batch], count: Callable[[Batch], Any]) -> None:
-        """Prepare a step of these micro-batches, each of which `count` runs; collective."""
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """Prepare a step of these micro-batches; collective over ranks."""
         self.steps += 1
         tokens = float(sum(batch["row_tokens"].sum() for batch in batches))
         self.tokens = self._over_ranks(torch.full((), tokens, device=self.device))
         self.counted = None
         if len(batches) > 1:
-            self.counted = self._over_ranks(sum(count(batch).assignments for batch in batches))
+            self.counted = self._over_ranks(sum(map(self._assignments, batches)))
+
+    def _assignments(self, batch: Batch) -> Any:
+        model: Any = self.trainer.model_wrapped
+        model.train()  # as it routes when it trains
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            prepared = self.trainer._prepare_inputs(batch)
+            return model(**prepared, use_cache=False, count_only=True).assignments
 
     def weighted(self, made: Any) -> torch.Tensor:
         """Return a part of the term from a RoutedOutput, times the ranks: DDP takes their mean."""

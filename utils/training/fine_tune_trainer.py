@@ -6,6 +6,7 @@ from typing import Any
 from datasets import Dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTTrainer, get_peft_config
+from typing_extensions import override
 
 from utils.config.settings import RunSettings
 from utils.planning.plan import RunPlan
@@ -38,6 +39,10 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         # SFTTrainer turned the experts' term on there: ours needs no setting of the model, whose
         # configuration is exported as it was.
         config.update(router)
+
+    @override
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write none: a run directory describes itself by config.yaml and provenance.json."""
 
 
 def _train_new_tokens(adapters: Any, model: Any) -> None:

@@ -42,7 +42,6 @@ TOLERANCE = 1e-3
 State = dict[str, torch.Tensor]
 Group = dict[str, Any]
 Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # both moments and the weight, float32
-Formula = Callable[..., Values]  # of weight, gradient and both moments
 
 
 class LowPrecisionAdamW(AdamW):
@@ -166,14 +165,14 @@ class LowPrecisionAdamW(AdamW):
 
 def update(
     part: State,
-    formula: Formula,
+    formula: Callable[..., Values],
     words: torch.Tensor,
     factors: torch.Tensor,
     stochastic_rounding: bool,
 ) -> None:
-    """Take AdamW's step on (rows, unit) elements; scales are (rows,).
+    """Take the step of `formula` on (rows, unit) elements; scales are (rows,), words (rows, unit).
 
-    `words` are (rows, unit), `factors` are for both moments and for the weight.
+    `factors` are for both moments and for the weight.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -190,10 +189,7 @@ def _update_periods(
     words: torch.Tensor,
     stochastic_rounding: bool,
 ) -> None:
-    """Take the step on rows that may span several periods; this is what is compiled.
-
-    `numbers` as of `step_numbers`; `start` and `table` as of NoiseTable.
-    """
+    """Take the step on rows that may span several periods; this is what is compiled."""
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
@@ -236,10 +232,9 @@ def _fused_formula(group: Group, taken: torch.Tensor, *values: torch.Tensor) -> 
 
 
 def _plain_formula(numbers: torch.Tensor, *values: torch.Tensor) -> Values:
-    """Return what the step makes; `numbers` as of `step_numbers`.
+    """Return what the step makes, in the order of Loshchilov and Hutter 2019, algorithm 2.
 
-    In the order of Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm
-    2, and of torch's documentation.
+    "Decoupled Weight Decay Regularization"; torch's documentation has the same.
     """
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
@@ -253,8 +248,8 @@ def _plain_formula(numbers: torch.Tensor, *values: torch.Tensor) -> Values:
 def step_numbers(group: Group, steps: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return (8,) float32 for each weight of a group, which takes so many steps with this one.
 
-    Nothing is read from the device: the corrections are computed there, in float64 as by torch.
-    Eight, for views must begin at multiples of 16 bytes: torch would copy others at each call.
+    The corrections are computed on the device, in float64 as by torch. Eight, for views must begin
+    at multiples of 16 bytes: torch would copy others at each call.
     """
     if not steps:
         return ()
@@ -279,7 +274,7 @@ class NoiseTable:
     """Cuts weights into spans of some periods, and finds each period's multipliers.
 
     A span begins where it would in the whole tensor, whichever rows are here. An element's noise
-    is its word, by its place in a period, times the multiplier of that period.
+    is its word, by its index in a period, times the multiplier of that period.
     """
 
     def __init__(self, seed: int, weights: Sequence[torch.Tensor], periods: int):
@@ -310,7 +305,7 @@ class NoiseTable:
 
 
 def _multiples(first: int, end: int, stride: int) -> list[int]:
-    """Return the start of a range and the multiples of `stride` in it; nothing of an empty one."""
+    """Return the start of a range and the multiples of `stride` in it."""
     return sorted({first, *range(-(-first // stride) * stride, end, stride)}) if first < end else []
 
 
@@ -320,10 +315,9 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return the step compiled for a kind of weight: parts of these types, by name.
 
-    It is compiled on a part made up. From the first weight torch would take over what is chance:
-    sizes that are equal, and whether a gradient begins a bucket; another graph would follow for
-    each. Raises ConfigurationError where compiled code does not compute what the same code computes
-    as it is.
+    On a made-up part: of the first weight torch would take over what is chance (sizes that are
+    equal, whether a gradient begins a bucket), and compile again for each. Raises
+    ConfigurationError where compiled and plain code differ: torch has compiled wrongly before.
     """
     # In one graph, unless compilation is turned off for the whole process (TORCHDYNAMO_DISABLE).
     whole = not torch._dynamo.config.disable
@@ -342,8 +336,7 @@ def compiled_update(
         if (moment(part, name) - wanted).norm() > TOLERANCE * wanted.norm():
             raise ConfigurationError(
                 f"--compile true: torch {torch.__version__} compiles AdamW's step wrongly for "
-                f"{words.device.type} ({name} differs from the step not compiled): set --compile "
-                "false"
+                f"{words.device.type} ({name} differs from the plain step): set --compile false"
             )
     return compiled
 
@@ -360,7 +353,6 @@ def _made_up_part(words: torch.Tensor, types: tuple[tuple[str, torch.dtype], ...
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return this rank's part of tensors as (rows, unit); scales are (rows,)."""
     return {
         name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -368,7 +360,6 @@ def _in_rows(tensors: State, unit: int) -> State:
 
 
 def _unit(weight: torch.Tensor) -> int:
-    """Return how many elements stay together, whichever type the moments have."""
     return eight_bit.block_size(weight.shape) or 1
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,8 +41,6 @@ from utils.training.resume_state import (
 )
 from utils.training.zero_resharding import loadable_checkpoint
 
-Callback = TypeVar("Callback", bound=TrainerCallback)
-
 logger = logging.getLogger(__name__)
 
 
@@ -76,7 +74,9 @@ class PackedTrainer(Trainer):
         if self.compiled:
             compile_layers(model)  # before FSDP2 shards them
         self.generation = finished_generation(model, tokenizer, data.train)
-        self.guard, self.watch = _one_of(callbacks, NonFiniteGuard), _one_of(callbacks, StopWatch)
+        by_type: dict[type, Any] = {type(callback): callback for callback in callbacks}
+        self.guard: NonFiniteGuard = by_type[NonFiniteGuard]
+        self.watch: StopWatch = by_type[StopWatch]
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
@@ -101,15 +101,13 @@ class PackedTrainer(Trainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
-            self.balance = ExpertBalance(loss_head.router, self.accelerator)
+            self.balance = ExpertBalance(loss_head.router, self)
             self.add_callback(self.balance)
         if not self.model_accepts_loss_kwargs:
             raise ConfigurationError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
                 "weighted by tokens over accumulation and ranks: use another architecture."
             )
-
-    # Batches.
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
@@ -158,25 +156,14 @@ class PackedTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Take the micro-batches of a step, and count the loss tokens of the global batch.
-
-        On the host, summed on the device: Trainer's count waits for the device.
-        """
+        """Take the micro-batches of a step, and count loss tokens: Trainer waits for the device."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
         items = self.accelerator.reduce(items, reduction="sum")
         if self.balance is not None:
-            self.balance.begin_step(batches, self._count_assignments)
+            self.balance.begin_step(batches)
         return batches, items
-
-    def _count_assignments(self, batch: Batch) -> Any:
-        self.model_wrapped.train()  # as it routes when it trains
-        with torch.no_grad(), self.compute_loss_context_manager():
-            prepared = self._prepare_inputs(batch)
-            return self.model_wrapped(**prepared, use_cache=False, count_only=True)
-
-    # Losses.
 
     @override
     def compute_loss(
@@ -236,10 +223,9 @@ class PackedTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate one split: the mean loss over all its loss tokens, and its exponential.
+        """Evaluate one split by its mean loss over all loss tokens, and the exponential of that.
 
-        Equal on any number of ranks and for any batch size, up to rounding: Trainer's own averages
-        the means of micro-batches.
+        Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
         """
         self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         # Outside of training Trainer would cast the weights in place for bf16_full_eval, and the
@@ -259,8 +245,6 @@ class PackedTrainer(Trainer):
         output.metrics[f"{metric_key_prefix}_perplexity"] = perplexity
         output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
         return output
-
-    # The run: log, evaluate, save, stop.
 
     @override
     def train(
@@ -371,12 +355,6 @@ class PackedTrainer(Trainer):
             describe_shards(self, directory)
 
     @override
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write none: a run directory describes itself by config.yaml and provenance.json."""
-
-    # Resuming.
-
-    @override
     def _save_rng_state(self, output_dir: str) -> None:
         """Save this rank's random states, of its own device alone."""
         save_random_states(Path(output_dir), self.args)
@@ -415,7 +393,3 @@ class PackedTrainer(Trainer):
         """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
         missing = missing_tensors(self.model, load_result)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-
-def _one_of(callbacks: Sequence[TrainerCallback], kind: type[Callback]) -> Callback:
-    return next(callback for callback in callbacks if isinstance(callback, kind))
