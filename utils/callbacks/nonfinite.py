@@ -154,7 +154,7 @@ class NonFiniteGuard(TrainerCallback):
             finding = figures.finding(self.rank)
             if finding is not None:
                 self.findings.append(finding)
-            if figures.values[-1] == 0 and self.rank == 0:
+            if figures.values[-1:].tolist() == [0] and self.rank == 0:
                 logger.warning(
                     "step %d: no token of the global batch is trained on, so its loss and gradient "
                     "are 0; a larger global_batch_size makes that rarer",

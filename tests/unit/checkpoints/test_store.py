@@ -48,7 +48,9 @@ def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
 
 def test_a_best_checkpoint_with_a_strangers_pickle_is_not_loaded(tmp_path):
     commit(tmp_path, 4)
-    with pytest.raises(ConfigurationError, match=r"optimizer\.pt is no archive of torch\.save"):
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer\.pt is nothing that torch\.save writes"
+    ):
         store(tmp_path).check(tmp_path / "checkpoint-4")
 
 

@@ -6,9 +6,12 @@ from functools import cache
 from pathlib import Path
 
 import datasets
+import numpy as np
 
 from utils.config.preparation import PreparationArguments
+from utils.data.packing import Segments
 from utils.data.prepare.pipeline import Preparation
+from utils.data.token_dataset import TokenDataset
 from utils.data.tokenizers import train_tokenizer
 
 CHATML = str(Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja")
@@ -98,3 +101,10 @@ def data_bytes(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "stoker.json"
     }
+
+
+def document(dataset: TokenDataset, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a document's token ids, and which of them are trained on."""
+    whole = Segments(*(np.array([n]) for n in (index, 0, dataset.lengths[index])))
+    (tokens,), (mask,) = dataset.pieces(whole)
+    return tokens, mask.astype(bool)

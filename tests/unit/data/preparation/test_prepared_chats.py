@@ -27,9 +27,8 @@ def test_loss_bearing_text_is_the_assistant_turns_and_their_ends(tmp_path):
     )
     dataset = open_token_dataset(tmp_path / "out" / "train")
     tokenizer = samples.tiny_tokenizer()
-    trained = [
-        tokenizer.decode(dataset.tokens(i)[dataset.loss_mask_of(i)]) for i in range(len(dataset))
-    ]
+    documents = [samples.document(dataset, i) for i in range(len(dataset))]
+    trained = [tokenizer.decode(tokens[mask]) for tokens, mask in documents]
     assert trained == ["def f():\n    return 1<|im_end|>  no ß<|im_end|>", "y<|im_end|>"]
     assert dataset.loss_mask == "assistant_masks"
     content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
@@ -52,8 +51,8 @@ def test_the_saved_tokenizer_generates_with_the_template_of_the_data(tmp_path):
         [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
     dataset = open_token_dataset(tmp_path / "out" / "train")
-    first_trained = int(np.argmax(dataset.loss_mask_of(0)))
-    assert dataset.tokens(0)[:first_trained].tolist() == prompt
+    tokens, mask = samples.document(dataset, 0)
+    assert tokens[: int(np.argmax(mask))].tolist() == prompt
 
 
 @pytest.mark.parametrize("tokenizer", ["given", "trained"])
@@ -87,8 +86,8 @@ def test_completions_made_of_messages_bear_loss_in_the_completion_alone(tmp_path
         chat_template=samples.CHATML,
     )
     dataset = open_token_dataset(tmp_path / "out" / "train")
-    trained = dataset.tokens(0)[dataset.loss_mask_of(0)]
-    assert samples.tiny_tokenizer().decode(trained) == "new<|im_end|>"
+    tokens, mask = samples.document(dataset, 0)
+    assert samples.tiny_tokenizer().decode(tokens[mask]) == "new<|im_end|>"
     assert dataset.loss_mask == "completion_mask"
 
 

@@ -28,7 +28,7 @@ def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, sourc
         )
         opened = open_token_dataset(tmp_path / "out" / split)
         assert opened.statistics.documents == len(dataset)
-        assert opened.tokens(0).tolist() == dataset[0]["input_ids"]
+        assert samples.document(opened, 0)[0].tolist() == dataset[0]["input_ids"]
         counts[split] = len(dataset)
     assert counts["train"] + counts["validation"] == 200
     assert counts["more"] == 20
