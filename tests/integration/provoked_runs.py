@@ -74,7 +74,7 @@ def start(pretraining, workspace, monkeypatch):
 
     real = reporting.run_callbacks
 
-    monkeypatch.setattr("utils.callbacks.stop_requests.LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0)
 
     def start(run: Path, provoke: Provoke | None = None, **changes: object) -> int:
         def run_callbacks(*args):

@@ -279,7 +279,7 @@ def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, mon
         "use_peft": "true",
         "lora_r": 4,
     }
-    monkeypatch.setattr("utils.callbacks.stop_requests.LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
     real = reporting.run_callbacks

@@ -3,7 +3,7 @@
 journal        metrics.jsonl and the log's lines, and how to read the file
 metrics        figures of training logs: speed, a mixture's sources, recompilations
 memory         device and host memory of each rank
-stop           stops or saves at the same step on all ranks; stop_requests: what asks for it
+stop           stops or saves at the same step on all ranks: signals, files, the time limit
 nonfinite      ends a run whose loss, gradient or weights are not finite
 watchdog       ends a run in which nothing moves any more
 """

@@ -16,11 +16,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from utils.callbacks.journal import valid_json
-from utils.callbacks.stop_requests import Agreement
 from utils.config.errors import NotFiniteError
 from utils.data.loader import TrainLoader
 from utils.data.sequences import DocumentPart
-from utils.support.collectives import gathered, on_rank_0
+from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)

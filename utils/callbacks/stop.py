@@ -1,33 +1,95 @@
 """Stops a run, or saves it, at the same step on all ranks when a user, Slurm or the clock asks."""
 
+import datetime
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.stop_requests import (
-    FAILED,
-    SAVE,
-    SAVING,
-    STOP,
-    STOPPING,
-    Agreement,
-    Deadline,
-    Requests,
-)
+from utils.callbacks.journal import duration
 from utils.checkpoints.store import Checkpoints
 from utils.launch.signals import stop_request
 from utils.launch.slurm import job_end_time
+from utils.support.collectives import Agreement
+
+STOP, SAVE = "STOP", "SAVE"  # files in the run directory
+LOOK_INTERVAL_S = 1.0
+# What a rank puts forward; the largest counts. STOPPING + rank tells who was asked.
+NOTHING, SAVING, STOPPING = range(3)
+FAILED = 2**30
+
+# Of these many events the longest counts: a slow one long ago says little about the next.
+RECENT_EVENTS = 100
+LONGEST_MARGIN_S = 30.0
+# Parallel file systems write faster; the first save replaces the guess.
+GUESSED_BYTES_PER_S = 200e6
+SHORTEST_GUESS_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
     """Raised on all ranks at the same batch: the run stops, and owes this evaluation."""
+
+
+class Deadline:
+    """The end of the job's time limit, compared with how long steps and saves take.
+
+    Two steps are allowed for: the one in which the ranks agree, and the one before it, in which
+    rank 0 did not look. `total_s` is left at the time `now`. A save that is being written in the
+    background has to end before the last one.
+    """
+
+    def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
+        self.total_s = max(total_s, 0.0)
+        self.ends_at = now + self.total_s
+        self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
+        self.checkpoints = checkpoints
+        guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
+        # A guess must not eat a short job up: its first save is early, and measured.
+        self.guessed_save_s = min(guess_s, self.total_s / 10)
+        self.steps_s: deque[float] = deque(maxlen=RECENT_EVENTS)
+
+    def took_step(self, seconds: float) -> None:
+        """Count a step, an evaluation batch, or what else lies between two looks."""
+        self.steps_s.append(seconds)
+
+    @property
+    def _save_s(self) -> float:
+        saves = self.checkpoints.saves
+        return max((save.total_s for save in saves), default=self.guessed_save_s)
+
+    @property
+    def needed_s(self) -> float:
+        """Seconds that stopping may take."""
+        saves = 1.5 + self.checkpoints.writing
+        return 2 * max(self.steps_s, default=0.0) + saves * self._save_s + self.margin_s
+
+    def reason(self, now: float) -> str | None:
+        """Say why it is time to stop; None while it is not."""
+        left_s = self.ends_at - now
+        if left_s > self.needed_s:
+            return None
+        save = "a save took" if self.checkpoints.saves else "a save takes an estimated"
+        step_s = max(self.steps_s, default=0.0)
+        return (
+            f"the time limit ends in {left_s:.0f} s: a step takes {step_s:.2g} s, "
+            f"{save} {self._save_s:.2g} s"
+        )
+
+    def plan(self, end_time: float) -> str:
+        """Say when the job ends (seconds since the epoch) and that the run stops before it."""
+        ends = datetime.datetime.fromtimestamp(end_time).strftime("%H:%M")
+        return (
+            f"time limit: ends at {ends}, in {duration(self.total_s)}; the run stops early enough "
+            f"for a save (estimated at {self.guessed_save_s:.2g} s until one is measured)"
+        )
 
 
 class StopWatch(TrainerCallback):
@@ -37,7 +99,8 @@ class StopWatch(TrainerCallback):
     checkpoint; SAVE in the run directory, and a last checkpoint that is older than `save_minutes`
     (0: any age), write one and the run continues. A stop during an evaluation interrupts it
     (`EvaluationInterrupted`): the resumed run does all of it first. An evaluation that is due at
-    the step of a stop is owed as well. What fails in the background is raised on all ranks.
+    the step of a stop is owed as well. What fails in the background is raised on all ranks. Each
+    rank looks for signals and for its own failure, once a second; the rest is for rank 0.
 
     stopped           whether the run ended early
     evaluation_due    whether the evaluation of the current step is owed
@@ -60,8 +123,11 @@ class StopWatch(TrainerCallback):
         self.evaluation_due = False
         self.extra_saves: list[int] = []
         self.agreement: Agreement | None = None  # while training
-        self.save_due = False
-        self.saved_since_turn = False
+        self.found = NOTHING
+        self.reason: str | None = None  # for the stop
+        self.save_reason = ""
+        self.looked_at = float("-inf")
+        self.warned = self.save_due = self.saved_since_turn = False
         self.extra_save = False  # whether this step's checkpoint is one of extra_saves
         self.last_event: float | None = None
         self.first_step = True  # of this start: allocation and compilation predict no other step
@@ -88,16 +154,10 @@ class StopWatch(TrainerCallback):
         if self.evaluation_due:
             logger.info("evaluating step %d first: the stop came before it", state.global_step)
         self.rank, self.step = args.process_index, state.global_step
+        self.saved_at = self.clock()
         self.deadline = self._deadline() if self.rank == 0 else None
-        saves = args.save_strategy != SaveStrategy.NO
-        self.requests = Requests(
-            self.checkpoints,
-            self.rank,
-            self.deadline,
-            save_every_s=60 * self.save_minutes if saves else 0.0,
-            clock=self.clock,
-            signalled=self.signalled,
-        )
+        if args.save_strategy == SaveStrategy.NO:
+            self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
         self._put_forward()
 
@@ -162,17 +222,59 @@ class StopWatch(TrainerCallback):
             # A checkpoint that was written since it was asked for is what was asked for.
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
-                reason = self.requests.save_reason
-                logger.info("saving at step %d, then continuing: %s", state.global_step, reason)
-            self.requests.consume(SAVE)
+                step, reason = state.global_step, self.save_reason
+                logger.info("saving at step %d, then continuing: %s", step, reason)
+            self._consume(SAVE)
         if not alone:
             self._put_forward()
         return agreed
 
     def _put_forward(self) -> None:
         assert self.agreement is not None, "on_train_begin comes first"
-        self.agreement.put_forward(self.requests.look())
+        self.agreement.put_forward(self._look())
         self.saved_since_turn = False
+
+    def _look(self) -> int:
+        """Return NOTHING, SAVING, STOPPING + this rank, or FAILED; a request to stop stays."""
+        if self.checkpoints.failed:
+            return FAILED
+        now = self.clock()
+        if self.found >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
+            return self.found
+        self.looked_at, self.found = now, NOTHING
+        files = self._files() if self.rank == 0 else set()
+        self.reason = self.signalled()
+        if self.reason is None and STOP in files:
+            self.reason = str(self.checkpoints.output_dir / STOP)
+        if self.reason is None and self.deadline is not None:
+            self.reason = self.deadline.reason(now)
+        if self.reason is not None:
+            self.found = STOPPING + self.rank
+        elif SAVE in files:
+            self.found, self.save_reason = SAVING, str(self.checkpoints.output_dir / SAVE)
+        elif self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at:
+            minutes = f"{self.save_minutes:g} minutes"
+            self.found = SAVING
+            self.save_reason = f"{minutes} since the last checkpoint (save_minutes)"
+        return self.found
+
+    def _files(self) -> set[str]:
+        directory = self.checkpoints.output_dir
+        try:
+            # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+            return {path.name for path in directory.iterdir()}
+        except OSError as error:
+            if not self.warned:
+                logger.warning("cannot look for STOP and SAVE in %s: %s", directory, error)
+            self.warned = True
+            return set()
+
+    def _consume(self, *names: str) -> None:
+        """Remove the files that are acted upon, so that each counts once; all ranks call it."""
+        if self.found < STOPPING:
+            self.found = NOTHING
+        for name in names if self.rank == 0 else ():
+            (self.checkpoints.output_dir / name).unlink(missing_ok=True)
 
     def _stop_at_step(
         self, agreed: int, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -183,7 +285,7 @@ class StopWatch(TrainerCallback):
         if last and not due:
             if self.rank == 0:
                 logger.info("finishing, not stopping: step %d is the last", state.global_step)
-            self.requests.consume(STOP)
+            self._consume(STOP)
             return
         self._note_stop(agreed, f"step {state.global_step}")
         # There may be no time for it: the resumed run begins with it.
@@ -194,10 +296,9 @@ class StopWatch(TrainerCallback):
     def _note_stop(self, agreed: int, place: str) -> None:
         self.stopped = True
         if self.rank == 0:
-            reason = self.requests.reason or f"a signal to rank {agreed - STOPPING}"
+            reason = self.reason or f"a signal to rank {agreed - STOPPING}"
             logger.info("stopping after %s: %s", place, reason)
-        self.requests.consume(STOP)
-        self.requests.consume(SAVE)
+        self._consume(STOP, SAVE)
 
     def ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -227,8 +328,9 @@ class StopWatch(TrainerCallback):
     ) -> None:
         """Note that a request to save is met; a save is no event between two looks."""
         self.save_due, self.saved_since_turn = False, True
-        self.requests.saved()
-        self.last_event = self.clock()
+        self.saved_at = self.last_event = self.clock()
+        if self.found == SAVING:
+            self.found = NOTHING
 
     def _on_event(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -253,3 +355,14 @@ class StopWatch(TrainerCallback):
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None
+
+
+def remove_stale_requests(output_dir: Path) -> None:
+    """Remove STOP and SAVE of before this start, with a warning: they were for an earlier one."""
+    for name in (STOP, SAVE):
+        path = output_dir / name
+        if path.exists():
+            path.unlink()
+            logger.warning(
+                "removed %s: it is older than this start. Touch it again to use it", path
+            )

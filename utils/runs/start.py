@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.callbacks.stop_requests import remove_stale_requests
+from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.manifest import (
     CONFIG,

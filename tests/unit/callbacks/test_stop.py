@@ -9,8 +9,12 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from utils.callbacks.stop import EvaluationInterrupted, StopWatch
-from utils.callbacks.stop_requests import Deadline, Requests, remove_stale_requests
+from utils.callbacks.stop import (
+    Deadline,
+    EvaluationInterrupted,
+    StopWatch,
+    remove_stale_requests,
+)
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
@@ -188,8 +192,8 @@ def test_a_stop_weighs_more_than_a_save(tmp_path, monkeypatch):
 
 def test_the_directory_is_looked_at_once_a_second(tmp_path, monkeypatch):
     looks = []
-    real = Requests._files
-    monkeypatch.setattr(Requests, "_files", lambda self: looks.append(1) or real(self))
+    real = StopWatch._files
+    monkeypatch.setattr(StopWatch, "_files", lambda self: looks.append(1) or real(self))
     ranks = Ranks(tmp_path, monkeypatch)
     for _ in range(50):
         ranks.step(0.1)
