@@ -1,4 +1,7 @@
-"""A real Slurm on this machine: one slurmctld and two slurmd, n1 and n2, of two cores and two GPUs.
+"""A real Slurm on this machine: slurmctld and a slurmd for each node, of two cores and two GPUs.
+
+n1 and n2 are the partition `main`, which jobs get by default; n3 and n4, `other`, are for a job
+that runs beside those: most of a job that is interrupted is waiting.
 
 The GPUs are empty files, so Slurm counts and hands them out but nothing can be computed on them.
 Everything (keys, state, logs) lies in one directory; munged, slurmctld and slurmd are processes of
@@ -18,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3", "n4")
 PATIENCE_S = 300.0  # until a test is given up: machines have busy minutes
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
@@ -51,9 +54,11 @@ KillWait={kill_wait_s}
 SlurmdTimeout={node_timeout_s}
 MessageTimeout=5
 InactiveLimit=0
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 RealMemory=4000 Gres=gpu:2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 RealMemory=4000 Gres=gpu:2
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
+{nodes}
+PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=main Nodes=n1,n2 Default=YES
+PartitionName=other Nodes=n3,n4
 """
 
 
@@ -86,7 +91,7 @@ class SlurmCluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start all daemons and wait until both nodes are idle; raises TimeoutError."""
+        """Start all daemons and wait until all nodes are idle; raises TimeoutError."""
         self._write_configuration()
         socket_path = self.directory / "munge.socket"
         self._spawn(
@@ -147,7 +152,7 @@ class SlurmCluster:
         slurmd.wait()
 
     def wait_for_nodes(self) -> None:
-        """Wait until both nodes are idle; raises TimeoutError."""
+        """Wait until all nodes are idle; raises TimeoutError."""
         wait_until(self._nodes_are_idle, "the nodes do not become idle", self._state)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -173,7 +178,7 @@ class SlurmCluster:
     def submit(
         self, *arguments: str, cwd: Path, log: Path, env: Mapping[str, str] | None = None
     ) -> Job:
-        """Hand a job in with sbatch, its output going to `log`."""
+        """Submit a job with sbatch, its output going to `log`."""
         done = self.run(
             "sbatch", "--parsable", f"--output={log}", *arguments, cwd=cwd, env=env, check=False
         )
@@ -198,7 +203,7 @@ class SlurmCluster:
         return self.state(job)
 
     def _write_configuration(self) -> None:
-        for name in ("state", "spool-n1", "spool-n2"):
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.directory / name).mkdir(parents=True)
         key = self.directory / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
@@ -207,11 +212,14 @@ class SlurmCluster:
         for number in range(2):
             Path(f"{gpus}{number}").touch()
         (self.directory / "gres.conf").write_text(f"Name=gpu File={gpus}[0-1]\n")
-        controller, first, second = free_ports(3)
+        controller, *ports = free_ports(1 + len(NODES))
+        nodes = zip(NODES, ports, strict=True)
+        here = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1"
         text = _CONFIG.format(
             host=socket.gethostname(), user=getpass.getuser(), directory=self.directory,
             kill_wait_s=self.kill_wait_s, node_timeout_s=self.node_timeout_s,
-            controller_port=controller, n1_port=first, n2_port=second,
+            controller_port=controller,
+            nodes="\n".join(f"NodeName={node} {here} Port={port}" for node, port in nodes),
         )  # fmt: skip
         self.config.write_text(text)
 
@@ -228,7 +236,7 @@ class SlurmCluster:
 
     def _nodes_are_idle(self) -> bool:
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
-        return sorted(shown.stdout.split()) == sorted(["n1", "idle", "n2", "idle"])
+        return shown.stdout.split() == [word for node in NODES for word in (node, "idle")]
 
     def _no_job_is_left(self) -> bool:
         return not self.run("squeue", "--noheader", check=False).stdout.strip()

@@ -22,11 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 
 
-@pytest.fixture
-def uninterrupted(jobs) -> Path:
-    return jobs.finished("multi_gpu")
-
-
 def assert_the_same(run: Path, uninterrupted: Path) -> None:
     """Not close: the same."""
     assert tiny.losses(run) == tiny.losses(uninterrupted)
@@ -54,27 +49,33 @@ def record(cause: str, found: Sequence[Cycle]) -> None:
     path.write_text(json.dumps(known, indent=2) + "\n")
 
 
-def test_the_time_limit(jobs, uninterrupted, tmp_path):
-    run = tmp_path / "run"
-    # More than a limit holds, and a start-up takes a fraction of one: Slurm may send its signal a
-    # minute early, and one minute once held no step on a machine that was busy otherwise.
+def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, tmp_path):
+    """Two jobs side by side: one meets its time limit, the other all further causes in turn."""
+    limited_run, run = tmp_path / "limited", tmp_path / "run"
+    # Forty steps take longer than the limit, a start-up a fraction of it: Slurm may send its
+    # signal a minute early, and one minute once held no step on a busy machine.
     slowly = {"STOKER_TEST_STEP_DELAY_S": "2.8"}
-    job = jobs.submit(run, *TWO_NODES, "--time=2", "--signal=B:USR1@5", env=slowly)
-    assert jobs.slurm.wait(job, timeout_s=900) == "COMPLETED", job.output()
+    limit = ("--partition=other", "--time=2", "--signal=B:USR1@5")
+    limited = jobs.submit(limited_run, *TWO_NODES, *limit, env=slowly)
+    uninterrupted = jobs.finished("multi_gpu")
+
+    survive_a_stop_and_losses(jobs, run)
     assert_the_same(run, uninterrupted)
-    found = cycles(run)
+
+    assert jobs.slurm.wait(limited, timeout_s=900) == "COMPLETED", limited.output()
+    assert_the_same(limited_run, uninterrupted)
+    found = cycles(limited_run)
     record("two-minute time limit", found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
     # More than cycles where the limit met a start before its first step or after its last one.
-    restarts = int(jobs.slurm.fields(job)["Restarts"])
-    assert restarts == job.output().count("; requeued, start") >= len(found)
+    restarts = int(jobs.slurm.fields(limited)["Restarts"])
+    assert restarts == limited.output().count("; requeued, start") >= len(found)
 
 
-def test_one_job_survives_sigterm_stop_a_killed_worker_and_a_lost_node(
-    jobs, uninterrupted, tmp_path
-):
-    run, slurm = tmp_path / "run", jobs.slurm
+def survive_a_stop_and_losses(jobs, run: Path) -> None:
+    """Stop the job by SIGTERM and by the file, then kill a worker, then a whole node."""
+    slurm = jobs.slurm
     job = jobs.submit(run, *TWO_NODES, env={"STOKER_TEST_STEP_DELAY_S": "0.4"})
 
     jobs.wait_for_step(run, 4, job)
@@ -93,26 +94,20 @@ def test_one_job_survives_sigterm_stop_a_killed_worker_and_a_lost_node(
     slurm.start_node("n2")
 
     assert slurm.wait(job) == "COMPLETED", job.output()
-    assert_the_same(run, uninterrupted)
     found = cycles(run)
     # Slurm may end the job once more: what it meant for the lost node's old start comes late.
     causes = ["scancel --signal=TERM", "touch STOP", "SIGKILL to a worker", "node lost"]
     for cause, cycle in zip(causes, found, strict=False):
         record(cause, [cycle])
     assert [cycle.lost_steps for cycle in found[:2]] == [0, 0]
-    saves = [int(name_of(start)) for start in tiny.starts(run)[3:5]]
-    assert saves == [20, 30]
+    starts = tiny.starts(run)[3:5]
+    assert [start["resumed_from"].rsplit("-", 1)[1] for start in starts] == ["20", "30"]
     assert all(0 < cycle.lost_steps < 10 for cycle in found[2:4])
     log = job.output()
     assert f"{run}/STOP" in log
     assert not (run / "STOP").exists()
     assert "rank 3 on n" in log
     assert "was killed by SIGKILL" in log
-
-
-def name_of(start: dict) -> str:
-    """The step of the checkpoint that a start began with."""
-    return start["resumed_from"].rsplit("-", 1)[1]
 
 
 def worker(run: Path, rank: int) -> int:

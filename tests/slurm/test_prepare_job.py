@@ -139,7 +139,7 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
 
 
 class Preparations:
-    """Hands preparations of one source in."""
+    """Submits preparations of one source."""
 
     def __init__(self, slurm: SlurmCluster, directory: Path):
         self.slurm = slurm
@@ -184,35 +184,10 @@ def preparations(slurm: SlurmCluster, tmp_path: Path) -> Preparations:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
-def test_an_array_prepares_merges_checks_and_does_nothing_twice(preparations):
+def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(preparations):
+    """One share of three is done outside of Slurm; the array of two does the rest."""
     from utils.data.token_dataset import open_token_dataset
 
-    job = preparations.submit("--array=0-1")
-    preparations.wait(job)
-    logs = preparations.output_of()
-    assert logs.count("all 2 shards are complete: merging") == 1, logs
-    assert logs.count("as counted while tokenizing; fingerprint") == 1, logs
-    data = open_token_dataset(preparations.output / "train")
-    said = re.search(r"train: ([\d,]+) documents, ([\d,]+) tokens", logs)
-    assert said, logs
-    assert int(said[1].replace(",", "")) == len(data) > 100
-    assert int(said[2].replace(",", "")) == data.lengths.sum() == 2001 * len(data)
-    assert not (preparations.output / ".shards").exists()
-
-    preparations.forget()
-    again = preparations.submit("--array=0-0")
-    preparations.wait(again)
-    logs = preparations.output_of()
-    assert logs.count("already prepared with these settings") == 1, logs
-    assert "merging" not in logs
-    assert not list(preparations.directory.rglob("canary"))
-    assert not (ROOT / "canary").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("idle")
-def test_an_interrupted_array_goes_on_with_another_number_of_tasks(preparations):
-    """One share of three is done by hand; the array of two does the rest."""
     arguments = [
         sys.executable, "prepare_data.py", "--sources", str(preparations.directory / "texts.jsonl"),
         "--output_dir", str(preparations.output), "--shard", "0/3",
@@ -223,5 +198,19 @@ def test_an_interrupted_array_goes_on_with_another_number_of_tasks(preparations)
     preparations.wait(preparations.submit("--array=5-6"))
     logs = preparations.output_of()
     assert "1 of 2 work units are finished already" in logs, logs
-    assert "all 2 shards are complete: merging" in logs
-    assert (preparations.output / "train/stoker.json").exists()
+    assert logs.count("all 2 shards are complete: merging") == 1, logs
+    assert logs.count("as counted while tokenizing; fingerprint") == 1, logs
+    data = open_token_dataset(preparations.output / "train")
+    said = re.search(r"train: ([\d,]+) documents, ([\d,]+) tokens", logs)
+    assert said, logs
+    assert int(said[1].replace(",", "")) == len(data) > 100
+    assert int(said[2].replace(",", "")) == data.lengths.sum() == 2001 * len(data)
+    assert not (preparations.output / ".shards").exists()
+
+    preparations.forget()
+    preparations.wait(preparations.submit("--array=0-0"))
+    logs = preparations.output_of()
+    assert logs.count("already prepared with these settings") == 1, logs
+    assert "merging" not in logs
+    assert not list(preparations.directory.rglob("canary"))
+    assert not (ROOT / "canary").exists()

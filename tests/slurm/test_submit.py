@@ -1,5 +1,6 @@
 """slurm/submit.sh on a real Slurm holds a job, checks what Slurm read, releases or cancels it."""
 
+import json
 import re
 import subprocess
 
@@ -8,6 +9,8 @@ import tiny
 from launching import ROOT
 from slurm_cluster import Job
 from training_jobs import SMALL, TrainingJobs
+
+from utils.launch.slurm import JobRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
@@ -23,16 +26,16 @@ HEAD = """\
 echo
 #SBATCH --nodes=1
 """
-# Options and variables; what the plan then says: nodes, GPUs of each, time limit, requeued or not.
+# Options and variables; what the check has of it: nodes, GPUs of each, seconds, requeued or not.
 SPELLINGS = [
-    ([], {}, (2, 1, "1h00m", True)),
-    (["-N1"], {}, (1, 1, "1h00m", True)),
-    (["--gres=gpu:2"], {}, (2, 2, "1h00m", True)),
-    (["--gpus-per-node=0", "--gpus-per-task=2", "--no-requeue"], {}, (2, 2, "1h00m", False)),
-    (["--gpus-per-node=0", "-G4", "--time", "1-2"], {}, (2, 2, "1d02h", True)),
-    (["-vt", "90", "-J", "a\nb"], {"SBATCH_GRES": "gpu:2"}, (2, 2, "1h30m", True)),
-    (["--time=UNLIMITED", "--array=0-3%2"], {"SBATCH_TIMELIMIT": "7"}, (2, 1, "none", True)),
-    (["-k", "--nice", "--exclusive"], {"SBATCH_TIMELIMIT": "7"}, (2, 1, "7m00s", True)),
+    (["-N1", "--gres=gpu:2"], {}, (1, 2, 3600, True)),
+    (
+        ["--gpus-per-node=0", "--gpus-per-task=2", "--no-requeue", "--time=UNLIMITED"],
+        {"SBATCH_TIMELIMIT": "7"}, (2, 2, None, False),
+    ),
+    (["--gpus-per-node=0", "-G4", "--time", "1-2", "--array=0-3%2"], {}, (2, 2, 93_600, True)),
+    (["-vt", "90", "-J", "a\nb"], {"SBATCH_GRES": "gpu:2"}, (2, 2, 5400, True)),
+    (["-k", "--nice", "--exclusive"], {"SBATCH_TIMELIMIT": "7"}, (2, 1, 420, True)),
 ]  # fmt: skip
 
 
@@ -57,29 +60,22 @@ def queue(slurm) -> list[str]:
     return slurm.run("squeue", "--noheader", "--format=%i").stdout.split()
 
 
-PLAN_SCRIPT = """\
-# dry_run
-import os, sys
-sys.path.insert(0, os.getcwd())
-from utils.launch.slurm import request_from
-from utils.planning.job import job_lines
-print(*job_lines(request_from(os.environ), None, 1), sep="\\n")
-sys.exit(2)
-"""
-
-
-def test_the_plan_has_what_slurm_understood(slurm, submit, tmp_path):
+def test_the_check_has_what_slurm_understood(slurm, submit, tmp_path):
     script, plan = tmp_path / "job.sh", tmp_path / "plan.py"
     script.write_text(HEAD)
-    plan.write_text(PLAN_SCRIPT)
-    for words, environment, (nodes, gpus, limit, requeued) in SPELLINGS:
+    # In place of a script's dry run, and refused.
+    plan.write_text(
+        "# dry_run\nimport os\nprint(os.environ['STOKER_REQUEST'])\nraise SystemExit(2)\n"
+    )
+    for words, environment, expected in SPELLINGS:
         done = submit(*words, str(script), str(plan), "a b", **environment)
         assert done.returncode == 2, done.stderr
-        name = "a\nb" if "a\nb" in words else "in 'quotes' # \"too\""
-        assert f"job: {name}, {nodes} node(s) of {gpus} GPUs, 1 process(es)" in done.stderr, words
-        assert f"time limit: {limit}" in done.stderr, (words, done.stderr)
-        if limit != "none":
-            assert ("is queued again" in done.stderr) == requeued, (words, done.stderr)
+        request = next(line for line in done.stderr.splitlines() if line.startswith("{"))
+        found = JobRequest(**json.loads(request))
+        assert found.job_name == ("a\nb" if "a\nb" in words else "in 'quotes' # \"too\"")
+        facts = (found.nodes, found.gpus_per_node, found.time_limit_s, found.requeue)
+        assert facts == expected, words
+        assert found.signal_lead_s == 300
     assert queue(slurm) == []
 
 

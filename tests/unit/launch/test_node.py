@@ -147,8 +147,7 @@ def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "before the processes were started" in output
-    assert not (tmp_path / "up").exists()
-    assert not list(tmp_path.glob("stoker-*"))
+    assert not [*tmp_path.glob("up"), *tmp_path.glob("stoker-*")]
 
 
 @pytest.mark.parametrize(
@@ -191,16 +190,14 @@ def started(root: Path, *words: str, **changes: str) -> subprocess.CompletedProc
     return launch(root.parent, *words, script=script, **({"PATH": path} | changes))
 
 
-def test_python_gets_the_words_and_the_signals_and_gives_the_exit_code(stand_in):
-    words = ["x.py", "two words", "$(touch canary)", "`touch canary`", "", "-n", "a\nb", "*", "--"]
+def test_launch_node_reads_cluster_env_and_becomes_python(stand_in):
+    """Words, signals and the exit code pass; tests/slurm/test_hostile_values.py has more words."""
+    shutil.copy(ROOT / "slurm/cluster.env.example", stand_in / "slurm/cluster.env")
+    words = ["x.py", "two words", "$(touch canary)", "", "-n", "a\nb", "*", "--"]
     done = started(stand_in, *words)
     given = "|".join(["python", str(stand_in), "0", "", "-m", "utils.launch.node", *words])
-    assert done.stdout == given + "|alive"
+    assert done.stdout == given + "|alive"  # after a USR1
     assert done.returncode == 7
-    assert not list(stand_in.parent.rglob("canary"))
-
-
-def test_cluster_env_is_read_and_may_name_a_container(stand_in):
     container = stand_in / "bin/a container"
     container.write_text('#!/usr/bin/env bash\nprintf "%s|" container "$1"\nshift\nexec "$@"\n')
     container.chmod(0o755)
@@ -209,35 +206,26 @@ def test_cluster_env_is_read_and_may_name_a_container(stand_in):
     done = started(stand_in, "x.py")
     assert done.stdout.startswith("container|run it|python|")
     assert "|from-cluster-env|" in done.stdout
-    (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
-    done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
-    assert done.returncode == 69
-    assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or" in done.stdout
-
-
-def test_a_cluster_env_that_fails_and_a_container_outside_of_it_are_refused(stand_in):
-    done = started(stand_in, "x.py", STOKER_CONTAINER="touch canary")
-    assert done.returncode == 2
-    assert "which cannot hold a list: set it in slurm/cluster.env" in done.stdout
     assert not list(stand_in.parent.rglob("canary"))
+
+
+def test_launch_node_refuses_what_starts_no_python(stand_in):
+    def refused(code: int, message: str, **env: str) -> None:
+        done = started(stand_in, "x.py", SLURMD_NODENAME="n2", **env)
+        assert (done.returncode, message in done.stdout) == (code, True), done.stdout
+
+    refused(2, "n2: STOKER_CONTAINER is set in the environment, which", STOKER_CONTAINER="touch a")
+    (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
+    refused(69, r"n2: there is no apptainer\ exec on PATH: activate the environment, or set")
     (stand_in / "slurm/cluster.env").write_text("false\n")
-    done = started(stand_in, "x.py", SLURMD_NODENAME="n2")
-    assert done.returncode == 1
-    assert "n2: slurm/cluster.env failed, see above" in done.stdout
-    assert "python|" not in done.stdout
-    shutil.copy(ROOT / "slurm/cluster.env.example", stand_in / "slurm/cluster.env")
-    assert started(stand_in, "x.py").returncode == 7  # the example changes nothing as it is
-
-
-def test_a_node_without_python_says_what_to_do(stand_in):
+    refused(1, "n2: slurm/cluster.env failed, see above")
+    (stand_in / "slurm/cluster.env").unlink()
     (stand_in / "bin/python").unlink()
     tools = stand_in / "tools"
     tools.mkdir()
-    for name in ("bash", "env", "dirname", "hostname"):
+    for name in ("bash", "env", "dirname"):
         (tools / name).symlink_to(str(shutil.which(name)))
-    done = started(stand_in, "x.py", PATH=str(tools), SLURMD_NODENAME="n2")
-    assert done.returncode == 69, done.stdout
-    assert "n2: there is no python on PATH: activate the environment, or set" in done.stdout
+    refused(69, "n2: there is no python on PATH: activate the environment", PATH=str(tools))
 
 
 @pytest.mark.slow
