@@ -231,22 +231,16 @@ def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path)
         assert f"launch_node on {node}: SIGUSR1, asking the processes to stop" in output
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        # is_host: both nodes are this machine here, so each would take the address for its own.
-        "accelerate launch --config_file accelerate_configs/cpu.yaml --rdzv_backend c10d"
-        " --rdzv_conf is_host=$((SLURM_NODEID == 0))"
-        " --num_machines 2 --num_processes 4 --machine_rank $SLURM_NODEID"
-        " --main_process_ip 127.0.0.1 --main_process_port $PORT",
-        "torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d"
-        " --rdzv_endpoint 127.0.0.1:$PORT --rdzv_id 1",
-    ],
-    ids=["accelerate", "torchrun"],
-)
-def test_a_launcher_of_the_users_own_is_left_alone(slurm, worker, tmp_path, launcher):
+def test_a_launcher_of_the_users_own_is_left_alone(slurm, worker, tmp_path):
+    """`accelerate launch`, which is torchrun with several processes."""
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
+    # is_host: both nodes are this machine here, so each would take the address for its own.
+    launcher = (
+        "accelerate launch --config_file accelerate_configs/cpu.yaml --rdzv_backend c10d"
+        " --rdzv_conf is_host=$((SLURM_NODEID == 0)) --num_machines 2 --num_processes 4"
+        " --machine_rank $SLURM_NODEID --main_process_ip 127.0.0.1 --main_process_port $PORT"
+    )
     command = (*TWO_NODES, "bash", "-c", f'{launcher} "$@"', "bash", worker, tmp_path, "reduce")
     done = srun(slurm, tmp_path, *command, PORT=str(port), PYTHONPATH=str(ROOT))
     assert done.code == 0, done.output

@@ -35,15 +35,6 @@ def test_the_default_strategy_follows_from_the_processes(allocation, name):
     assert read_config(ROOT / path, allocation)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_starts_on_one_gpu_and_on_many(path):
-    assert choose_config({"ACCELERATE_CONFIG": str(path)}, FOUR)[0] == path
-    for allocation in (ONE, FOUR, SECOND):
-        if path.stem != "single_gpu" or allocation is ONE:
-            config = read_config(path, allocation)
-            assert launch_arguments(path, config, allocation, {}, ["x.py"])
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -74,27 +65,21 @@ def parsed(name: str, allocation: Allocation, *command: str, **environment: str)
     return launch_arguments(path, read_config(path, allocation), allocation, environment, command)
 
 
-def test_several_nodes_meet_at_the_first():
-    args = parsed("zero2", SECOND, "x.py")
-    assert (args.num_processes, args.num_machines, args.machine_rank) == (8, 2, 1)
-    assert (args.main_process_ip, args.main_process_port) == ("n1", 20000)
-    assert args.rdzv_backend == "c10d"
-    assert args.rdzv_conf == "is_host=0,join_timeout=120"
-    assert args.deepspeed_multinode_launcher == "standard"
-
-
 @pytest.mark.parametrize(
     ("hangup", "handled"), [(signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")]
 )
-def test_torchrun_leaves_stop_signals_to_the_launcher(hangup, handled):
+def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(hangup, handled):
     """Under nohup, which the tests may be too, the end of the terminal ends nothing."""
     before = signal.signal(signal.SIGHUP, hangup)
     try:
-        args = parsed("multi_gpu", FOUR, "x.py")
+        args = parsed("zero2", SECOND, "x.py")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert args.signals_to_handle == handled
-    assert args.shutdown_timeout == 5
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (8, 2, 1)
+    assert (args.main_process_ip, args.main_process_port) == ("n1", 20000)
+    assert (args.rdzv_backend, args.rdzv_conf) == ("c10d", "is_host=0,join_timeout=120")
+    assert args.deepspeed_multinode_launcher == "standard"
+    assert (args.signals_to_handle, args.shutdown_timeout) == (handled, 5)
 
 
 def test_arguments_reach_the_script_as_they_are():
@@ -127,10 +112,12 @@ def launched(path: Path) -> dict[str, str]:
     return prepare_multi_gpu_env(args)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem
-)
-def test_the_variables_are_accelerates_own(path):
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path):
+    for allocation in (ONE, FOUR, SECOND):
+        if path.stem != "single_gpu" or allocation is ONE:
+            config = read_config(path, allocation)
+            assert launch_arguments(path, config, allocation, {}, ["x.py"])
     variables = strategy_variables(yaml.safe_load(path.read_text()))
     if path.stem == "single_gpu":
         assert requested_strategy(variables, 1) == "single"
@@ -142,23 +129,17 @@ def test_the_variables_are_accelerates_own(path):
     assert requested_strategy(real, 2) == requested_strategy(variables, 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "fsdp2"),
+def test_a_strategy_of_the_users_own_config_has_a_name():
+    deepspeed = {"distributed_type": "DEEPSPEED"}
+    for config, name in [
         ({"distributed_type": "FSDP"}, "fsdp1"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "zero3"),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "d"}},
-            "zero_file",
-        ),
+        (deepspeed | {"deepspeed_config": {"zero_stage": 3}}, "zero3"),
+        (deepspeed | {"deepspeed_config": {"deepspeed_config_file": "d"}}, "zero_file"),
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, "ddp"),
-    ],
-)
-def test_a_strategy_has_a_name(config, name):
-    variables = strategy_variables(config)
-    assert requested_strategy(variables, 2) == name
-    precision = variables["ACCELERATE_MIXED_PRECISION"]
-    assert precision == config.get("mixed_precision", "no")
+    ]:
+        variables = strategy_variables(config)
+        assert requested_strategy(variables, 2) == name
+        precision = variables["ACCELERATE_MIXED_PRECISION"]
+        assert precision == config.get("mixed_precision", "no")
     off = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
     assert [requested_strategy(off, processes) for processes in (1, 2)] == ["single", "ddp"]

@@ -58,13 +58,18 @@ def test_a_requeued_job_finds_what_the_first_compiled(tmp_path):
     assert archive_path().stat() == before
 
 
-def test_later_jobs_add_to_what_earlier_ones_compiled(tmp_path):
-    job(tmp_path / "a", a="1").keep()
+def test_later_jobs_add_to_the_archive_until_it_is_too_large(tmp_path, monkeypatch):
+    job(tmp_path / "a", a="1" * 3000).keep()
     later = job(tmp_path / "b")
     compile_more(later, b="2")
     later.keep()
-    assert found(job(tmp_path / "c")) == {"a": "1", "b": "2"}
+    assert found(job(tmp_path / "c")) == {"a": "1" * 3000, "b": "2"}
     assert [path.name for path in archive_path().parent.iterdir()] == [archive_path().name]
+    monkeypatch.setattr(caches, "LARGEST_BYTES", 4000)
+    last = job(tmp_path / "d")
+    compile_more(last, c="3" * 3000)
+    last.keep()
+    assert found(job(tmp_path / "e")) == {"c": "3" * 3000}
 
 
 def test_a_broken_archive_is_replaced(tmp_path, caplog):
@@ -82,15 +87,6 @@ def test_no_room_is_a_line_and_no_error(tmp_path, caplog, small_disk, monkeypatc
     cache.keep()
     assert "compiled code cannot be saved" in caplog.text
     assert not list(small_disk.rglob("*.tar*"))
-
-
-def test_an_archive_that_grew_too_large_begins_anew(tmp_path, monkeypatch):
-    job(tmp_path / "a", old="1" * 3000).keep()
-    monkeypatch.setattr(caches, "LARGEST_BYTES", 4000)
-    cache = job(tmp_path / "b")
-    compile_more(cache, new="2" * 3000)
-    cache.keep()
-    assert found(job(tmp_path / "c")) == {"new": "2" * 3000}
 
 
 def test_a_directory_of_the_users_is_left_alone(tmp_path):
@@ -114,25 +110,22 @@ def test_an_archive_cannot_leave_its_directory(tmp_path, caplog):
     assert found(cache) == {}
 
 
-def test_temporary_files_leave_room_for_the_names_of_sockets():
+def test_what_is_added_for_the_processes_of_a_node():
     assert node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
+    # Room for the names of sockets.
     assert "TMPDIR" not in node_environment({}, Path(f"/tmp/{'a' * 80}"))
 
-
-def test_jobs_are_offline_unless_the_user_said_otherwise():
-    names = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"}
+    offline = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"}
     job = {"SLURM_JOB_ID": "5"}
-    assert names <= node_environment(job, DIRECTORY).keys()
+    assert offline <= node_environment(job, DIRECTORY).keys()
     for environment in ({}, job | {"HF_HUB_OFFLINE": "0"}):
-        assert not names & node_environment(environment, DIRECTORY).keys()
+        assert not offline & node_environment(environment, DIRECTORY).keys()
 
-
-def test_debugging_is_one_switch_that_keeps_what_the_user_set():
-    assert "NCCL_DEBUG" not in node_environment({}, DIRECTORY)
     added = node_environment({"STOKER_DEBUG": "1", "NCCL_DEBUG": "TRACE"}, DIRECTORY)
     assert added["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert "NCCL_DEBUG" not in added
-    assert "NCCL_DEBUG" not in node_environment({"STOKER_DEBUG": "0"}, DIRECTORY)
+    for environment in ({}, {"STOKER_DEBUG": "0"}):
+        assert "NCCL_DEBUG" not in node_environment(environment, DIRECTORY)
 
 
 COMPILES = """

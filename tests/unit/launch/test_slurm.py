@@ -62,14 +62,16 @@ def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it():
     assert not on_cpu(others)
 
 
-def test_on_a_cpu_the_user_says_how_many_processes():
-    step = STEP | {"ACCELERATE_USE_CPU": "true"}
-    assert read_allocation(step, no_devices).processes == 1
-    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "3"}, no_devices)
+def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
+    on_cpu_step = STEP | {"ACCELERATE_USE_CPU": "true"}
+    assert read_allocation(on_cpu_step, no_devices).processes == 1
+    found = read_allocation(on_cpu_step | {"STOKER_PROCESSES_PER_NODE": "3"}, no_devices)
     assert (found.processes, found.gpus, found.world_size) == (3, None, 6)
-
-
-def test_outside_of_slurm_this_machine_is_the_job(monkeypatch):
+    # A cluster that does not count GPUs.
+    step = {name: value for name, value in STEP.items() if name != "SLURM_GPUS_ON_NODE"}
+    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, no_devices)
+    assert (found.processes, found.gpus) == (4, 4)
+    # Outside of Slurm.
     monkeypatch.setenv("SLURMD_NODENAME", "login1")
     found = read_allocation({}, lambda: 2)
     assert (found.hosts, found.processes, found.gpus) == (("login1",), 2, 2)
@@ -79,35 +81,32 @@ def test_outside_of_slurm_this_machine_is_the_job(monkeypatch):
     assert read_allocation({}, lambda: 0).processes == 1
 
 
-def test_a_cluster_that_does_not_count_gpus_is_told_how_many():
-    step = {name: value for name, value in STEP.items() if name != "SLURM_GPUS_ON_NODE"}
-    with pytest.raises(UnfitClusterError, match=r"n2: Slurm gave this job no GPU.*USE_CPU=true"):
-        read_allocation(step, no_devices)
-    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, no_devices)
-    assert (found.processes, found.gpus) == (4, 4)
+BATCH = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "2 ", "1;id", "\u0662", "99999"])
-def test_a_number_of_processes_has_to_be_one(given):
-    with pytest.raises(ConfigurationError, match="is no number of processes"):
-        read_allocation(STEP | {"STOKER_PROCESSES_PER_NODE": given, "DS_ACCELERATOR": "cpu"}, int)
-
-
-def test_processes_and_tasks_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigurationError, match=r"=2, but n2 has 4 GPU.*unset"):
-        read_allocation(STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, no_devices)
-    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 node.*--ntasks-per-node=1"):
-        read_allocation(STEP | {"SLURM_STEP_NUM_TASKS": "8"}, no_devices)
-
-
-def test_a_job_without_a_step_is_refused_where_it_has_other_nodes():
-    batch = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
-    assert read_allocation(batch, no_devices).world_size == 1
-    with pytest.raises(ConfigurationError, match=r"not by srun.*2 node"):
-        read_allocation(batch | {"SLURM_JOB_NUM_NODES": "2"}, no_devices)
-    del batch["SLURM_NODEID"]  # the shell that salloc gives, on the login node
-    with pytest.raises(ConfigurationError, match="not by srun"):
-        read_allocation(batch, no_devices)
+@pytest.mark.parametrize(
+    ("environment", "error", "message"),
+    [
+        (STEP | {"SLURM_GPUS_ON_NODE": "0"}, UnfitClusterError, r"n2: Slurm gave this job no GPU"),
+        (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"=2, but n2 has 4 GPU"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"8 tasks on 2 node.*--ntasks"),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, r"not by srun.*2 node"),
+        # The shell that salloc gives, on the login node.
+        (BATCH | {"SLURM_NODEID": None}, ConfigurationError, "not by srun"),
+        *[
+            (
+                STEP | {"STOKER_PROCESSES_PER_NODE": given, "DS_ACCELERATOR": "cpu"},
+                ConfigurationError, "is no number of processes",
+            )
+            for given in ("0", "-1", "2 ", "1;id", "\u0662", "99999")
+        ],
+    ],
+)  # fmt: skip
+def test_allocations_that_cannot_train_are_refused(environment, error, message):
+    environment = {name: value for name, value in environment.items() if value is not None}
+    with pytest.raises(error, match=message):
+        read_allocation(environment, no_devices)
+    assert read_allocation(BATCH, no_devices).world_size == 1
 
 
 @pytest.mark.parametrize(

@@ -57,38 +57,20 @@ def stubs(tmp_path):
     return call
 
 
-def test_a_job_is_held_checked_and_released_with_every_word_as_it_is(stubs, tmp_path):
+def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(stubs, tmp_path):
+    """tests/slurm/test_submit.py releases and cancels jobs of a real Slurm."""
     words = ["-J", "a b", "job.sh", "pretrain.py", *HOSTILE]
     done = stubs(*words)
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 123\n")
     assert [call[0] for call in stubs.calls()] == ["sbatch", "squeue", "python", "scontrol"]
     assert stubs.words("sbatch") == ["--hold", "--parsable", *words]
-    module, directory, fields, _answer, count, *checked = stubs.words("python")[1:]
-    assert (module, directory, count) == ("utils.submit.check", str(tmp_path), "2")
-    assert checked == words
-    assert {"NumNodes", "TimeLimit", "WorkDir"} < set(fields.split(","))
-    assert stubs.words("scontrol") == ["release", "123"]
-    assert "squeue --job=123\n" in done.stderr
-    assert not list(tmp_path.glob("canary"))
-    assert not (ROOT / "canary").exists()
+    assert stubs.words("python")[1:3] == ["utils.submit.check", str(tmp_path)]
+    assert stubs.words("python")[5:] == ["2", *words]
+    assert not [*tmp_path.glob("canary"), *ROOT.glob("canary")]
 
-
-def test_refused_jobs_and_mere_checks_are_cancelled(stubs):
-    done = stubs("job.sh", PYTHON_CODE="69")
-    assert (done.returncode, done.stdout) == (69, "")
-    assert stubs.calls()[-1] == ["scancel", "123"]
-    assert "not submitted: job 123 is cancelled" in done.stderr
-    done = stubs("--check", "-N2", "job.sh")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert stubs.calls()[-1] == ["scancel", "123"]
-    assert stubs.words("sbatch")[2:] == ["-N2", "job.sh"]
-
-
-def test_options_of_sbatch_keep_their_meaning(stubs):
     assert stubs("--parsable", "job.sh").stdout == "123\n"
-    for option in ("-H", "--hold"):  # stays on hold
-        assert stubs(option, "job.sh").returncode == 0
-        assert stubs.calls()[-1][0] == "python"
+    assert stubs("--check", "job.sh").stdout == ""
+    assert stubs.calls()[-1] == ["scancel", "123"]
     done = stubs("job.sh", SBATCH_ANSWER="77;far")
     assert done.stdout == "Submitted batch job 77\n"
     assert stubs.words("scontrol") == ["--clusters=far", "release", "77"]
@@ -97,6 +79,11 @@ def test_options_of_sbatch_keep_their_meaning(stubs):
         done = stubs("job.sh", SBATCH_ANSWER="", SBATCH_CODE=str(code))
         assert (done.returncode, done.stdout) == (code, "")
         assert [call[0] for call in stubs.calls()] == ["sbatch"]
+    assert "slurm/submit.sh --nodes=4" in stubs("--help").stdout
+    for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
+        done = stubs(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "slurm/submit.sh" in done.stderr
 
 
 def test_a_sweep_is_an_array_of_its_unfinished_points(stubs):
@@ -104,19 +91,8 @@ def test_a_sweep_is_an_array_of_its_unfinished_points(stubs):
     # Slurm takes the last --array, which is the user's.
     given = ["--hold", "--parsable", "--array=0,2", "--array=1", "sweep_job.sh", "a b.yaml"]
     assert stubs.words("sbatch") == given
-    done = stubs("sweep_job.sh", "s.yaml", POINTS="")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert [call[0] for call in stubs.calls()] == ["python"]
     stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
     assert "--array=0,2" not in stubs.words("sbatch")
-
-
-def test_calls_without_a_job_script_submit_nothing(stubs):
-    assert "slurm/submit.sh --nodes=4" in stubs("--help").stdout
-    for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
-        done = stubs(*words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "slurm/submit.sh" in done.stderr
 
 
 SHOWN = {
