@@ -34,19 +34,16 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"{CONFIG}={path}: {error.strerror}. Name a file of accelerate_configs/ or your own, "
-            "from the repository's root."
+            f"{CONFIG}={path} cannot be read as YAML ({error}): name a file of "
+            "accelerate_configs/ or your own, from the repository's root."
         ) from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{CONFIG}={path} is not YAML: {error}") from error
     kind = config.get("distributed_type", "missing") if isinstance(config, dict) else "missing"
     if kind not in (*_ONE_PROCESS, "MULTI_GPU", "FSDP", "DEEPSPEED"):
         raise ConfigurationError(
-            f"{CONFIG}={path}: distributed_type {kind} is nothing that Stoker trains with: take "
-            "one of accelerate_configs/ (multi_gpu, fsdp2, zero1, zero2, zero3, cpu, single_gpu), "
-            "or a file that `accelerate config` wrote."
+            f"{CONFIG}={path}: distributed_type {kind} is not supported: take one of "
+            "accelerate_configs/, or a file that `accelerate config` wrote."
         )
     if kind in _ONE_PROCESS and allocation.world_size > 1:
         better = "cpu" if allocation.gpus is None else "multi_gpu"

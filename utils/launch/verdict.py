@@ -129,15 +129,13 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     one with the fewest beats, in no collective where some are: the others got as far as they could
     without it.
     """
-    ended = [note for note in notes if note.kind != "hung"]
-    if ended:
+    if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
         return (
             f"{_named(first.rank, first.host)} ended ({first.kind}: {first.text}); the other ranks "
             "waited for it."
         )
-    silent = [rank for rank in range(len(hosts)) if rank not in {note.rank for note in notes}]
-    if silent:
+    if silent := [rank for rank in range(len(hosts)) if rank not in {note.rank for note in notes}]:
         named = ", ".join(_named(rank, hosts[rank]) for rank in silent[:SHOWN])
         named += ", ..." * (len(silent) > SHOWN)
         return (
@@ -147,8 +145,7 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
         )
     fewest = min(note.beats or 0 for note in notes)
     behind = [note for note in notes if (note.beats or 0) == fewest]
-    busy = [note for note in behind if not note.waiting]
-    at_fault = busy or behind
+    at_fault = [note for note in behind if not note.waiting] or behind
     others = "; the other ranks waited for it." if len(at_fault) < len(notes) else "."
     lines = [f"{_named(note.rank, note.host)} {note.text}{others}" for note in at_fault[:SHOWN]]
     lines += ["..."] * (len(at_fault) > SHOWN)

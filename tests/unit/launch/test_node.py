@@ -156,7 +156,11 @@ def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
         ((), {}, "no script given: slurm/launch_node.sh SCRIPT"),
         (("none.py",), {}, "none.py is no file in"),
         (("pretrain.py",), {"STOKER_MAIN_PORT": "x"}, "STOKER_MAIN_PORT='x' is no port"),
-        (("pretrain.py",), {"ACCELERATE_CONFIG": "/none.yaml"}, "ACCELERATE_CONFIG=/none.yaml: No"),
+        (
+            ("pretrain.py",),
+            {"ACCELERATE_CONFIG": "/none.yaml"},
+            "CONFIG=/none.yaml cannot be",
+        ),
     ],
 )
 def test_what_cannot_be_launched_is_refused(tmp_path, command, changes, message):
