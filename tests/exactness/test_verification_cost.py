@@ -57,11 +57,11 @@ def every_kind_of_save(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def computed_or_not(paths):
         return real(paths) if kind_of(saving) == "digests" else ["0" * 64 for _ in paths]
 
-    def noted(checkpoints, step, best):
+    def noted(checkpoints, step):
         nonlocal saving
         saving = step
         os.sync()
-        return begin(checkpoints, step, best)
+        return begin(checkpoints, step)
 
     def left_out_or_not():
         return contextlib.nullcontext() if kind_of(saving) == "crc32" else without_crc32()

@@ -1,8 +1,9 @@
-"""What a checkpoint takes, in bytes and in words."""
+"""The files of a checkpoint: who writes which, their digests, copies and sizes in words."""
 
 import concurrent.futures
 import contextlib
 import hashlib
+import io
 import logging
 import os
 import re
@@ -14,8 +15,34 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from utils.support.files import cache_path, file_states, read_cache, write_cache
 
-MARGIN = 1.02  # over the one before: logs and random states grow a little
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
 UNITS = ("KiB", "MiB", "GiB")
+# One SHA-256 keeps a core busy at about a gigabyte a second, so several cores hash parts.
+PART_BYTES = 2**26
+THREADS = 8  # parallel file systems like several readers
+PIECE_BYTES = 2**20
+# Training continues while files are copied: few threads, large pieces that seldom need Python.
+COPY_THREADS = 2
+COPY_PIECE_BYTES = 2**23
+
+# Names of the files that ranks other than the first write: Trainer's random states, the shards of
+# torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
+_OWNED = re.compile(
+    r"(?:.*/)?(?:rng_state_(?P<random>\d+)\.pth"
+    r"|__(?P<shard>\d+)_\d+\.distcp"
+    r"|(?:[a-z0-9]+_)?zero_pp_rank_(?P<zero>\d+)_[^/]*)"
+)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file held when it was committed; `sha256` is as `file_digests` returns it."""
+
+    size_bytes: int
+    sha256: str
 
 
 def readable(size_bytes: float) -> str:
@@ -30,101 +57,6 @@ def readable(size_bytes: float) -> str:
             break
         size /= 1024
     return f"{size:,.1f} {unit}"
-
-
-# Digests of files, by several cores: one SHA-256 keeps a core busy at about a gigabyte a second.
-
-PART_BYTES = 2**26
-THREADS = 8  # parallel file systems like several readers
-PIECE_BYTES = 2**20
-
-
-class PartsDigest:
-    """The digest of contents that come piece by piece."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.part, self.room = hashlib.sha256(), PART_BYTES
-
-    def update(self, piece: memoryview) -> None:
-        """Add the next piece, of any length."""
-        while piece:
-            if not self.room:
-                self.parts.append(self.part.digest())
-                self.part, self.room = hashlib.sha256(), PART_BYTES
-            taken = piece[: self.room]
-            self.part.update(taken)
-            self.room -= len(taken)
-            piece = piece[len(taken) :]
-
-    def hexdigest(self) -> str:
-        """Return the digest of all pieces so far."""
-        return _of_parts([*self.parts, self.part.digest()])
-
-
-@contextlib.contextmanager
-def in_place_of_crc32() -> Iterator[None]:
-    """Let torch.save leave CRC-32 out of what it writes, for which it reads all of it once more.
-
-    Our digests find more, and torch.load never looks at a CRC-32: it takes a flipped bit as it is.
-    Whatever unzips such an archive without torch calls it damaged.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-def file_digests(paths: Iterable[Path]) -> list[str]:
-    """Return the digest of each file, in order; raises OSError."""
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        started = [
-            [pool.submit(_part, path, begin) for begin in _begins(path.stat().st_size)]
-            for path in paths
-        ]
-        return [_of_parts([part.result() for part in parts]) for parts in started]
-
-
-def _begins(size_bytes: int) -> range:
-    return range(0, max(size_bytes, 1), PART_BYTES)
-
-
-def _part(path: Path, begin: int) -> bytes:
-    digest, left = hashlib.sha256(), PART_BYTES
-    piece = memoryview(bytearray(min(PIECE_BYTES, left)))
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin)
-        while left and (count := file.readinto(piece[:left])):
-            digest.update(piece[:count])
-            left -= count
-    return digest.digest()
-
-
-def _of_parts(parts: list[bytes]) -> str:
-    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-# The files of a checkpoint: which there are, which rank writes which, what they hold.
-
-MANIFEST = "manifest.json"
-
-# Names of the files that ranks other than the first write: Trainer's random states, the shards of
-# torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
-_OWNED = re.compile(
-    r"(?:.*/)?(?:rng_state_(?P<random>\d+)\.pth"
-    r"|__(?P<shard>\d+)_\d+\.distcp"
-    r"|(?:[a-z0-9]+_)?zero_pp_rank_(?P<zero>\d+)_[^/]*)"
-)
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What a file held when it was committed; for `sha256` see utils/checkpoints/files.py."""
-
-    size_bytes: int
-    sha256: str
 
 
 def owner(name: str) -> int:
@@ -169,6 +101,23 @@ def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRec
     }
 
 
+def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Copy files into `target`, to stable storage with their folders; return what they hold.
+
+    Raises OSError.
+    """
+    names = list(names)
+    folders = {(target / name).parent for name in names} | {target}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
+        records = pool.map(lambda name: _copy(source / name, target / name), names)
+        found = dict(zip(names, records, strict=True))
+    for folder in sorted(folders):
+        flush(folder)
+    return found
+
+
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], suffixes: Collection[str] | None = None
 ) -> list[str]:
@@ -210,67 +159,75 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Copies files to storage, hashing them on the way.
-
-# Training goes on meanwhile: few threads, and pieces large enough that they seldom need Python.
-COPY_THREADS = 2
-COPY_PIECE_BYTES = 2**23
-
-
-def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Copy files into `target`, to stable storage with their folders; return what they hold.
-
-    Raises OSError.
-    """
-    names = list(names)
-    folders = {(target / name).parent for name in names} | {target}
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
-        records = pool.map(lambda name: _copy(source / name, target / name), names)
-        found = dict(zip(names, records, strict=True))
-    for folder in sorted(folders):
-        flush(folder)
-    return found
+def file_digests(paths: Iterable[Path]) -> list[str]:
+    """Return the SHA-256 of each file, of several parts that of the parts' digests; OSError."""
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        started = [[pool.submit(_part, path, begin) for begin in _begins(path)] for path in paths]
+        return [_of_parts([part.result() for part in parts]) for parts in started]
 
 
-def _copy(source: Path, target: Path) -> FileRecord:
-    digest, size_bytes = PartsDigest(), 0
-    piece = memoryview(bytearray(COPY_PIECE_BYTES))
-    with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
-        while count := reader.readinto(piece):
-            digest.update(piece[:count])
-            writer.write(piece[:count])
-            size_bytes += count
-        writer.flush()
-        os.fsync(writer.fileno())
-    return FileRecord(size_bytes, digest.hexdigest())
-
-
-# Digests of large files that stay as they are: computed once, then kept between starts.
-
-logger = logging.getLogger(__name__)
-
-
-def kept_digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the digest of each file by its name, from an earlier start if one kept it.
+def cached_digests(files: Sequence[Path]) -> dict[str, str]:
+    """Return the digest of each file by its name, from the disk cache if an earlier start has it.
 
     Files count as the same while paths, sizes and modification times are. Raises OSError.
     """
     states = file_states(files)  # before the files are read: what is written meanwhile counts
     path = cache_path("digests", states)
-    digests = read_cache(path, lambda content: _checked(content, files))
-    if digests is None:
+    digests: dict[str, str] | None = read_cache(path, dict)
+    if digests is None or digests.keys() != {file.name for file in files}:
         size_bytes = sum(size for _, size, _ in states)
-        where = files[0].parent if files else Path()
-        logger.info("%s: hashing its %s of weights once", where, readable(size_bytes))
-        found = file_digests(files)
-        digests = dict(zip([file.name for file in files], found, strict=True))
+        logger.info("hashing %s of weights once", readable(size_bytes))
+        digests = dict(zip([file.name for file in files], file_digests(files), strict=True))
         write_cache(path, digests)
     return digests
 
 
-def _checked(content: dict[str, str], files: Sequence[Path]) -> dict[str, str]:
-    if content.keys() != {file.name for file in files}:
-        raise ValueError("it speaks of other files")
-    return content
+@contextlib.contextmanager
+def in_place_of_crc32() -> Iterator[None]:
+    """Let torch.save leave CRC-32 out of what it writes, for which it reads all of it once more.
+
+    Our digests find more, and torch.load never looks at a CRC-32: it takes a flipped bit as it is.
+    Whatever unzips such an archive without torch calls it damaged.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def _copy(source: Path, target: Path) -> FileRecord:
+    piece = memoryview(bytearray(COPY_PIECE_BYTES))
+    with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
+        parts = [_hash_part(reader, piece, writer) for _ in _begins(source)]
+        writer.flush()
+        os.fsync(writer.fileno())
+        return FileRecord(writer.tell(), _of_parts(parts))
+
+
+def _part(path: Path, begin: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        return _hash_part(file, memoryview(bytearray(min(PIECE_BYTES, PART_BYTES))))
+
+
+def _hash_part(
+    reader: io.FileIO, piece: memoryview, writer: io.BufferedWriter | None = None
+) -> bytes:
+    """Read the next part of a file piece by piece; return its digest, and copy it to `writer`."""
+    digest, left = hashlib.sha256(), PART_BYTES
+    while left and (count := reader.readinto(piece[:left])):
+        digest.update(piece[:count])
+        if writer is not None:
+            writer.write(piece[:count])
+        left -= count
+    return digest.digest()
+
+
+def _begins(path: Path) -> range:
+    return range(0, max(path.stat().st_size, 1), PART_BYTES)
+
+
+def _of_parts(parts: list[bytes]) -> str:
+    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()

@@ -13,6 +13,12 @@ from utils.config.errors import ConfigurationError
 from utils.support.files import replace_text
 
 FORMAT = 1
+# Strategies that write the same: whole weights, and the optimizer's state whole or in equal parts.
+ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
+# The files of a run directory beside its checkpoints.
+CONFIG = "config.yaml"  # the settings of the first start
+PROVENANCE = "provenance.json"  # how each of its starts came about
+FINAL = "final"  # the finished model
 
 
 class DamagedCheckpointError(Exception):
@@ -75,13 +81,12 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{FORMAT}): update, or name another --output_dir."
             )
         committed = content["checkpoint"]
-        whole = text == _text(committed)
+        if text != _text(committed):
+            raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
-    if not whole:
-        raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
     files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
     return Manifest(**committed, files=files)
 
@@ -93,35 +98,19 @@ def _text(committed: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-# Which strategies can load which checkpoints.
-
-# Strategies that write the same: one process and DDP whole weights and a whole optimizer state,
-# ZeRO-1 and ZeRO-2 whole weights and the same parts of the optimizer's state. The others write
-# shards of their own.
-ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
-
-
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Refuse a checkpoint that `strategy` (LaunchFacts) cannot go on from.
+    """Raise ConfigurationError for a checkpoint that `strategy` (LaunchFacts) cannot load.
 
-    The number of ranks never matters. Left to themselves the libraries end in a traceback about
-    files that are missing, after the model was built on all ranks. Raises ConfigurationError.
+    The libraries end in a traceback about missing files, after the model was built on all ranks.
     """
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return
     raise ConfigurationError(
-        f"{checkpoint} was written under {written} and cannot be loaded under {strategy}: go on "
+        f"{checkpoint} was written under {written} and cannot be loaded under {strategy}: resume "
         f"with the accelerate config of {written} (any number of ranks will do), or start a new "
         "run from its weights: --init_from with another --output_dir."
     )
-
-
-# The files of a run directory beside its checkpoints, and what its record says of it.
-
-CONFIG = "config.yaml"  # the settings of the first start
-PROVENANCE = "provenance.json"  # how each of its starts came about
-FINAL = "final"  # the finished model
 
 
 def earlier_starts(path: Path) -> list[dict[str, Any]]:

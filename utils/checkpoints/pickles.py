@@ -1,8 +1,8 @@
 """Nothing in a checkpoint is unpickled but known classes, whichever library loads it.
 
-Loading a pickle calls whatever it names. Trainer loads with torch's guard (weights_only=True);
-DeepSpeed and torch.distributed.checkpoint without, which a variable of torch overrules. What torch
-unpickles by itself, the metadata of sharded checkpoints, is read here first, by a list of names.
+Loading a pickle calls whatever it names. Trainer loads with weights_only=True; DeepSpeed and
+torch.distributed.checkpoint without, which a variable of torch overrules. The metadata of sharded
+checkpoints, which torch unpickles by itself, is read here first, by a list of names.
 """
 
 import io
@@ -30,23 +30,20 @@ HARMLESS = frozenset(
     {".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp"}
 )
 METADATA = ".metadata"
-_DCP = "torch.distributed.checkpoint.metadata"
-# What .metadata may name; nothing here does more than hold its arguments.
-METADATA_NAMES = frozenset(
-    {
-        *((_DCP, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata")),
-        *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties")),
-        *((_DCP, name) for name in ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-        ("builtins", "set"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
+# What .metadata may name, by module; nothing here does more than hold its arguments.
+METADATA_NAMES: dict[str, set[str]] = {
+    "builtins": {"set"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}  # fmt: skip
 
 
 def guard_loading(strategy: str) -> None:
@@ -54,8 +51,7 @@ def guard_loading(strategy: str) -> None:
     if os.environ.pop(FORBID, None):
         logger.warning("%s is ignored: files are loaded with weights_only=True alone", FORBID)
     os.environ[FORCE] = "1"
-    if strategy.startswith("zero"):
-        add_safe_globals(_deepspeed_classes())
+    _allow_known_classes(strategy)
 
 
 def refuse_code(checkpoint: Path) -> None:
@@ -79,11 +75,7 @@ def forbidden(path: Path, strategy: str = "single") -> str | None:
     """Return why a file of a checkpoint must not be loaded; None: it may be. Raises OSError."""
     if path.suffix in HARMLESS or path.name == "latest":  # DeepSpeed: a folder's name
         return None
-    # Not torch's context manager of that name: at its end it forgets what was known before, too.
-    rebuild: Any = np.empty(0).__reduce__()[0]
-    add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
-    if strategy.startswith("zero"):
-        add_safe_globals(_deepspeed_classes())
+    _allow_known_classes(strategy)
     try:
         with skip_data():
             if path.name.endswith(METADATA):
@@ -99,11 +91,24 @@ def forbidden(path: Path, strategy: str = "single") -> str | None:
     return None
 
 
+def _allow_known_classes(strategy: str) -> None:
+    """Let torch load numpy's random states and DeepSpeed's values, which do nothing."""
+    # Not torch's context manager of that name: at its end it forgets what was known before, too.
+    rebuild: Any = np.empty(0).__reduce__()[0]
+    add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
+    if strategy.startswith("zero"):
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds what is on the list, see "Restricting Globals" in the documentation of pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in METADATA_NAMES:
+        if name not in METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not on the list")
         return super().find_class(module, name)
 
@@ -117,12 +122,3 @@ def _read_sharded(metadata: Path) -> None:
             with (metadata.parent / info.relative_path).open("rb") as shard:
                 shard.seek(info.offset)
                 torch.load(io.BytesIO(shard.read(info.length)), weights_only=True)
-
-
-def _deepspeed_classes() -> list[Any]:
-    """Return the classes in DeepSpeed's checkpoints, which hold values and do nothing."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]

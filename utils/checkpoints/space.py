@@ -23,8 +23,7 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 LEAST_KEPT = 2  # one may turn out to be damaged
-# A save leaves that much: the next start writes its lock, provenance and journal before the part
-# of a save that was killed goes.
+# A save leaves that much: the next start writes lock, provenance and journal before it deletes.
 RESERVE_BYTES = 2**20
 
 Committed = Sequence[tuple[Path, Manifest]]  # newest first
@@ -39,29 +38,27 @@ def most_at_once(keep: int | None, saves: int) -> int:
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
-def rotate(output_dir: Path, run_id: str, keep: int | None, best: Path | None) -> None:
+def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
     """Delete all but the newest `keep` checkpoints (None: all stay) and the best one.
 
     Only committed checkpoints of this run are looked at, by step, never by a file's time. What
     cannot be deleted is logged, and training continues.
     """
-    spare = _spare(committed_checkpoints(output_dir, run_id), keep, best)
+    spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
         delete_if_possible(directory)
 
 
-def make_room(
-    output_dir: Path, run_id: str, keep: int | None, best: Path | None, estimated_bytes: float
-) -> None:
-    """See that the next checkpoint fits; delete as much of `deletable` as that takes, if any.
+def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
+    """Check that the next checkpoint fits; delete as much of `deletable` as that takes, if any.
 
     Raises StorageError, with nothing deleted, if all of it is not enough.
     """
     committed = committed_checkpoints(output_dir, run_id)
-    needed = next_bytes(committed[0][1] if committed else None, estimated_bytes) + RESERVE_BYTES
+    needed = next_bytes(committed, estimated_bytes) + RESERVE_BYTES
     free = room = free_bytes(output_dir)
     doomed: list[Path] = []
-    for directory in deletable(output_dir, committed, keep, best):
+    for directory in deletable(output_dir, committed, keep):
         if room >= needed:
             break
         doomed.append(directory)
@@ -82,32 +79,20 @@ def make_room(
         delete_if_possible(directory)  # if that fails the save will
 
 
-def deletable(
-    output_dir: Path, committed: Committed, keep: int | None, best: Path | None
-) -> Sequence[Path]:
+def deletable(output_dir: Path, committed: Committed, keep: int | None) -> Sequence[Path]:
     """Return what may be deleted before the next checkpoint is there, in the order to go.
 
     That is what killed starts left behind, then what `rotate` would delete after the next commit,
     the oldest first, as long as LEAST_KEPT committed ones stay.
     """
-    spare = _spare(committed, None if keep is None else keep - 1, best)
+    spare = _spare(committed, None if keep is None else keep - 1)
     most = max(0, len(committed) - LEAST_KEPT)
     return [*leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE), *spare[:most]]
 
 
-def best_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the best checkpoint so far, as a committed one has it; None if it names none."""
-    try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        best = state["best_model_checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # whoever loads it says what is wrong with it
-    return None if best is None else checkpoint.with_name(Path(best).name)
-
-
-def next_bytes(newest: Manifest | None, estimated_bytes: float) -> float:
+def next_bytes(committed: Committed, estimated_bytes: float) -> float:
     """Return what the next checkpoint takes, by the newest one if there is one."""
-    return estimated_bytes if newest is None else newest.size_bytes * MARGIN
+    return committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
 
 
 def free_bytes(directory: Path) -> int:
@@ -122,10 +107,20 @@ def taken_bytes(directories: Sequence[Path]) -> int:
     return sum(path.lstat().st_size for path in files if path.is_file())
 
 
-def _spare(committed: Committed, keep: int | None, best: Path | None) -> Sequence[Path]:
+def _spare(committed: Committed, keep: int | None) -> Sequence[Path]:
     """Return the committed checkpoints beyond the newest `keep` and the best, oldest first."""
-    if keep is None:
+    if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]
-    kept_best = best and best.name
-    return [path for path in reversed(newest_first[keep:]) if path.name != kept_best]
+    best = _best_checkpoint(newest_first[0])
+    return [path for path in reversed(newest_first[keep:]) if path.name != best]
+
+
+def _best_checkpoint(checkpoint: Path) -> str | None:
+    """Return the name of the best checkpoint so far, as a committed one has it."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        best = state["best_model_checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whoever loads it says what is wrong with it
+    return None if best is None else Path(best).name

@@ -1,4 +1,4 @@
-"""A private directory in this node's memory, where a checkpoint waits to be written to storage."""
+"""Saves in the background: Trainer writes into this node's memory, a thread copies to storage."""
 
 import atexit
 import fcntl
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 PREFIX = "stoker-staged-"
+# A rank may wait for the largest file of another; one that died breaks the connection at once.
+GROUP_TIMEOUT_S = 24 * 3600
 
 
 class Staging:
@@ -75,10 +77,10 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove, aloud, the staged checkpoints of this user's processes that were killed here.
+    """Remove the staged checkpoints of this user's processes that were killed on this node.
 
-    A directory whose process lives is locked, and left alone. What was staged and not written is in
-    no checkpoint, and nobody reads it; it would keep memory from all jobs on this node.
+    They are in no checkpoint and would keep memory from all jobs. The directory of a living process
+    is locked, and left alone.
     """
     for directory in sorted(MEMORY.glob(f"{PREFIX}*")):
         try:
@@ -102,17 +104,11 @@ def _remove_unless_locked(directory: Path) -> None:
         os.close(lock)
 
 
-# Writes a staged checkpoint to storage while training goes on, one at a time.
-
-# A rank may wait for the largest file of another; one that died breaks the connection at once.
-GROUP_TIMEOUT_S = 24 * 3600
-
-
 class BackgroundWriter:
-    """A thread of each rank that copies what it staged, and meets the other ranks' threads.
+    """A thread of each rank that copies what it staged, and commits with the other ranks' threads.
 
-    Its group is its own, so that what the threads say to each other never mixes with what the
-    ranks do meanwhile. All methods are for the main thread, but `own_files`.
+    The threads have a group of their own, so that their collectives never mix with training's. All
+    methods are for the main thread, but `own_files`.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -133,11 +129,11 @@ class BackgroundWriter:
         """Whether the last one did not get there on this rank; `wait` raises why."""
         return self.error is not None
 
-    def place(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return where this rank is to write a checkpoint, its memory; None where it has no room.
+    def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
+        """Return the directory in memory for this rank's checkpoint; None if a node has no room.
 
-        Collective over ranks, which all get a place or none. `own_bytes` is what this rank wrote
-        the last time (None: not known, a node has to have room for all).
+        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: not known,
+        a node has to have room for all).
         """
         rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
         for host in dict.fromkeys(host for host, _, _ in rooms):
@@ -147,7 +143,7 @@ class BackgroundWriter:
             needed = int(MARGIN * sum(parts)) if len(parts) == len(here) else all_bytes
             if free < needed:
                 logger.warning(
-                    "the checkpoint of step %d is written before training goes on: %s has %s "
+                    "the checkpoint of step %d is written before training continues: %s has %s "
                     "free in %s, the part that is written there takes %s",
                     step, host, readable(free), MEMORY, readable(needed),
                 )  # fmt: skip

@@ -77,15 +77,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        facts: RunFacts,
-        rank: int,
-        *,
-        keep: int | None,
-        estimated_bytes: int,
-        background: BackgroundWriter | None = None,
-    ):
+        self, output_dir: Path, facts: RunFacts, rank: int, *, keep: int | None,
+        estimated_bytes: int, background: BackgroundWriter | None = None,
+    ):  # fmt: skip
         assert keep is None or keep >= LEAST_KEPT, "checked with the settings"
         self.output_dir, self.facts, self.rank = output_dir, facts, rank
         self.keep, self.estimated_bytes = keep, estimated_bytes
@@ -118,32 +112,33 @@ class Checkpoints:
         """Whether that failed on this rank; `finish` raises why."""
         return self.background is not None and self.background.failed
 
-    def begin(self, step: int, best: Path | None) -> bool:
+    def begin(self, step: int) -> bool:
         """Wait for the save before, and see that this one has room; False: the step is committed.
 
         Raises on all ranks StorageError, and ConfigurationError where the directory was lost.
         """
         self.begun = time.monotonic()
         self.finish()
-        self.see_that_it_is_ours()
+        self.check_ownership()
         if self.is_committed(step):
             return False
-        on_rank_0(lambda: self._make_room(best))
+        facts = self.facts
+        on_rank_0(lambda: make_room(self.output_dir, facts.run_id, self.keep, self.estimated_bytes))
         staged = None
         if self.background is not None:
             size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
-            staged = self.background.place(step, self.own_bytes, size_bytes)
+            staged = self.background.open(step, self.own_bytes, size_bytes)
         self.run_dir = staged or self.output_dir
         # Trainer names the best checkpoint where its directory is there. With sharded weights
         # (FSDP) that of this step came later: which rank found it was chance.
         on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
         return True
 
-    def commit(self, step: int, *, tokens: int, best: Path | None) -> None:
+    def commit(self, step: int, *, tokens: int) -> None:
         """Make what was written for this step a checkpoint, then rotate; raises StorageError."""
         background = self.background if self.staged else None
         if background is None:
-            size_bytes = self._commit_files(step, tokens, best, self._own_records)
+            size_bytes = self._commit_files(step, tokens, self._own_records)
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
         staged, self.run_dir = self.run_dir / self.directory(step).name, self.output_dir
@@ -153,11 +148,7 @@ class Checkpoints:
             begun = time.monotonic()
             own = background.own_files(staged)
             size_bytes = self._commit_files(
-                step,
-                tokens,
-                best,
-                lambda target: copy_and_record(staged, target, own),
-                background.group,
+                step, tokens, lambda target: copy_and_record(staged, target, own), background.group
             )
             background.staging.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
@@ -174,12 +165,9 @@ class Checkpoints:
         if self.background is not None:
             self.background.close()
 
-    def see_that_it_is_ours(self) -> None:
-        """Raise ConfigurationError on all ranks when another job took the directory meanwhile.
-
-        Before anything is written that another job would rely on, or has written itself.
-        """
-        on_rank_0(self._see_that_it_is_ours)
+    def check_ownership(self) -> None:
+        """Raise ConfigurationError on all ranks when another job took the directory meanwhile."""
+        on_rank_0(self._check_ownership)
 
     def check(self, directory: Path) -> None:
         """See that a committed checkpoint is still whole; raises StorageError on all ranks."""
@@ -200,7 +188,6 @@ class Checkpoints:
         self,
         step: int,
         tokens: int,
-        best: Path | None,
         record: Callable[[Path], dict[str, FileRecord]],
         group: Any = None,
     ) -> int:
@@ -213,21 +200,18 @@ class Checkpoints:
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         on_rank_0(lambda: self._commit(directory, self._manifest(step, tokens, records)), group)
         if self.rank == 0:
-            rotate(self.output_dir, self.facts.run_id, self.keep, best)
+            rotate(self.output_dir, self.facts.run_id, self.keep)
         return sum(file.size_bytes for file in records.values())
 
     def _note(self, save: Save) -> None:
         self.saves.append(save)
         took = f"{save.stall_s:.1f} s"
         if save.write_s:
-            took = f"written in {save.write_s:.1f} s, training stood still for {took}"
+            took = f"written in {save.write_s:.1f} s, training paused for {took}"
         size = readable(save.size_bytes)
         logger.info("%s committed (%s, %s)", self.directory(save.step), size, took)
 
-    def _make_room(self, best: Path | None) -> None:
-        make_room(self.output_dir, self.facts.run_id, self.keep, best, self.estimated_bytes)
-
-    def _see_that_it_is_ours(self) -> None:
+    def _check_ownership(self) -> None:
         lost = taken_over(self.output_dir)
         if lost is not None:
             raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
@@ -244,7 +228,7 @@ class Checkpoints:
                 f"({', '.join(sorted(unknown))}) and was not committed: does another job write "
                 "there?"
             )
-        self._see_that_it_is_ours()
+        self._check_ownership()
         write_manifest(directory, manifest)
 
     def _manifest(self, step: int, tokens: int, records: Mapping[str, FileRecord]) -> Manifest:

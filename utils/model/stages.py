@@ -14,10 +14,10 @@ from utils.checkpoints.discovery import (
     DAMAGED,
     DELETING,
     INCOMPLETE,
-    described_point,
     numbered_checkpoints,
+    resume_point,
 )
-from utils.checkpoints.files import MANIFEST, file_problems, kept_digests
+from utils.checkpoints.files import MANIFEST, cached_digests, file_problems
 from utils.checkpoints.manifest import (
     CONFIG,
     FINAL,
@@ -163,7 +163,7 @@ def _own_description(settings: RunSettings) -> Path | None:
     run_id = known_run_id(output_dir / PROVENANCE)
     if run_id is None or settings.model.use_peft:
         return None
-    own = described_point(output_dir, run_id)
+    own = resume_point(output_dir, run_id, dry_run=True)
     return own if own is not None and (own / "config.json").is_file() else None
 
 
@@ -250,7 +250,7 @@ def _described(directory: Path) -> dict[str, Any]:
         return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
     run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
     files = sorted(directory.glob("*.safetensors"))
-    return {"path": path, "run_id": run_id, "sha256": kept_digests(files)}
+    return {"path": path, "run_id": run_id, "sha256": cached_digests(files)}
 
 
 def _is_weights(name: str) -> bool:

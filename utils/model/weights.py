@@ -24,7 +24,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from utils.checkpoints.files import kept_digests
+from utils.checkpoints.files import cached_digests
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
@@ -49,7 +49,7 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 
     {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub;
     None where all weights are in the run's checkpoints. It may read all of them (see
-    `kept_digests`), so rank 0 alone calls it. Raises ConfigurationError and OSError.
+    `cached_digests`), so rank 0 alone calls it. Raises ConfigurationError and OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -66,7 +66,7 @@ def _of_directory(directory: Path) -> dict[str, Any] | None:
     for pattern in WEIGHT_FILES:
         files = sorted(directory.glob(pattern))
         if files:
-            return {"sha256": kept_digests(files)}
+            return {"sha256": cached_digests(files)}
     return None  # loading says so
 
 

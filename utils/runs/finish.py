@@ -75,7 +75,7 @@ def _finish(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     )
     if trainer.eval_dataset and not evaluated:
         trainer.evaluate()
-    trainer.checkpoints.see_that_it_is_ours()
+    trainer.checkpoints.check_ownership()
     final = export_final(trainer, save_dtype)
     if trainer.state.best_model_checkpoint:
         logger.info(

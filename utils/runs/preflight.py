@@ -1,12 +1,11 @@
-"""Looks at the storage of a run from all hosts, before anything is written that has to stay."""
+"""Checks the output directory before a run: shared, writable, with room, and no one else's."""
 
-import contextlib
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,8 +16,6 @@ from utils.checkpoints.manifest import CONFIG, FINAL, PROVENANCE, known_run_id
 from utils.checkpoints.space import (
     LEAST_KEPT,
     RESERVE_BYTES,
-    Committed,
-    best_checkpoint,
     deletable,
     free_bytes,
     most_at_once,
@@ -37,7 +34,6 @@ logger = logging.getLogger(__name__)
 MARK = ".stoker-preflight-"  # begins the names of the files that are there for a moment
 STORAGE_LIMIT_S = 30.0  # a file system that answers later would stall every save
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
-LEFT_BEHIND_S = 3600.0
 PROBE_BYTES = 2**20
 
 Answer = TypeVar("Answer")
@@ -53,31 +49,32 @@ class StorageNeeds:
 
 
 def check_storage(output_dir: Path, needs: StorageNeeds, launch: LaunchFacts) -> None:
-    """Check that all hosts can write to one ``output_dir``, with room for checkpoints.
+    """Check that all hosts can write to one ``output_dir``, with room for checkpoints; make it.
 
     Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
-    name. Makes the directory; after a refusal one that was not there before is gone again. Each
-    host writes a small file, since quotas do not show in what is free.
+    name. Each host writes a small file, since quotas do not show in what is free.
     """
-    made: list[Path] = []
-    mark = ""
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
-    def look() -> None:
+    def open_directory() -> tuple[str, int, str]:
+        room = _open(output_dir, needs)
+        mark = MARK + secrets.token_hex(8)
+        _write(output_dir / mark, 0)
+        # No more than fits if room will only come with what is deleted.
+        return mark, min(PROBE_BYTES, free_bytes(output_dir) // (2 * len(first_ranks))), room
+
+    mark, probe_bytes, room = on_rank_0(lambda: _in_time(open_directory))
+
+    def probe() -> None:
         if launch.rank in first_ranks:
-            _in_time(lambda: _probe(output_dir, mark, f"{mark}-{launch.rank}", probe_bytes))
+            _in_time(lambda: _probe(output_dir / mark, probe_bytes, launch.rank))
 
     try:
-        mark, room, probe_bytes = on_rank_0(
-            lambda: _in_time(lambda: _open(output_dir, needs, len(first_ranks), made))
-        )
-        on_every_rank(look)
-    except ConfigurationError:
+        on_every_rank(probe)
+    finally:
         if launch.rank == 0:
-            _clear(output_dir, mark, made)
-        raise
+            (output_dir / mark).unlink(missing_ok=True)
     if launch.rank == 0:
-        _clear(output_dir, mark, [])
         logger.info(
             "preflight: %d host(s), %d rank(s) can write to %s, %s",
             len(first_ranks), launch.world_size, output_dir, room,
@@ -90,27 +87,22 @@ def check_room(output_dir: Path, needs: StorageNeeds) -> str:
     A new run needs as many checkpoints as will be there at once, a resumed one the next; if later
     ones will not fit that is a warning. What `make_room` may delete counts as free.
     """
-    run_id = known_run_id(output_dir / PROVENANCE)
-    committed: Committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
-    newest = committed[0][1] if committed else None
-    free, kept = free_bytes(output_dir), needs.saves.kept
-    if newest is not None and newest.step >= needs.total_steps:
+    run_id, keep = known_run_id(output_dir / PROVENANCE), needs.saves.kept
+    committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
+    step = committed[0][1].step if committed else 0
+    free = free_bytes(output_dir)
+    if committed and step >= needs.total_steps:
         return f"{readable(free)} free (all checkpoints are there)"
     going: list[Path] = []
-    if run_id is not None:
-        best = best_checkpoint(committed[0][0]) if committed else None
-        # The first become incomplete.*
-        going = [
-            *uncommitted_checkpoints(output_dir),
-            *deletable(output_dir, committed, kept, best),
-        ]
+    if run_id is not None:  # what was not committed becomes incomplete.*
+        going = [*uncommitted_checkpoints(output_dir), *deletable(output_dir, committed, keep)]
     staying = len({path for path, _ in committed} - set(going))
     freed = taken_bytes(going)
-    one = next_bytes(newest, needs.checkpoint_bytes)
-    ahead = needs.saves.scheduled(needs.total_steps, newest.step if newest else 0)
-    most = max(1, most_at_once(kept, staying + ahead) - staying)
+    one = next_bytes(committed, needs.checkpoint_bytes)
+    ahead = needs.saves.scheduled(needs.total_steps, step)
+    most = max(1, most_at_once(keep, staying + ahead) - staying)
     # Without a limit somebody may move some away meanwhile.
-    now = 1 if newest else min(most, LEAST_KEPT) if kept is None else most
+    now = 1 if committed else min(most, LEAST_KEPT) if keep is None else most
     for count in (now, most):
         missing = count * one + RESERVE_BYTES - free - freed
         if missing <= 0:
@@ -118,7 +110,7 @@ def check_room(output_dir: Path, needs: StorageNeeds) -> str:
         problem = (
             f"{host_name()}: {output_dir} has {readable(free)} free, {readable(freed)} more once "
             f"old checkpoints are deleted, but {count} of about {readable(one)} will be there at "
-            f"once (save_total_limit {'null' if kept is None else kept}; the older ones stay while "
+            f"once (save_total_limit {'null' if keep is None else keep}; the older ones stay while "
             f"the next is written): {readable(missing)} are missing."
         )
         if count == now:
@@ -130,40 +122,31 @@ def check_room(output_dir: Path, needs: StorageNeeds) -> str:
     return f"{readable(free)} free ({now} checkpoint(s) of about {readable(one)} needed)"
 
 
-def _open(
-    output_dir: Path, needs: StorageNeeds, hosts: int, made: list[Path]
-) -> tuple[str, str, int]:
-    """Make the directory, check its room and leave a mark in it; return mark, room, probe bytes.
-
-    Directories that were made join `made`, the outermost first.
-    """
+def _open(output_dir: Path, needs: StorageNeeds) -> str:
+    """Make the directory and check its room; return the room in words."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
-    missing = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
-    for path in reversed(missing):
-        try:
-            path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"{host_name()}: --output_dir {output_dir} cannot be made ({path}: "
-                f"{error.strerror}): name a directory where you may write."
-            ) from error
-        made.append(path)
-    room = check_room(output_dir, needs)
-    # No more than fits if room will only come with what is deleted.
-    share = free_bytes(output_dir) // (2 * hosts)
-    mark = MARK + secrets.token_hex(8)
+    is_new = not output_dir.exists()
     try:
-        (output_dir / mark).touch(exist_ok=False)
+        output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(_unwritable(output_dir, error)) from error
-    return mark, room, max(1, min(PROBE_BYTES, needs.checkpoint_bytes, share))
+        raise StorageError(
+            f"{host_name()}: --output_dir {output_dir} cannot be made ({error.strerror}): name a "
+            "directory where you may write."
+        ) from error
+    try:
+        return check_room(output_dir, needs)
+    except StorageError:
+        if is_new:
+            output_dir.rmdir()
+        raise
 
 
-def _probe(output_dir: Path, mark: str, own_mark: str, probe_bytes: int) -> None:
+def _probe(mark: Path, probe_bytes: int, rank: int) -> None:
     """Find rank 0's mark from this host, and write a file."""
-    end = time.monotonic() + SIGHT_LIMIT_S
-    while not _lists(output_dir, mark):
+    output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
+    while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
+        # Listed, not asked for by name: NFS remembers for a while that a file was not there.
         if time.monotonic() > end:
             problem = "is another directory here" if output_dir.is_dir() else "is not there"
             raise StorageError(
@@ -172,62 +155,36 @@ def _probe(output_dir: Path, mark: str, own_mark: str, probe_bytes: int) -> None
                 "own scratch)."
             )
         time.sleep(0.1)
-    own = output_dir / own_mark
+    own = mark.with_name(f"{mark.name}-{rank}")
     try:
-        with own.open("wb") as file:
-            file.write(secrets.token_bytes(probe_bytes))
-            os.fsync(file.fileno())  # a quota may show only when the data is on its way
-    except OSError as error:
-        raise StorageError(_unwritable(output_dir, error)) from error
+        _write(own, probe_bytes)
     finally:
         own.unlink(missing_ok=True)
 
 
-def _lists(directory: Path, name: str) -> bool:
-    """Whether a directory lists a name: NFS remembers for a while that a file was not there."""
+def _write(path: Path, size_bytes: int) -> None:
     try:
-        return name in os.listdir(directory)  # noqa: PTH208 - names are wanted
-    except FileNotFoundError:
-        return False
-
-
-def _unwritable(output_dir: Path, error: OSError) -> str:
-    return (
-        f"{host_name()}: --output_dir {output_dir} cannot be written to ({error.strerror}): check "
-        "its owner and mode, your quota, and whether this host has it mounted read-only."
-    )
-
-
-def _clear(output_dir: Path, mark: str, made: Sequence[Path]) -> None:
-    """Remove this start's marks, those of starts long gone, and empty directories it made."""
-
-    def clear() -> None:
-        for path in output_dir.glob(f"{MARK}*"):
-            own = mark and path.name.startswith(mark)
-            if own or time.time() - path.stat().st_mtime > LEFT_BEHIND_S:
-                path.unlink(missing_ok=True)
-        for path in reversed(made):
-            path.rmdir()
-
-    with contextlib.suppress(StorageError, OSError):  # the reason was said, or will be
-        _in_time(clear)
+        with path.open("wb") as file:
+            file.write(secrets.token_bytes(size_bytes))
+            os.fsync(file.fileno())  # a quota may show only when the data is on its way
+    except OSError as error:
+        raise StorageError(
+            f"{host_name()}: --output_dir {path.parent} cannot be written to ({error.strerror}): "
+            "check its owner and mode, your quota, and whether this host has it mounted read-only."
+        ) from error
 
 
 def _in_time(action: Callable[[], Answer]) -> Answer:
     """Do something with storage that other ranks wait for; raises StorageError."""
     try:
         return call_within(STORAGE_LIMIT_S, action)
-    except TimeoutError as error:  # an OSError too
+    except TimeoutError as error:
         raise StorageError(
             f"{host_name()}: the storage of --output_dir did not answer within "
             f"{STORAGE_LIMIT_S:g} s: see whether `ls` on it hangs there, and tell the "
             "administrators, or leave the node out (sbatch --exclude)."
         ) from error
-    except OSError as error:
-        raise StorageError(f"{host_name()}: --output_dir cannot be looked at: {error}.") from error
 
-
-# Whose a run directory is: a run's, nobody's, or something else's that is never written over.
 
 # What a start that was killed before it wrote its settings leaves behind.
 _DRAFTS = "|".join(map(re.escape, (CONFIG, PROVENANCE)))

@@ -20,7 +20,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from utils.checkpoints.discovery import described_point
+from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.manifest import PROVENANCE, check_layout, earlier_starts, known_run_id
 from utils.checkpoints.pickles import refuse_code
 from utils.config.errors import ConfigurationError, StorageError
@@ -112,7 +112,7 @@ def _check_run(
         settings = _as_it_goes_on(settings, output_dir)
         accepted_changes(output_dir, settings, {"script": script, **identity_facts(settings, data)})
         run_id = known_run_id(output_dir / PROVENANCE)
-        found = None if run_id is None else described_point(output_dir, run_id)
+        found = None if run_id is None else resume_point(output_dir, run_id, dry_run=True)
         if found is not None:
             _check_checkpoint(found, settings, launch)
             resume_from = str(found)

@@ -71,7 +71,7 @@ class ResumeState(TrainerCallback):
         if state.best_global_step in trainer.watch.extra_saves:
             # Trainer would find its directory; the uninterrupted run has none.
             state.best_global_step = None
-        if not checkpoints.begin(step, self.best_checkpoint()):
+        if not checkpoints.begin(step):
             # Asked for twice at one step; Trainer would write over what is safe.
             if state.best_global_step == step:
                 state.best_model_checkpoint = str(checkpoints.directory(step))
@@ -88,7 +88,7 @@ class ResumeState(TrainerCallback):
                 folder = checkpoints.run_dir / checkpoints.directory(step).name
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
         tokens = sum(_saved(state)["tokens"].values())
-        checkpoints.commit(step, tokens=tokens, best=self.best_checkpoint())
+        checkpoints.commit(step, tokens=tokens)
 
     def best_checkpoint(self) -> Path | None:
         """Return it by its name alone: the run directory may have moved since it was written."""

@@ -1,11 +1,13 @@
 """Committed checkpoints of a run without a model, for the tests of this folder."""
 
+import json
 from pathlib import Path
 
 from utils.checkpoints.store import Checkpoints, RunFacts
 
+RUN = "run-1"
 FACTS = RunFacts(
-    run_id="run-1",
+    run_id=RUN,
     world_size=1,
     strategy="single",
     global_batch_size=8,
@@ -24,13 +26,16 @@ def store(output_dir: Path, keep: int | None = None) -> Checkpoints:
     return Checkpoints(output_dir, FACTS, 0, keep=keep, estimated_bytes=1000)
 
 
-def write_files(output_dir: Path, step: int) -> Path:
+def write_files(output_dir: Path, step: int, best: int | None = None) -> Path:
     """What Trainer would have written for a step, not yet committed."""
     directory = output_dir / f"checkpoint-{step}"
     for name, content in FILES.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content + str(step).encode())
+    if best is not None:
+        state = {"best_model_checkpoint": f"/moved/run/checkpoint-{best}"}
+        (directory / "trainer_state.json").write_text(json.dumps(state))
     return directory
 
 
@@ -38,9 +43,8 @@ def commit(output_dir: Path, *steps: int, keep: int | None = None, best: int | N
     """Write and commit checkpoints of these steps, one after the other."""
     checkpoints = store(output_dir, keep)
     for step in steps:
-        write_files(output_dir, step)
-        kept_best = None if best is None else output_dir / f"checkpoint-{best}"
-        checkpoints.commit(step, tokens=100 * step, best=kept_best)
+        write_files(output_dir, step, best)
+        checkpoints.commit(step, tokens=100 * step)
 
 
 def names(output_dir: Path) -> list[str]:

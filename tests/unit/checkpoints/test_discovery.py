@@ -3,13 +3,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made import commit, names, write_files
+from made import RUN, commit, names, write_files
 
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.space import rotate
 from utils.config.errors import ConfigurationError, StorageError
-
-RUN = "run-1"
 
 
 def damage(directory, name="optimizer.pt"):
@@ -17,10 +15,6 @@ def damage(directory, name="optimizer.pt"):
     content = bytearray(path.read_bytes())
     content[5] ^= 4
     path.write_bytes(content)
-
-
-def test_an_empty_run_starts_afresh(tmp_path):
-    assert resume_point(tmp_path, RUN) is None
 
 
 def test_the_newest_committed_one_is_taken_by_its_number(tmp_path):
@@ -42,6 +36,7 @@ def test_what_was_not_committed_is_set_aside_aloud(tmp_path, caplog):
 
 
 def test_a_run_killed_in_its_first_save_starts_afresh(tmp_path):
+    assert resume_point(tmp_path, RUN) is None
     write_files(tmp_path, 6)
     assert resume_point(tmp_path, RUN) is None
     write_files(tmp_path, 6)
@@ -65,6 +60,17 @@ def test_a_renamed_one_is_damaged(tmp_path, caplog):
     (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-9")
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
     assert "manifest.json is of step 6" in caplog.text
+
+
+def test_a_dry_run_reads_descriptions_and_moves_nothing(tmp_path, caplog):
+    commit(tmp_path, 4, 6)
+    write_files(tmp_path, 8)
+    damage(tmp_path / "checkpoint-6")
+    assert resume_point(tmp_path, RUN, dry_run=True) == tmp_path / "checkpoint-6"
+    damage(tmp_path / "checkpoint-6", "trainer_state.json")
+    assert resume_point(tmp_path, RUN, dry_run=True) == tmp_path / "checkpoint-4"
+    assert f"{tmp_path}/checkpoint-4 is used instead" in caplog.text
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
 def test_older_ones_are_not_read(tmp_path):
@@ -92,14 +98,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["deleting.", "resharded."])
-def test_what_a_killed_start_was_deleting_or_resharding_goes(prefix, tmp_path):
-    commit(tmp_path, 4)
-    write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
-    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
-    assert names(tmp_path) == ["checkpoint-4"]
-
-
-@pytest.mark.parametrize("prefix", ["deleting.", "resharded."])
 def test_a_leftover_that_cannot_be_deleted_ends_no_start(prefix, tmp_path, monkeypatch, caplog):
     commit(tmp_path, 4)
     write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
@@ -108,6 +106,9 @@ def test_a_leftover_that_cannot_be_deleted_ends_no_start(prefix, tmp_path, monke
         caplog.clear()
         assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
         assert "checkpoint-2 could not be deleted: [Errno 5] Input/output error" in caplog.text
+    monkeypatch.undo()
+    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
+    assert names(tmp_path) == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize("refused", ["rmtree", "rename"])
@@ -130,7 +131,7 @@ def test_nor_does_an_incomplete_one_in_the_way_of_another(refused, tmp_path, mon
     monkeypatch.undo()
     assert len(names(tmp_path)) == 3
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
-    rotate(tmp_path, RUN, None, None)
+    rotate(tmp_path, RUN, None)
     assert names(tmp_path) == ["checkpoint-4"]
 
 

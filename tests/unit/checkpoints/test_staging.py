@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from utils.checkpoints import staging
-from utils.checkpoints.staging import PREFIX, Staging, remove_leftovers
+from utils.checkpoints.staging import (
+    PREFIX,
+    BackgroundWriter,
+    Staging,
+    own_share,
+    remove_leftovers,
+)
 
 HOLD = """
 import sys
@@ -77,14 +83,6 @@ def test_what_a_killed_process_staged_is_removed_aloud(holder, caplog):
     assert f"{directory} was left in memory by a run that was killed: removed" in caplog.text
 
 
-def test_a_process_that_ends_by_an_error_gives_the_memory_back(holder, memory):
-    process, directory = holder
-    process.stdin.close()
-    process.wait()
-    assert not directory.exists()
-    assert not list(memory.iterdir())
-
-
 def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
     """Another user's directory, a link to one, a file, another program's directory."""
     target = tmp_path.parent / f"{tmp_path.name}-target"
@@ -122,12 +120,46 @@ def test_a_directory_that_was_taken_for_a_leftover_is_made_again(memory, monkeyp
     own.close()
 
 
-def test_a_node_that_takes_no_files_in_memory_has_no_room(monkeypatch):
-    monkeypatch.setattr(staging, "MEMORY", Path("/no/such/place"))
+def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):
+    monkeypatch.setattr(staging, "memory_room_bytes", lambda: 17)
+    assert staging.free_bytes() == 17
+    monkeypatch.setattr(staging, "MEMORY", Path("/no/such/directory"))
     assert staging.free_bytes() == 0
     remove_leftovers()
 
 
-def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):
-    monkeypatch.setattr(staging, "memory_room_bytes", lambda: 17)
-    assert staging.free_bytes() == 17
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_staged_file_is_copied_by_one_rank(rank):
+    """By its owner where it has it (several ranks may write one), else by whoever has it."""
+    staged = [
+        ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth"],
+        ["model.safetensors", "rng_state_1.pth", "extra"],
+        ["rng_state_0.pth", "extra", "own"],
+    ]
+    expected = [["model.safetensors", "rng_state_0.pth"], ["rng_state_1.pth", "extra"], ["own"]]
+    assert own_share(staged, rank) == expected[rank]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "short_of_room"),
+    [
+        ([("n1", None, 1000), ("n2", None, 1000)], None),  # what a rank writes is not known yet
+        ([("n1", None, 1000), ("n2", None, 999)], "n2"),
+        ([("n1", 400, 900), ("n1", 400, 900), ("n2", 90, 100)], None),
+        ([("n1", 400, 900), ("n1", 500, 900), ("n2", 90, 100)], "n1"),
+        ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # it may grow a little
+        ([("n1", 400, 2000), ("n1", None, 2000)], None),
+    ],
+)
+def test_each_node_needs_room_for_what_its_own_ranks_write(
+    rooms, short_of_room, monkeypatch, caplog
+):
+    answers = iter([rooms, ["rank 0's directory", *rooms[1:]]])
+    monkeypatch.setattr(staging, "on_every_rank", lambda _: next(answers))
+    directory = BackgroundWriter("run-1", 0).open(7, rooms[0][1], 1000)
+    if short_of_room is None:
+        assert directory == "rank 0's directory"
+        assert not caplog.text
+    else:
+        assert directory is None
+        assert f"is written before training continues: {short_of_room} has " in caplog.text

@@ -1,8 +1,18 @@
+"""A save from its begin to its commit, at once and in the background, without a model."""
+
+import errno
+import os
+import threading
+
 import pytest
 import torch
-from made import FILES, commit, names, store, write_files
+from made import FACTS, FILES, commit, names, store, write_files
 
+from utils.checkpoints import files as copying
+from utils.checkpoints import staging
 from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.staging import BackgroundWriter
+from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, StorageError
 
 
@@ -20,7 +30,7 @@ def test_what_no_rank_wrote_is_not_committed(tmp_path):
     directory = write_files(tmp_path, 4)
     (directory / "rng_state_7.pth").touch()
     with pytest.raises(StorageError, match=r"no rank wrote \(rng_state_7\.pth\)"):
-        store(tmp_path).commit(4, tokens=0, best=None)
+        store(tmp_path).commit(4, tokens=0)
     assert not store(tmp_path).is_committed(4)
 
 
@@ -31,36 +41,31 @@ def test_storage_that_fails_commits_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("utils.checkpoints.store.write_manifest", fail)
     write_files(tmp_path, 4)
     with pytest.raises(StorageError, match="the disk quota is used up"):
-        store(tmp_path).commit(4, tokens=0, best=None)
+        store(tmp_path).commit(4, tokens=0)
     assert not store(tmp_path).is_committed(4)
 
 
-def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
+def test_a_best_checkpoint_that_is_damaged_or_not_torchs_is_not_loaded(tmp_path):
     directory = write_files(tmp_path, 4)
     (directory / "pytorch_model_fsdp_0" / "__0_0.distcp").unlink()
     torch.save({"moments": torch.zeros(3)}, directory / "optimizer.pt")
-    store(tmp_path).commit(4, tokens=0, best=None)
+    store(tmp_path).commit(4, tokens=0)
     store(tmp_path).check(directory)
     (directory / "optimizer.pt").write_bytes(b"")
     with pytest.raises(StorageError, match=r"checkpoint-4 is damaged \(optimizer.pt has 0 bytes"):
         store(tmp_path).check(directory)
-
-
-def test_a_best_checkpoint_with_a_strangers_pickle_is_not_loaded(tmp_path):
-    commit(tmp_path, 4)
-    with pytest.raises(
-        ConfigurationError, match=r"optimizer\.pt is nothing that torch\.save writes"
-    ):
-        store(tmp_path).check(tmp_path / "checkpoint-4")
+    commit(tmp_path, 6)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.pt is nothing that torch\.save"):
+        store(tmp_path).check(tmp_path / "checkpoint-6")
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda checkpoints: checkpoints.begin(6, None),
-        lambda checkpoints: checkpoints.begin(2, None),
-        lambda checkpoints: checkpoints.see_that_it_is_ours(),
-        lambda checkpoints: checkpoints.commit(4, tokens=0, best=None),
+        lambda checkpoints: checkpoints.begin(6),
+        lambda checkpoints: checkpoints.begin(2),
+        lambda checkpoints: checkpoints.check_ownership(),
+        lambda checkpoints: checkpoints.commit(4, tokens=0),
     ],
 )
 def test_a_run_that_lost_its_directory_writes_nothing_more(act, tmp_path, monkeypatch):
@@ -72,3 +77,116 @@ def test_a_run_that_lost_its_directory_writes_nothing_more(act, tmp_path, monkey
         act(store(tmp_path))
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     assert not store(tmp_path).is_committed(4)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    monkeypatch.setattr(staging, "MEMORY", directory)
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path, memory):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def checkpoints(run):
+    made = Checkpoints(
+        run, FACTS, 0, keep=2, estimated_bytes=1000, background=BackgroundWriter("run-1", 0)
+    )
+    yield made
+    made.close()
+
+
+def save(checkpoints, step):
+    assert checkpoints.begin(step)
+    write_files(checkpoints.run_dir, step)
+    checkpoints.commit(step, tokens=step)
+
+
+def test_a_save_is_under_way_when_commit_returns(checkpoints, run, memory, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    resume = threading.Event()
+    real = copying._copy
+    monkeypatch.setattr(copying, "_copy", lambda *paths: resume.wait(30) and real(*paths))
+    save(checkpoints, 4)
+    assert checkpoints.writing
+    assert not checkpoints.saves
+    assert checkpoints.run_dir == run, "the next one is asked for first"
+    (directory,) = memory.iterdir()
+    assert names(directory) == ["checkpoint-4"]
+    resume.set()
+    checkpoints.finish()
+    assert not checkpoints.writing
+    assert read_manifest(run / "checkpoint-4").files.keys() == FILES.keys()
+    assert not names(directory), "the memory is given back"
+    (entry,) = checkpoints.saves
+    assert (entry.step, entry.size_bytes) == (4, read_manifest(run / "checkpoint-4").size_bytes)
+    assert entry.total_s == entry.stall_s + entry.write_s > 0
+    assert "checkpoint-4 committed (20.5 KiB, written in " in caplog.text
+    assert not checkpoints.begin(4)
+    checkpoints.close()
+    assert not list(memory.iterdir())
+
+
+def test_the_next_save_waits_for_the_one_before(checkpoints, run, monkeypatch):
+    real, running, most = copying._copy, [], []
+
+    def copy(source, target):
+        running.append(source.parent)
+        most.append(len({path.name for path in running}))
+        record = real(source, target)
+        running.remove(source.parent)
+        return record
+
+    monkeypatch.setattr(copying, "COPY_THREADS", 1)
+    monkeypatch.setattr(copying, "_copy", copy)
+    for step in (2, 4, 6):
+        save(checkpoints, step)
+    checkpoints.finish()
+    assert max(most) == 1
+    assert names(run) == ["checkpoint-4", "checkpoint-6"], "rotated, too"
+
+
+def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, run, monkeypatch):
+    def fail(*_paths):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "x"))
+
+    save(checkpoints, 2)
+    checkpoints.finish()
+    monkeypatch.setattr(copying, "_copy", fail)
+    save(checkpoints, 4)
+    checkpoints.background.thread.join()
+    assert checkpoints.failed
+    with pytest.raises(StorageError, match=r"no space .* is left on the device"):
+        checkpoints.begin(6)
+    assert not checkpoints.failed, "raised once"
+    checkpoints.finish()
+    assert not checkpoints.is_committed(4)
+    assert checkpoints.is_committed(2)
+    monkeypatch.setattr(copying, "_copy", lambda *_paths: 1 / 0)  # nor is a bug swallowed
+    save(checkpoints, 6)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.finish()
+
+
+def test_without_room_in_memory_a_save_is_written_at_once(checkpoints, run, monkeypatch, caplog):
+    """The first by what a checkpoint is estimated to take, later ones by what was written."""
+    for free, written_at_once in ((999, True), (10_000, True), (40_000, False)):
+        monkeypatch.setattr("utils.checkpoints.staging.free_bytes", lambda free=free: free)
+        caplog.clear()
+        step = free // 10
+        assert checkpoints.begin(step)
+        assert (checkpoints.run_dir == run) == written_at_once
+        warning = f"the checkpoint of step {step} is written before training continues: "
+        assert (warning in caplog.text) == written_at_once
+        write_files(checkpoints.run_dir, step)
+        checkpoints.commit(step, tokens=0)
+        assert (checkpoints.saves[-1:] != [] and not checkpoints.writing) or not written_at_once
+        checkpoints.finish()
+    assert [save.write_s > 0 for save in checkpoints.saves] == [False, False, True]
