@@ -122,10 +122,7 @@ class Journal(TrainerCallback):
             self.saves_written += 1
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the file."""
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.file is not None:
             self.file.close()
             self.file = None

@@ -65,17 +65,11 @@ class MemoryMonitor(MetricCallback):
     on_epoch_end = on_step_end
 
     @override
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the evaluation of one split."""
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._close("eval")
 
     @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the writing of a checkpoint."""
+    def on_save(self, *_: Any, **__: Any) -> None:
         self._close("save")
 
     def _close(self, phase: str) -> None:

@@ -166,11 +166,8 @@ class Throughput(MetricCallback):
             self.first_step_time_s = now - self.window_start - self.excluded_s
             self._begin_window(now)
 
-    def _end_interruption(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def _end_interruption(self, *_: Any, **__: Any) -> None:
         """Leave out the evaluation of one split, or the writing of a checkpoint."""
-        del args, state, control, kwargs
         now = self.clock()
         self.excluded_s += now - self.interrupted_at
         self.interrupted_at = now
@@ -233,9 +230,7 @@ class CompilationWatch(TrainerCallback):
         self.graphs = graphs
 
     @override
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Take the graphs of the evaluation for known."""
         if self.graphs is not None:
             self.graphs = compiled_graphs()

@@ -118,9 +118,7 @@ class NonFiniteGuard(TrainerCallback):
         self.on_their_way.append(_StepFigures(step, values, ready))
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Act on what the ranks agreed on about earlier steps, without waiting for the device."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
@@ -161,16 +159,12 @@ class NonFiniteGuard(TrainerCallback):
                 )
 
     @override
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
         """Check the last steps: what is exported after them is finite."""
         self.settle(kwargs["model"])
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the group; collective over ranks."""
         if self.agreement is not None:
             self.agreement.close()

@@ -170,9 +170,7 @@ class StopWatch(TrainerCallback):
         return deadline
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Forget what was saved before, as `control` does."""
         self.extra_save = False
 
@@ -323,34 +321,24 @@ class StopWatch(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
     @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, *_: Any, **__: Any) -> None:
         """Note that a request to save is met; a save is no event between two looks."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
-    def _on_event(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        del args, state, control, kwargs
-        self._count_event()
-
-    # A log waits for the device, where the time of steps on a GPU shows.
-    on_log = on_evaluate = _on_event
-
-    def _count_event(self) -> None:
+    def _count_event(self, *_: Any, **__: Any) -> None:
         """Measure the time since the event before; the first one ends the start-up."""
         before, self.last_event = self.last_event, self.clock()
         if self.deadline is not None and before is not None:
             self.deadline.took_step(self.last_event - before)
 
+    # A log waits for the device, where the time of steps on a GPU shows.
+    on_log = on_evaluate = _count_event
+
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the turn under way before the group goes; collective over ranks."""
         if self.agreement is not None:
             self.agreement.close()

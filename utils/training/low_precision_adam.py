@@ -5,7 +5,7 @@ takes AdamW's step on some of its rows, with torch's fused kernel or compiled wi
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class LowPrecisionAdamW(AdamW):
         """Take a step."""
         assert closure is None
         self.steps += 1
-        weights = [weight for _, weight in self._weights()]
+        weights = self._weights()
         trained = [weight for weight in weights if weight.grad is not None]
         if self.noise_table is None:
             periods = COMPILED_PERIODS if self.compiled else 1
@@ -96,8 +96,8 @@ class LowPrecisionAdamW(AdamW):
             for weight, its_numbers in zip(own, numbers, strict=True):
                 self._update(weight, group, its_numbers, table)
 
-    def _weights(self) -> Iterator[tuple[Group, torch.Tensor]]:
-        return ((group, weight) for group in self.param_groups for weight in group["params"])
+    def _weights(self) -> list[torch.Tensor]:
+        return [weight for group in self.param_groups for weight in group["params"]]
 
     def _new_state(self, weight: torch.Tensor) -> State:
         state = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
@@ -138,7 +138,7 @@ class LowPrecisionAdamW(AdamW):
         """Load the state of any AdamW; torch's own loading makes states of the weights' type."""
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        for (_, weight), name in zip(self._weights(), names, strict=True):
+        for weight, name in zip(self._weights(), names, strict=True):
             if name in state_dict["state"]:
                 self.state[weight] = self._converted(weight, state_dict["state"][name])
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)

@@ -9,10 +9,11 @@ et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+
+from utils.data.order import mix
 
 BLOCKS = range(256, 63, -1)  # elements; in smaller ones the scales would take more than 6 % on top
 FEWEST_ELEMENTS = 4096  # norms and biases are not worth it, as in bitsandbytes
@@ -64,7 +65,6 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 MANTISSA_BITS_LOST = 16  # of float32 in bfloat16
 PERIODS = {"cpu": 2**15}  # elements; a chunk with its temporaries stays in the cache
 PERIOD_ELSEWHERE = 2**22  # few launches; some copies of 16 MiB
-_WORD = 2**64 - 1
 
 
 def period(device: torch.device, unit: int) -> int:
@@ -85,18 +85,11 @@ def random_words(device: torch.device, unit: int) -> torch.Tensor:
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return odd int32 numbers that seem drawn at random by the keys; uint64 arrays broadcast.
-
-    Each key goes through SplitMix64's mixer (Steele et al. 2014, "Fast Splittable Pseudorandom
-    Number Generators", figure 16).
-    """
-    state: Any = 0
+    """Return odd int32 numbers that seem drawn at random by the keys; uint64 arrays broadcast."""
+    state = np.zeros(1, dtype=np.uint64)
     for key in keys:
-        state = (state + key + 0x9E3779B97F4A7C15) & _WORD
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _WORD
-        state ^= state >> 31
-    return ((state >> 32).astype(np.int64) - 2**31 | 1).astype(np.int32)
+        state = mix(state + np.asarray(key, dtype=np.uint64))
+    return ((state >> np.uint64(32)).astype(np.int64) - 2**31 | 1).astype(np.int32)
 
 
 def noise(words: torch.Tensor, factors: torch.Tensor, bits: int) -> torch.Tensor:
