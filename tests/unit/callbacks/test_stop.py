@@ -107,10 +107,11 @@ class Ranks:
 
     def event(self, name, seconds=0.0):
         self.now += seconds
-        for watch, args, state, control in zip(
-            self.watches, self.args, self.states, self.controls, strict=True
-        ):
-            getattr(watch, name)(args, state, control)
+        for watch, *event in self.each():
+            getattr(watch, name)(*event)
+
+    def each(self):
+        return zip(self.watches, self.args, self.states, self.controls, strict=True)
 
     def step(self, seconds=1.0, evaluate=False):
         for state, control in zip(self.states, self.controls, strict=True):
@@ -140,12 +141,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch, 
     assert ranks.stopped == ranks.saves == [True] * 3
     (record,) = caplog.records
     assert record.message == "stopping after step 3: a signal to rank 2"
+    for control in ranks.controls:
+        control.should_log = control.should_evaluate = control.should_save = True
+    ranks.event("on_epoch_end")  # Trainer takes leaving its loop for one
+    assert ranks.saves == [False] * 3
     ranks.event("on_train_end")
+    ranks.event("on_prediction_step", 5.0)  # the evaluation of a finished run is left alone
 
 
-def test_rank_0_says_its_own_reason(tmp_path, monkeypatch, caplog):
+def test_rank_0_gives_its_own_reason_and_a_stop_outweighs_a_save(tmp_path, monkeypatch, caplog):
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
-    (tmp_path / "STOP").touch()
+    for name in ("STOP", "SAVE"):
+        (tmp_path / name).touch()
     with caplog.at_level(logging.INFO):
         ranks.step()
         ranks.signals[1] = "SIGTERM"
@@ -154,85 +161,55 @@ def test_rank_0_says_its_own_reason(tmp_path, monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         f"stopping after step 2: {tmp_path / 'STOP'}"
     ]
-    assert not (tmp_path / "STOP").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_save_is_one_checkpoint(count, tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch, ranks=count)
     ranks.step()
-    (tmp_path / "SAVE").touch()
-    seen = []
-    for _ in range(6):
-        ranks.step()
-        assert len(set(ranks.saves)) == 1
-        seen.append(ranks.saves[0])
-        if ranks.saves[0]:
-            ranks.event("on_save", 1.0)
-    assert seen.count(True) == 1
-    assert not (tmp_path / "SAVE").exists()
-    (tmp_path / "SAVE").touch()
-    seen = []
-    for _ in range(4):
-        ranks.step()
-        seen.append(ranks.saves[0])
-        if ranks.saves[0]:
-            ranks.event("on_save", 1.0)
-    assert seen.count(True) == 1, "another request counts again"
+    for _request in range(2):
+        (tmp_path / "SAVE").touch()
+        seen = []
+        for _ in range(6):
+            ranks.step()
+            assert len(set(ranks.saves)) == 1
+            seen.append(ranks.saves[0])
+            if ranks.saves[0]:
+                ranks.event("on_save", 1.0)
+        assert seen.count(True) == 1
+        assert not (tmp_path / "SAVE").exists()
 
 
-def test_a_stop_weighs_more_than_a_save(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch)
-    for name in ("STOP", "SAVE"):
-        (tmp_path / name).touch()
-    ranks.step()
-    assert ranks.stopped == [True]
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_directory_is_looked_at_once_a_second(tmp_path, monkeypatch):
+def test_the_directory_is_listed_once_a_second_and_a_failure_is_logged_once(
+    tmp_path, monkeypatch, caplog
+):
     looks = []
     real = StopWatch._files
     monkeypatch.setattr(StopWatch, "_files", lambda self: looks.append(1) or real(self))
-    ranks = Ranks(tmp_path, monkeypatch)
+    ranks = Ranks(tmp_path / "gone", monkeypatch)
     for _ in range(50):
         ranks.step(0.1)
     assert 5 <= len(looks) <= 7
-
-
-def test_a_directory_that_cannot_be_read_is_said_once(tmp_path, monkeypatch, caplog):
-    ranks = Ranks(tmp_path / "gone", monkeypatch)
-    for _ in range(5):
-        ranks.step()
     assert caplog.text.count("cannot look for STOP and SAVE in") == 1
     assert ranks.stopped == [False]
 
 
-def test_all_ranks_break_an_evaluation_off_at_the_same_batch(tmp_path, monkeypatch):
+def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
     ranks.step(evaluate=True)
     ranks.event("on_prediction_step", 1.0)
     ranks.signals[1] = "SIGTERM"
     ranks.event("on_prediction_step", 1.0)
-    for watch, args, state, control in zip(
-        ranks.watches, ranks.args, ranks.states, ranks.controls, strict=True
-    ):
+    for watch, *event in ranks.each():
         with pytest.raises(EvaluationInterrupted):
-            watch.on_prediction_step(args, state, control)
+            watch.on_prediction_step(*event)
         assert watch.stopped
-        assert watch.evaluation_due
+        assert watch.resume_state() == {"evaluation_due": True, "extra_saves": [1]}
+    assert ranks.stopped == ranks.saves == [True, True]
 
 
-def test_the_evaluation_of_a_finished_run_is_left_alone(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch)
-    ranks.step()
-    ranks.event("on_train_end")
-    ranks.signals[0] = "SIGTERM"
-    ranks.event("on_prediction_step", 5.0)
-    assert not ranks.watches[0].stopped
-
-
-def test_an_evaluation_that_is_due_is_owed(tmp_path, monkeypatch):
+def test_an_evaluation_that_is_due_at_a_stop_is_owed(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch)
     ranks.signals[0] = "SIGTERM"
     ranks.step(evaluate=True)
@@ -253,48 +230,29 @@ def test_a_resumed_run_evaluates_first_just_what_is_owed(
     assert ranks.watches[0].extra_saves == saved.get("extra_saves", [])
 
 
-def test_leaving_the_loop_is_no_end_of_an_epoch(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch)
-    ranks.signals[0] = "SIGTERM"
-    ranks.step()
-    control = ranks.controls[0]
-    control.should_log = control.should_evaluate = control.should_save = True
-    ranks.event("on_epoch_end")
-    assert [control.should_log, control.should_evaluate, control.should_save] == [False] * 3
-
-
 def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
     with caplog.at_level(logging.INFO):
-        ranks = Ranks(tmp_path, monkeypatch, end_time=6000.0)
-    assert "time limit: ends at" in caplog.text
+        ranks = Ranks(tmp_path, monkeypatch, ranks=2, end_time=6000.0)
+    assert caplog.text.count("time limit: ends at") == 1
     deadline = ranks.watches[0].deadline
+    assert ranks.watches[1].deadline is None, "it is for rank 0"
     assert deadline.ends_at == 2000.0
     ranks.event("on_prediction_step")  # eval_on_start
     ranks.step(400.0)  # compiles
     assert deadline.needed_s == pytest.approx(30 + 1.5 * 5)
     ranks.step(2.0)
-    ranks.event("on_log", 3.0)
-    ranks.event("on_prediction_step", 4.0)
-    ranks.event("on_evaluate", 1.0)
+    for name, seconds in (("on_log", 3.0), ("on_prediction_step", 4.0), ("on_evaluate", 1.0)):
+        ranks.event(name, seconds)
     ranks.watches[0].checkpoints.saved(50.0)
     ranks.event("on_save", 50.0)
     assert deadline.needed_s == pytest.approx(30 + 2 * 4 + 1.5 * 50)
     ranks.now = ranks.watches[0].last_event = 2000 - 30 - 2 * 4 - 1.5 * 50 - 3
-    ranks.step(2.5)
-    assert ranks.stopped == [False]
-    ranks.step(1.0)
-    assert ranks.stopped == [True]
-
-
-def test_the_time_limit_is_rank_0s_to_see(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=2, end_time=1.0)
-    assert ranks.watches[0].deadline is not None
-    assert ranks.watches[1].deadline is None
-    ranks.step()
-    assert ranks.stopped == [True, True]
+    for seconds, stopped in ((2.5, False), (1.0, False), (1.0, True)):  # agreed a step later
+        ranks.step(seconds)
+        assert ranks.stopped == [stopped] * 2
 
 
 def test_a_stop_at_the_last_step_is_none(tmp_path, monkeypatch, caplog):
@@ -314,9 +272,6 @@ def test_requests_of_an_earlier_start_are_removed_with_a_warning(tmp_path, caplo
     assert caplog.text.count("it is older than this start") == 1
 
 
-# --- a checkpoint that grows old ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_all_ranks_save_when_the_last_checkpoint_is_too_old(count, tmp_path, monkeypatch, caplog):
     ranks = Ranks(tmp_path, monkeypatch, ranks=count, save_minutes=1)
@@ -334,18 +289,6 @@ def test_all_ranks_save_when_the_last_checkpoint_is_too_old(count, tmp_path, mon
     assert {after - before for before, after in itertools.pairwise(saved)} == {6 + late}
     first = f"saving at step {6 + late}, then continuing: 1 minutes since the last checkpoint"
     assert caplog.text.count(first) == 1
-
-
-def test_a_checkpoint_that_is_due_makes_the_next_one_later(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, save_minutes=1)
-    for _ in range(5):
-        ranks.step(10.0)
-    ranks.event("on_save", 1.0)
-    for _ in range(5):
-        ranks.step(10.0)
-        assert ranks.saves == [False]
-    ranks.step(10.0)
-    assert ranks.saves == [True]
 
 
 def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_path, monkeypatch):
@@ -373,74 +316,41 @@ def test_a_checkpoint_asked_for_within_a_long_evaluation_is_one(count, tmp_path,
         assert ranks.saves == [False] * count
 
 
-@pytest.mark.parametrize(
-    ("minutes", "strategy"), [(0, SaveStrategy.STEPS), (1, SaveStrategy.NO)], ids=["0", "no saves"]
-)
+@pytest.mark.parametrize(("minutes", "strategy"), [(0, "steps"), (1, "no")])
 def test_the_clock_saves_nothing_where_nothing_is_to_be_saved(
     minutes, strategy, tmp_path, monkeypatch
 ):
-    ranks = Ranks(tmp_path, monkeypatch, save_minutes=minutes, save_strategy=strategy)
+    changes = {"save_minutes": minutes, "save_strategy": SaveStrategy(strategy)}
+    ranks = Ranks(tmp_path, monkeypatch, **changes)
     for _ in range(50):
         ranks.step(10.0)
         assert ranks.saves == [False]
 
 
-# --- what is written in the background ------------------------------------------------------------
-
-
-def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, monkeypatch):
+def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step_or_batch(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
     ranks.step()
     ranks.watches[1].checkpoints.failed = True
     ranks.step()
     assert [watch.checkpoints.finished for watch in ranks.watches] == [0, 0]
-    for state in ranks.states:
-        state.global_step += 1
-    for watch, args, state, control in zip(
-        ranks.watches, ranks.args, ranks.states, ranks.controls, strict=True
-    ):
+    for watch, *event in ranks.each():
         with pytest.raises(StorageError, match="the disk is full"):
-            watch.on_step_end(args, state, control)
-
-
-def test_what_failed_is_raised_within_an_evaluation_too(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch)
-    ranks.step(evaluate=True)
-    ranks.watches[0].checkpoints.failed = True
-    with pytest.raises(StorageError, match="the disk is full"):
-        ranks.event("on_prediction_step")
-
-
-def test_the_time_limit_counts_a_save_from_its_step_to_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
-    ranks = Ranks(tmp_path, monkeypatch, end_time=8600.0)
-    watch = ranks.watches[0]
-    ranks.step(2.0)
-    watch.checkpoints.writing = True
-    ranks.event("on_save", 3.0)
-    ranks.step(2.0)
-    guess_s = 5.0
-    assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 2.5 * guess_s), "one more to wait"
-    watch.checkpoints.writing = False
-    watch.checkpoints.saved(3.0, 17.0)
-    ranks.step(2.0)
-    assert watch.deadline.needed_s == pytest.approx(30 + 2 * 2 + 1.5 * 20)
-
-
-# --- how long before the end of the job -----------------------------------------------------------
+            watch.on_prediction_step(*event)
 
 
 def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     deadline = Deadline(3600, 100.0, Saves(tmp_path))
     for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first is forgotten
         deadline.took_step(step_s)
-    for save_s in (20.0, 12.0):
-        deadline.checkpoints.saved(save_s)
+    for stall_s, write_s in ((3.0, 17.0), (12.0, 0.0)):
+        deadline.checkpoints.saved(stall_s, write_s)
     needed = 2 * 7.0 + 1.5 * 20.0 + 30.0
     assert deadline.reason(3700 - needed - 0.1) is None
     assert deadline.reason(3700 - needed + 0.1) == (
         "the time limit ends in 74 s: a step takes 7 s, a save took 20 s"
     )
+    deadline.checkpoints.writing = True
+    assert deadline.needed_s == pytest.approx(needed + 20.0), "one more to wait for"
     assert Deadline(-5, 10.0, Saves(tmp_path)).reason(11.0) is not None
 
 
