@@ -109,8 +109,6 @@ def test_the_largest_of_a_block_is_exact_and_a_second_moment_never_becomes_zero(
 
 
 def test_blocks_divide_rows_so_that_shards_of_rows_keep_them_whole():
-    assert eight_bit.block_size((1000, 384)) == 192
-    assert eight_bit.block_size((4096, 4096)) == 256
-    assert eight_bit.block_size((8, 100, 64)) == 64
-    for small in ((4096,), (10, 256), (400, 33)):
-        assert eight_bit.block_size(small) is None
+    shapes = {(1000, 384): 192, (4096, 4096): 256, (8, 100, 64): 64}
+    shapes |= dict.fromkeys([(4096,), (10, 256), (400, 33)])
+    assert {shape: eight_bit.block_size(shape) for shape in shapes} == shapes
