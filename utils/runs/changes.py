@@ -61,6 +61,8 @@ OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 WITHOUT_AN_END = frozenset(
     {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy"}
 )
+# One more wherever a version of Stoker sums in another order on a CPU.
+CPU_ROUNDING = 2
 OLD_WIDTH = 40  # of the column of old values; longer ones stick out
 
 
@@ -125,6 +127,7 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
+        "cpu_rounding": CPU_ROUNDING,
     }
 
 
@@ -227,6 +230,11 @@ def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator
         yield Change(name, shown(old), shown(new), "", note, dangerous, impossible)
     yield from _data_changes(before, now)
     yield from _model_changes(before, now)
+    rounding = before.facts.get("cpu_rounding", 1)
+    if before.facts.get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
+        note = "the git commit in provenance.json has the old one"
+        what = "order of sums on a CPU (version of Stoker)"
+        yield Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, dangerous=True)
 
 
 def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:

@@ -9,7 +9,13 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.runs.changes import IDENTITY, IN_THE_CHECKPOINT, OTHER_TENSORS, accepted_changes
+from utils.runs.changes import (
+    CPU_ROUNDING,
+    IDENTITY,
+    IN_THE_CHECKPOINT,
+    OTHER_TENSORS,
+    accepted_changes,
+)
 
 GIVEN = {
     "train_data": ["data/a"],
@@ -25,6 +31,7 @@ MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "voc
          "num_hidden_layers": 1, "num_attention_heads": 4, "rope_theta": 10000.0}  # fmt: skip
 FACTS = {
     "script": "pretrain.py",
+    "cpu_rounding": CPU_ROUNDING,
     "data": {"train": ["aaaaaaaaaaaa"], "held": ["hhhhhhhhhhhh"]},
     "tokenizer_sha256": "tttttttttttt",
     "model_config": MODEL,
@@ -394,6 +401,18 @@ def test_a_setting_that_an_older_version_did_not_have_had_its_default(runs, capl
     path.write_text("\n".join(lines))
     assert runs.start() == {}
     assert refused(runs, seed=7)
+
+
+def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_accepted(runs):
+    runs.starts[-1] |= {"launch": {"devices": ["cpu"]}}
+    runs.start()  # of today's version: the mark is there
+    old = {key: value for key, value in runs.starts[0].items() if key != "cpu_rounding"}
+    runs.starts[:] = [old]
+    (runs.directory / "provenance.json").write_text(json.dumps({"starts": runs.starts}))
+    (problem,) = refused(runs)
+    assert "order of sums on a CPU" in problem
+    assert "--accept_changes use_cpu" in problem
+    runs.start(accept=["use_cpu"])
 
 
 def test_a_run_of_the_other_script_is_refused(runs):
