@@ -68,35 +68,21 @@ class MixtureShares(MetricCallback):
     their sequences differently.
     """
 
-    def __init__(self) -> None:
-        self.step = 0
-
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Take the loader over; log what was asked for."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
-        self.step = state.global_step
         if len(self.loader.tokens_seen.names) > 1:
             logger.info("mixture: %s", self._asked())
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note the step."""
-        self.step = state.global_step
-
-    @override
     def metrics(self) -> dict[str, float]:
-        """Return the figures of all sources; every rank counts the global batches itself."""
+        """Return the figures of all sources, up to the step that Throughput counted last."""
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
             return {}
-        seen.count(self.step)
         shares = seen.by_source / max(int(seen.by_source.sum()), 1)
-        epochs = sampler.order.epochs_before(self.step * sampler.global_batch_size)
+        epochs = sampler.order.epochs_before(seen.steps * sampler.global_batch_size)
         figures: dict[str, float] = {}
         for name, tokens, share, epoch in zip(
             seen.names, seen.by_source, shares, epochs, strict=True

@@ -19,9 +19,12 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
-from utils.training import low_precision_states as eight_bit
 from utils.training.low_precision_states import (
+    BITS_LOST,
     MANTISSA_BITS_LOST,
+    block_size,
+    decode,
+    encode,
     multipliers,
     noise,
     period,
@@ -101,7 +104,7 @@ class LowPrecisionAdamW(AdamW):
 
     def _new_state(self, weight: torch.Tensor) -> State:
         state = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
-        block = eight_bit.block_size(weight.shape) if self.kept_as == "int8" else None
+        block = block_size(weight.shape) if self.kept_as == "int8" else None
         for name in MOMENTS:
             if block is not None:
                 state[name] = torch.zeros_like(weight, dtype=CODES[name])
@@ -199,7 +202,7 @@ def _update_periods(
 def moment(part: State, name: str) -> torch.Tensor:
     """Return a moment, or the weight, in float32: the kept tensor itself if it is so."""
     if name + SCALE in part:
-        return eight_bit.decode(part[name], part[name + SCALE])
+        return decode(part[name], part[name + SCALE])
     return part[name].float()
 
 
@@ -209,9 +212,8 @@ def keep(
     """Round float32 values to how they are kept, without noise to the nearest; overwrites them."""
     kept = part[name]
     if name + SCALE in part:
-        bits = eight_bit.BITS_LOST
-        added = 2 ** (bits - 1) if random is None else random(bits)
-        eight_bit.encode(values, kept, part[name + SCALE], added)
+        added = 2 ** (BITS_LOST - 1) if random is None else random(BITS_LOST)
+        encode(values, kept, part[name + SCALE], added)
         return
     if kept.dtype != torch.float32 and random is not None:
         round_to_bfloat16_(values, random(MANTISSA_BITS_LOST))
@@ -360,7 +362,7 @@ def _in_rows(tensors: State, unit: int) -> State:
 
 
 def _unit(weight: torch.Tensor) -> int:
-    return eight_bit.block_size(weight.shape) or 1
+    return block_size(weight.shape) or 1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

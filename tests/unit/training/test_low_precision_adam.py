@@ -180,7 +180,7 @@ def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch)
         weight = nn.Parameter(whole[part].clone())
         # A shard may be too small for 8 bits, but the weight it is of is not.
         monkeypatch.setattr(low_precision_adam, "_first_element", lambda _: part.start * width)
-        monkeypatch.setattr(low_precision_adam.eight_bit, "block_size", lambda _: width)
+        monkeypatch.setattr(low_precision_adam, "block_size", lambda _: width)
         optimizer = low([weight], kept_as, compiled)
         for _ in range(3):
             weight.grad = gradient[part].clone()
