@@ -249,7 +249,7 @@ def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("utils.runs.start._write_config", full)
+    monkeypatch.setattr("utils.runs.start.replace_text", full)
     with pytest.raises(StorageError, match=f"no space .* is left on .* writing {tmp_path}/run"):
         start(tmp_path / "run")
 

@@ -1,11 +1,10 @@
-"""Sets Weights & Biases up so that it works online, offline and across restarts."""
+"""Writes down where a run comes from at each start, and sets Weights & Biases up."""
 
 import datetime
 import importlib.metadata
 import importlib.util
 import json
 import logging
-import netrc
 import os
 import platform
 import secrets
@@ -16,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from requests.utils import get_netrc_auth
 
 from utils.checkpoints.manifest import earlier_starts, read_manifest
 from utils.config.errors import ConfigurationError
@@ -67,7 +68,7 @@ def prepare_wandb(report_to: Sequence[str], output_dir: str | os.PathLike[str], 
 
 
 def mark_wandb_stopped(exit_code: int) -> None:
-    """Tell wandb that the run goes on later: by its exit code alone it would count as crashed."""
+    """Tell wandb that the run resumes later: by its exit code alone it would count as crashed."""
     wandb = sys.modules.get("wandb")
     run = getattr(wandb, "run", None)
     if run is None:
@@ -94,7 +95,7 @@ def _offline_reason() -> str | None:
     """
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     host = server.hostname or "api.wandb.ai"
-    if not os.environ.get("WANDB_API_KEY") and not _has_netrc_entry(host):
+    if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(f"https://{host}") is None:
         return "there is no WANDB_API_KEY (environment, .env) and no login in ~/.netrc"
     if any(os.environ.get(name) for name in _PROXIES):
         return None
@@ -105,20 +106,6 @@ def _offline_reason() -> str | None:
         return f"{host} cannot be reached from this node ({error.strerror or error})"
     return None
 
-
-def _has_netrc_entry(host: str) -> bool:
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if not path.is_file():
-        return False
-    try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except netrc.NetrcParseError:
-        # Its message can hold the file's text.
-        logger.warning("%s cannot be parsed: no wandb login taken from it", path)
-        return False
-
-
-# Writes down where a run comes from: command, code, versions, machines, data, at each start.
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
@@ -179,11 +166,8 @@ def package_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in PACKAGES}
 
 
-def say_other_versions(checkpoint: str) -> None:
-    """Warn, in one line, of packages that have another version than those that wrote a checkpoint.
-
-    The run goes on, but perhaps not as it would have: kernels and the order of sums change.
-    """
+def warn_of_other_versions(checkpoint: str) -> None:
+    """Warn of packages of other versions than wrote a checkpoint: the order of sums may change."""
     written = read_manifest(Path(checkpoint)).versions
     now = package_versions()
     changed = [

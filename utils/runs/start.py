@@ -1,4 +1,4 @@
-"""Ends a job that Slurm starts again and again at the same checkpoint."""
+"""Starts a run: the process, then the run directory, new or resumed, claimed for this job."""
 
 import dataclasses
 import hashlib
@@ -45,8 +45,8 @@ from utils.runs.preflight import (
 from utils.runs.provenance import (
     package_versions,
     prepare_wandb,
-    say_other_versions,
     slurm_job,
+    warn_of_other_versions,
     write_provenance,
 )
 from utils.support.collectives import gathered, on_rank_0
@@ -56,43 +56,37 @@ from utils.support.notes import mark_run_started
 from utils.support.redaction import load_env_file
 from utils.support.run_lock import leave_run_lock, take_run_lock
 
+logger = logging.getLogger(__name__)
+
 STARTS_WITHOUT_PROGRESS = 3
 
 
-def check_progress(
-    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
-) -> None:
-    """Refuse to start where three earlier starts of this same job began, and so came to nothing.
+@dataclass(frozen=True)
+class Claim:
+    """What rank 0 found in the run directory: where to resume, and whether anything is left to do.
 
-    `starts` are those in provenance.json, `job` is this job as it writes it. A job that the user
-    submitted anew may always try. Raises NoProgressError.
+    `weights_from` is the directory that --init_from stands for in this run; None where this start
+    takes nothing from it.
     """
-    if job is None or int(job["restart_count"] or 0) == 0:
-        return
-    own = [start for start in starts if _job_id(start["slurm"]) == _job_id(job)]
-    same = [start for start in own if _name(start["resumed_from"]) == _name(resume_from)]
-    if len(same) < STARTS_WITHOUT_PROGRESS:
-        return
-    raise NoProgressError(
-        f"job {job['job_id']} began {len(same)} times at {_name(resume_from) or 'step 0'} and "
-        "reached no checkpoint beyond it. Look in its log for what ended it each time; if it was "
-        "the time limit, give it more (--time) or save more often (a smaller save_steps). sbatch "
-        "of the same command tries again."
-    )
+
+    run_id: str
+    resume_from: str | None
+    weights_from: str | None
+    finished: bool
 
 
-def _job_id(job: Mapping[str, Any] | None) -> tuple[Any, Any] | None:
-    """Return what Slurm keeps when it starts a job again; ids are unique within a cluster."""
-    return None if job is None else (job["cluster"], job["job_id"])
+@dataclass(frozen=True)
+class Run:
+    """A claimed run directory, and what its callbacks need of the plan."""
 
-
-def _name(checkpoint: str | None) -> str | None:
-    return None if checkpoint is None else Path(checkpoint).name
-
-
-# The process before the run: log lines, tokens, signals, and a launch that is what was asked.
-
-logger = logging.getLogger(__name__)
+    output_dir: Path
+    resume_from: str | None
+    weights_from: str | None
+    finished: bool
+    checkpoint_bytes: int  # about
+    compiled: bool  # its layers
+    hosts: tuple[str, ...]  # of each rank
+    checkpoints: Checkpoints
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
@@ -111,13 +105,16 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         check_same_precision(settings, launch)
         guard_loading(launch.strategy)
         return launch
+    import torch
+
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = torch.accelerator.current_accelerator()
     return LaunchFacts(
         rank=global_rank(),
         world_size=world_size,
         strategy=requested_strategy(os.environ, world_size),
         hosts=(),
-        device=_device_type(),
+        device="cpu" if accelerator is None else accelerator.type,
     )
 
 
@@ -139,115 +136,67 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
             )
 
 
-def _device_type() -> str:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-# Claims a run directory: for a new run, or to go on from the newest checkpoint of its own.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A claimed run directory: what to go on from, and whether anything is left to do.
-
-    `weights_from` is the directory that --init_from stands for in this run; None where this start
-    takes nothing from it.
-    """
-
-    output_dir: Path
-    resume_from: str | None
-    weights_from: str | None
-    finished: bool
-    compiled: bool  # its layers
-    hosts: tuple[str, ...]  # of each rank
-    checkpoints: Checkpoints
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """What rank 0 found in the run directory."""
-
-    run_id: str
-    resume_from: str | None
-    weights_from: str | None
-    finished: bool
-
-
 def start_run(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, *, script: str
 ) -> Run:
     """Claim ``--output_dir`` for these settings and record how this start came about.
 
-    A new or empty directory starts a run; the directory of the same run goes on from its newest
+    A new or empty directory starts a run; the directory of the same run resumes from its newest
     complete checkpoint. Writes config.yaml (once) and provenance.json (an entry a start). Rank 0
     looks and decides for all ranks. Raises ConfigurationError, with nothing written, for the
     directory of another run or of no run at all; StorageError and NoProgressError.
     """
-    assert plan.attention is not None, "only a dry run leaves it open"
     output_dir = Path(str(settings.training.output_dir))
     saves = saves_of(settings, plan.total_steps)
-    needs = StorageNeeds(plan.checkpoint_bytes, saves, plan.total_steps)
-    check_storage(output_dir, needs, launch)
-    facts = {
-        "script": script,
-        "attention": dataclasses.asdict(plan.attention),
-        "loss_head": dataclasses.asdict(plan.loss_head),
-        "activation_checkpointing": plan.memory.facts(),
-        "compiled": plan.compiled,
-        "float32_products": plan.float32_products,
-        "save_dtype": name_of(plan.save_dtype),
-    }
-    claim = on_rank_0(lambda: _claim(settings, facts, data, launch, plan))
+    check_storage(output_dir, StorageNeeds(plan.checkpoint_bytes, saves, plan.total_steps), launch)
+    claim = on_rank_0(lambda: _claim(settings, plan, data, launch, script))
+    remove_leftovers()
+    background = None
+    if settings.run.async_save and not claim.finished:
+        background = BackgroundWriter(claim.run_id, launch.rank)
     checkpoints = Checkpoints(
         output_dir,
         _run_facts(claim.run_id, settings, data, launch),
         launch.rank,
         keep=settings.training.save_total_limit,
         estimated_bytes=plan.checkpoint_bytes,
-        background=_background(settings, claim, launch),
-    )
-    run = Run(
-        output_dir,
-        claim.resume_from,
-        claim.weights_from,
-        claim.finished,
-        plan.compiled,
-        launch.hosts,
-        checkpoints,
+        background=background,
     )
     if launch.rank == 0:
         mark_run_started()
-    if not run.finished:
-        prepare_wandb(list(settings.training.report_to or ()), run.output_dir, launch.rank)
-    return run
+    if not claim.finished:
+        prepare_wandb(list(settings.training.report_to or ()), output_dir, launch.rank)
+    return Run(
+        output_dir, claim.resume_from, claim.weights_from, claim.finished, plan.checkpoint_bytes,
+        plan.compiled, launch.hosts, checkpoints,
+    )  # fmt: skip
 
 
 def _claim(
-    settings: RunSettings,
-    facts: Mapping[str, Any],
-    data: RunData,
-    launch: LaunchFacts,
-    plan: RunPlan,
-) -> _Claim:
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, script: str
+) -> Claim:
+    """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
     known = known_files(output_dir)
-    facts = {**facts, **identity_facts(settings, data)}
+    facts = _plan_facts(plan, script) | identity_facts(settings, data)
     changes = accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
-    resume_from = _resume_point(output_dir, run_id, launch.strategy) if known else None
+    checkpoint = resume_point(output_dir, run_id) if known else None
+    resume_from = None
+    if checkpoint is not None:
+        resume_from = str(checkpoint)
+        check_layout(checkpoint, launch.strategy)
+        refuse_code(checkpoint)
+        warn_of_other_versions(resume_from)
     refuse_finished(output_dir, resume_from)
-    if resume_from is not None:
-        say_other_versions(resume_from)
     weights = weights_origin(settings, launch.strategy, resume_from)
     check_progress(earlier_starts(output_dir / PROVENANCE), resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
     if not known:
-        _write_config(output_dir, settings.resolved)
+        text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
+        replace_text(output_dir / CONFIG, text + dump_yaml(dict(settings.resolved)))
     write_provenance(
         output_dir / PROVENANCE,
         launch,
@@ -261,25 +210,20 @@ def _claim(
     if finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
-    return _Claim(run_id, resume_from, None if weights is None else weights["path"], finished)
+    return Claim(run_id, resume_from, None if weights is None else weights["path"], finished)
 
 
-def _background(
-    settings: RunSettings, claim: _Claim, launch: LaunchFacts
-) -> BackgroundWriter | None:
-    """Return what writes checkpoints in the background, if asked; collective over ranks."""
-    remove_leftovers()
-    if claim.finished or not settings.run.async_save:
-        return None
-    return BackgroundWriter(claim.run_id, launch.rank)
-
-
-def _resume_point(output_dir: Path, run_id: str, strategy: str) -> str | None:
-    found = resume_point(output_dir, run_id)
-    if found is not None:
-        check_layout(found, strategy)
-        refuse_code(found)
-    return None if found is None else str(found)
+def _plan_facts(plan: RunPlan, script: str) -> dict[str, Any]:
+    assert plan.attention is not None, "only a dry run leaves it open"
+    return {
+        "script": script,
+        "attention": dataclasses.asdict(plan.attention),
+        "loss_head": dataclasses.asdict(plan.loss_head),
+        "activation_checkpointing": plan.memory.facts(),
+        "compiled": plan.compiled,
+        "float32_products": plan.float32_products,
+        "save_dtype": name_of(plan.save_dtype),
+    }
 
 
 def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> RunFacts:
@@ -298,8 +242,31 @@ def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: Launch
     )
 
 
-def _write_config(output_dir: Path, resolved: Mapping[str, Any]) -> None:
-    """Write the resolved settings, atomically; the file is a recipe for the same run."""
-    text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
-    text += dump_yaml(dict(resolved))
-    replace_text(output_dir / CONFIG, text)
+def check_progress(
+    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
+) -> None:
+    """Refuse to start where three earlier starts of this same job began, and so came to nothing.
+
+    `starts` are those in provenance.json, `job` is this job as it writes it. A job that the user
+    submitted anew may always try. Raises NoProgressError.
+    """
+    if job is None or int(job["restart_count"] or 0) == 0:
+        return
+    own = [start for start in starts if _job_id(start["slurm"]) == _job_id(job)]
+    same = [start for start in own if _name(start["resumed_from"]) == _name(resume_from)]
+    if len(same) >= STARTS_WITHOUT_PROGRESS:
+        raise NoProgressError(
+            f"job {job['job_id']} began {len(same)} times at {_name(resume_from) or 'step 0'} and "
+            "reached no checkpoint beyond it. Look in its log for what ended it each time; if it "
+            "was the time limit, give it more (--time) or save more often (a smaller save_steps). "
+            "sbatch of the same command tries again."
+        )
+
+
+def _job_id(job: Mapping[str, Any] | None) -> tuple[Any, Any] | None:
+    """Return what Slurm keeps when it starts a job again; ids are unique within a cluster."""
+    return None if job is None else (job["cluster"], job["job_id"])
+
+
+def _name(checkpoint: str | None) -> str | None:
+    return None if checkpoint is None else Path(checkpoint).name

@@ -12,8 +12,8 @@ from utils.launch.processes import LaunchFacts
 from utils.runs.provenance import (
     git_state,
     package_versions,
-    say_other_versions,
     slurm_job,
+    warn_of_other_versions,
     write_provenance,
 )
 
@@ -102,7 +102,7 @@ def test_other_versions_than_those_of_the_checkpoint_are_one_line(tmp_path, capl
         write_manifest(
             directory, Manifest("1", step, 0, 0, 1, "single", 4, {}, versions, "now", {})
         )
-        say_other_versions(str(directory))
+        warn_of_other_versions(str(directory))
     (record,) = caplog.records
     assert record.getMessage().startswith(
         f"{tmp_path}/checkpoint-1 was written with other versions: torch 1.13 -> {now['torch']}, "
