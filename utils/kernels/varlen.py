@@ -1,4 +1,4 @@
-"""Causal attention over packed documents: every kernel there is, behind one signature.
+"""Causal attention over packed documents: `packed_varlen` for transformers, and its kernels.
 
 A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of a
 whole micro-batch laid end to end, `Documents` and `ScoreTerms`, and returns (tokens, heads,
@@ -27,6 +27,10 @@ from utils.kernels.per_document import (
     per_document_sdpa,
 )
 
+# transformers looks for "flash", "sdpa" and "flex_attention" inside a name: it has none of them.
+NAME = "packed_varlen"
+ROW_SDPA = "row_sdpa"
+MAX_FLASH_HEAD_DIM = 256  # of FlashAttention 2, 3 and torch's copy of it
 # On Hopper torch would take FlashAttention 2 first, cuDNN's kernel being about twice as fast there
 # (transformers#48163).
 CUDNN_FIRST = [
@@ -35,9 +39,8 @@ CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-ROW_SDPA = "row_sdpa"
-# Above this FlashAttention 2, 3 and torch's copy of it have no kernel.
-MAX_FLASH_HEAD_DIM = 256
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
@@ -57,7 +60,7 @@ KernelFunction = Callable[
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel that can run here: `features` names what it computes besides plain attention."""
+    """A kernel that can run here; `features` beside plain attention: softcap, sinks, dropout."""
 
     name: str
     label: str
@@ -66,7 +69,7 @@ class VarlenKernel:
     on_cuda_only: bool = True
 
     def missing(self, needs: AttentionNeeds) -> list[str]:
-        """Name what the model needs and this kernel does not compute; empty when it fits."""
+        """Name what the model needs and this kernel does not compute."""
         wanted = {
             "softcap": (needs.softcap, "logit soft caps"),
             "sinks": (needs.sinks, "attention sinks"),
@@ -78,39 +81,6 @@ class VarlenKernel:
         return missing
 
 
-def _flash(
-    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    terms: ScoreTerms,
-) -> torch.Tensor:
-    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
-    options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
-    # The backward pass adds up with atomics unless asked not to.
-    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if terms.window is not None:
-        options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
-    if terms.softcap is not None:
-        options["softcap"] = terms.softcap
-    if terms.dropout:
-        options["dropout_p"] = terms.dropout
-    if terms.sinks is not None:
-        options["s_aux"] = terms.sinks.to(query.dtype)
-    output = function(
-        query,
-        key,
-        value,
-        cu_seqlens_q=documents.cu_seq_lens,
-        cu_seqlens_k=documents.cu_seq_lens,
-        max_seqlen_q=documents.max_length,
-        max_seqlen_k=documents.max_length,
-        **options,
-    )
-    return output[0] if isinstance(output, tuple) else output
-
-
 PER_DOCUMENT = VarlenKernel(
     "per_document_sdpa",
     "per-document SDPA",
@@ -120,156 +90,11 @@ PER_DOCUMENT = VarlenKernel(
 )
 
 
-def _import_function(module: str, name: str) -> Callable[..., torch.Tensor] | str:
-    """Import a kernel; what is missing, or built for another torch, is told as a string."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        return f"no module named {error.name}"
-    except (ImportError, OSError, AttributeError) as error:
-        return f"{module} is installed but broken ({error})"
-
-
-def load_flash_attention(version: int) -> VarlenKernel | str:
-    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or say why not."""
-    module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
-    function = _import_function(module, "flash_attn_varlen_func")
-    if isinstance(function, str):
-        return function
-    parameters = inspect.signature(function).parameters
-    spelled = {"softcap": "softcap", "dropout": "dropout_p", "sinks": "s_aux"}
-    features = frozenset(feature for feature, name in spelled.items() if name in parameters)
-    label = f"FlashAttention {version}"
-    return VarlenKernel(f"flash_attention_{version}", label, features, partial(_flash, function))
-
-
-def load_torch_varlen() -> VarlenKernel | str:
-    """Load torch's own variable-length attention, or say why not."""
-    function = _import_function("torch.nn.attention.varlen", "varlen_attn")
-    if isinstance(function, str):
-        return function
-    # Before torch 2.12 there is no such option, and heads may be grouped without a word.
-    asks = "enable_gqa" in inspect.signature(function).parameters
-    grouped = {"enable_gqa": True} if asks else {}
-
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: Documents,
-        terms: ScoreTerms,
-    ) -> torch.Tensor:
-        window = (-1 if terms.window is None else terms.window - 1, 0)
-        ends, longest = documents.cu_seq_lens, documents.max_length
-        return function(
-            query, key, value, ends, ends, longest, longest,
-            scale=terms.scale, window_size=window, **grouped,
-        )  # fmt: skip
-
-    return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)
-
-
-def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | str:
-    """Return SDPA over whole rows, cuDNN's kernel first, or say why not.
-
-    For rows that hold one document and perhaps padding behind it, which no token of the document
-    sees; the padding bears no loss, so it may see the document. Batches whose boundaries leave room
-    for more than that, as the leak probe's, go through `packed`.
-    """
-    if needs != AttentionNeeds(needs.head_dim):
-        return "not for windows, soft caps, sinks or dropout"
-    backend = sdpa_backend(needs.head_dim)
-    if backend != SDPBackend.CUDNN_ATTENTION:
-        return f"torch would take {backend.name} for a head dimension of {needs.head_dim}"
-
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: Documents,
-        terms: ScoreTerms,
-    ) -> torch.Tensor:
-        rows = query.shape[0] // documents.row_length
-        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding a row
-            return packed.run(query, key, value, documents, terms)
-        query, key, value = (
-            states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
-            for states in (query, key, value)
-        )
-        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            attended = causal_sdpa(query, key, value, terms)
-        return attended.transpose(1, 2).flatten(0, 1)
-
-    return VarlenKernel(ROW_SDPA, "SDPA by row, cuDNN first", frozenset(), run)
-
-
-def sdpa_backend(head_dim: int) -> SDPBackend:
-    """Ask torch which kernel SDPA takes on this GPU in training, cuDNN's being preferred."""
-    states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
-    states.requires_grad_()
-    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-        return SDPBackend(torch._fused_sdp_choice(states, states, states, is_causal=True))
-
-
-def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Load the CUDA kernels, best first, each with its label and why it cannot run."""
-    if dtype not in HALF_TYPES:
-        return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        return [("flash kernels", f"compute capability {major}.{minor}, below 8.0")]
-    hopper = load_flash_attention(3) if _is_hopper() else "not a Hopper GPU"
-    return [
-        ("FlashAttention 3", hopper),
-        ("FlashAttention 2", load_flash_attention(2)),
-        ("torch's varlen_attn", load_torch_varlen()),
-    ]
-
-
-def find_kernels(
-    device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
-) -> tuple[list[VarlenKernel], list[str]]:
-    """Find the kernels that compute all of `needs` here, best first, and why others do not.
-
-    whole_rows: no row of the run holds more than one document.
-    """
-    candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
-    usable, refusals = [], []
-    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT)]:
-        if isinstance(kernel, str):
-            refusals.append(f"{label}: {kernel}")
-        elif missing := kernel.missing(needs):
-            refusals.append(f"{label} lacks {', '.join(missing)}")
-        else:
-            usable.append(kernel)
-    # FlashAttention 3 is as fast as cuDNN's kernel, and the rest of CUDA's kernels are for half
-    # precision: where there are none, there is no such kernel either.
-    if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
-        by_row = load_row_sdpa(needs, packed=usable[0])
-        if isinstance(by_row, str):
-            refusals.append(f"SDPA by row: {by_row}")
-        else:
-            usable.insert(0, by_row)
-    return usable, refusals
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == 9
-
-
-# The attention function that transformers' models call under the name `packed_varlen`.
-
-logger = logging.getLogger(__name__)
-
-# transformers looks for "flash", "sdpa" and "flex_attention" inside a name: it has none of them.
-NAME = "packed_varlen"
-
-
 def register_packed_varlen(kernel: VarlenKernel) -> None:
     """Register `packed_varlen` with `kernel` for half precision on CUDA.
 
-    No mask function goes with it, so that models make no mask at all: the kernel learns where
-    documents lie from `cu_seq_lens`, and padding has to be a segment of its own.
+    No mask function goes with it, so models make no mask: the kernel learns where documents lie
+    from `cu_seq_lens`, and padding has to be a segment of its own.
     """
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
@@ -295,18 +120,23 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     """Attend causally inside each document of a packed micro-batch.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens
-    laid end to end. Returns ((B, T, H, D), None). Without `cu_seq_lens_q`, in evaluation, every row
-    is taken as one document. Raises ConfigurationError for what it cannot compute.
+    laid end to end. Returns ((B, T, H, D), None). Without `cu_seq_lens_q`, in evaluation, every
+    sequence is taken as one document. Raises ConfigurationError for what it cannot compute.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _refuse_unsupported(module, causal, attention_mask, query.shape[2], key.shape[2])
+    terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
+    _refuse_call(module, causal, attention_mask, query.shape[2], key.shape[2])
     dtype = _compute_dtype(query, value)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
         _warn_other_kernel(kernel.label, query.device.type, dtype)
         kernel = PER_DOCUMENT
-    terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
-    _refuse_terms(module, kernel, terms)
+    needs = AttentionNeeds(0, softcap is not None, s_aux is not None, dropout)
+    if missing := kernel.missing(needs):
+        raise ConfigurationError(
+            f"{type(module).__name__} uses {', '.join(missing)}, which {kernel.label} does not "
+            "compute; use --attn_implementation eager"
+        )
     if cu_seq_lens_q is None:
         _refuse_unmarked_packing(module, kwargs.get("position_ids"))
         return causal_sdpa(query, key, value, terms).transpose(1, 2).contiguous(), None
@@ -322,7 +152,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 
 
 def _compute_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """Choose the dtype to attend in: autocast's, or the narrower one of query and value.
+    """Choose autocast's dtype, or the narrower one of query and value.
 
     Rotary embeddings and norms kept in fp32 leave queries wider than values.
     """
@@ -341,7 +171,7 @@ def _warn_other_kernel(label: str, device_type: str, dtype: torch.dtype) -> None
     )
 
 
-def _refuse_unsupported(
+def _refuse_call(
     module: torch.nn.Module,
     causal: bool,
     attention_mask: torch.Tensor | None,
@@ -362,23 +192,10 @@ def _refuse_unsupported(
         )
     if queries != keys:
         raise ConfigurationError(
-            f"{name} has {queries} queries for {keys} keys: packed_varlen trains on whole rows "
-            "and has no key/value cache; call model.set_attn_implementation('sdpa') to generate"
+            f"{name} has {queries} queries for {keys} keys: packed_varlen trains on whole "
+            "sequences and has no key/value cache; call model.set_attn_implementation('sdpa') to "
+            "generate"
         )
-
-
-def _refuse_terms(module: torch.nn.Module, kernel: VarlenKernel, terms: ScoreTerms) -> None:
-    unsupported = {
-        "softcap": ("logit soft caps", terms.softcap is not None),
-        "sinks": ("attention sinks", terms.sinks is not None),
-        "dropout": ("attention dropout", terms.dropout > 0),
-    }
-    for feature, (text, used) in unsupported.items():
-        if used and feature not in kernel.features:
-            raise ConfigurationError(
-                f"{type(module).__name__} uses {text}, which {kernel.label} does not compute; "
-                "use --attn_implementation eager"
-            )
 
 
 def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: torch.Tensor | None) -> None:
@@ -388,3 +205,168 @@ def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: torch.Tensor
             "packed_varlen was given no cu_seq_lens_q, so packed documents would see each other; "
             "train on Stoker's packed batches, or use --attn_implementation sdpa"
         )
+
+
+def find_kernels(
+    device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
+) -> tuple[list[VarlenKernel], list[str]]:
+    """Find the kernels that compute all of `needs` here, best first, and why others do not.
+
+    whole_rows: no sequence of the run holds more than one document.
+    """
+    candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
+    usable, refusals = [], []
+    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT)]:
+        if isinstance(kernel, str):
+            refusals.append(f"{label}: {kernel}")
+        elif missing := kernel.missing(needs):
+            refusals.append(f"{label} lacks {', '.join(missing)}")
+        else:
+            usable.append(kernel)
+    # FlashAttention 3 is as fast as cuDNN's kernel, and the rest of CUDA's kernels are for half
+    # precision: where there are none, there is no such kernel either.
+    if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
+        by_row = load_row_sdpa(needs, packed=usable[0])
+        if isinstance(by_row, str):
+            refusals.append(f"SDPA by row: {by_row}")
+        else:
+            usable.insert(0, by_row)
+    return usable, refusals
+
+
+def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
+    """Load the CUDA kernels, best first, each with its label; a string says why one cannot run."""
+    if dtype not in HALF_TYPES:
+        return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return [("flash kernels", f"compute capability {major}.{minor}, below 8.0")]
+    hopper = load_flash_attention(3) if _is_hopper() else "not a Hopper GPU"
+    return [
+        ("FlashAttention 3", hopper),
+        ("FlashAttention 2", load_flash_attention(2)),
+        ("torch's varlen_attn", load_torch_varlen()),
+    ]
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def _import_function(module: str, name: str) -> Callable[..., torch.Tensor] | str:
+    """Import a kernel; a string says that it is missing, or built for another torch."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        return f"no module named {error.name}"
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{module} is installed but broken ({error})"
+
+
+def load_flash_attention(version: int) -> VarlenKernel | str:
+    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or say why not."""
+    module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
+    function = _import_function(module, "flash_attn_varlen_func")
+    if isinstance(function, str):
+        return function
+    parameters = inspect.signature(function).parameters
+    spelled = {"softcap": "softcap", "dropout": "dropout_p", "sinks": "s_aux"}
+    features = frozenset(feature for feature, name in spelled.items() if name in parameters)
+    label = f"FlashAttention {version}"
+    return VarlenKernel(f"flash_attention_{version}", label, features, partial(_flash, function))
+
+
+def _flash(
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
+    options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
+    # The backward pass adds up with atomics unless asked not to.
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if terms.window is not None:
+        options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
+    if terms.softcap is not None:
+        options["softcap"] = terms.softcap
+    if terms.dropout:
+        options["dropout_p"] = terms.dropout
+    if terms.sinks is not None:
+        options["s_aux"] = terms.sinks.to(query.dtype)
+    ends, longest = documents.cu_seq_lens, documents.max_length
+    output = function(
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends,
+        max_seqlen_q=longest, max_seqlen_k=longest, **options,
+    )  # fmt: skip
+    return output[0] if isinstance(output, tuple) else output
+
+
+def load_torch_varlen() -> VarlenKernel | str:
+    """Load torch's own variable-length attention, or say why not."""
+    function = _import_function("torch.nn.attention.varlen", "varlen_attn")
+    if isinstance(function, str):
+        return function
+    # Before torch 2.12 there is no such option, and heads may be grouped without it.
+    asks = "enable_gqa" in inspect.signature(function).parameters
+    grouped = {"enable_gqa": True} if asks else {}
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents,
+        terms: ScoreTerms,
+    ) -> torch.Tensor:
+        window = (-1 if terms.window is None else terms.window - 1, 0)
+        ends, longest = documents.cu_seq_lens, documents.max_length
+        return function(
+            query, key, value, ends, ends, longest, longest,
+            scale=terms.scale, window_size=window, **grouped,
+        )  # fmt: skip
+
+    return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)
+
+
+def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | str:
+    """Return SDPA over whole sequences, cuDNN's kernel first, or say why not.
+
+    For sequences of one document and perhaps padding behind it, which no token of the document
+    sees; the padding has no loss, so it may see the document. Batches whose boundaries leave room
+    for more than that, as the isolation probe's, go through `packed`.
+    """
+    if needs != AttentionNeeds(needs.head_dim):
+        return "not for windows, soft caps, sinks or dropout"
+    backend = sdpa_backend(needs.head_dim)
+    if backend != SDPBackend.CUDNN_ATTENTION:
+        return f"torch would take {backend.name} for a head dimension of {needs.head_dim}"
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents,
+        terms: ScoreTerms,
+    ) -> torch.Tensor:
+        rows = query.shape[0] // documents.row_length
+        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding each
+            return packed.run(query, key, value, documents, terms)
+        query, key, value = (
+            states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
+            for states in (query, key, value)
+        )
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            attended = causal_sdpa(query, key, value, terms)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return VarlenKernel(ROW_SDPA, "SDPA by row, cuDNN first", frozenset(), run)
+
+
+def sdpa_backend(head_dim: int) -> SDPBackend:
+    """Ask torch which kernel SDPA takes on this GPU in training, cuDNN's being preferred."""
+    states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
+    states.requires_grad_()
+    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+        return SDPBackend(torch._fused_sdp_choice(states, states, states, is_causal=True))

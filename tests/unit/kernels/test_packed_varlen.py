@@ -202,7 +202,7 @@ def test_attention_in_both_directions_is_refused():
     [
         ({"softcap": 5.0}, "logit soft caps"),
         ({"s_aux": torch.zeros(4)}, "attention sinks"),
-        ({"dropout": 0.1}, "attention dropout"),
+        ({"dropout": 0.1}, r"attention dropout \(0.1\)"),
     ],
 )
 def test_terms_the_kernel_lacks_are_refused(terms, feature):
