@@ -78,9 +78,9 @@ def collate(documents: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     labels = torch.full(shape, -100)
     for row, document in enumerate(documents):
         tokens = torch.as_tensor(document["input_ids"], dtype=torch.int64)
-        bears_loss = torch.as_tensor(document.get("completion_mask", np.ones(len(tokens)))).bool()
+        loss_mask = torch.as_tensor(document.get("completion_mask", np.ones(len(tokens)))).bool()
         input_ids[row, : len(tokens)] = tokens
-        labels[row, : len(tokens)] = torch.where(bears_loss, tokens, -100)
+        labels[row, : len(tokens)] = torch.where(loss_mask, tokens, -100)
     # Nothing predicts it, but Trainer would divide the loss by it too.
     labels[:, 0] = -100
     batch = {"input_ids": input_ids, "labels": labels}

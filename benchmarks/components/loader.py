@@ -30,9 +30,9 @@ def saved_chats(documents: int) -> Path:
 
 def stoker(documents: int) -> tuple[Callable[[], object], int]:
     """Assemble shuffled micro-batches from the mapped files."""
+    from utils.data.loader import PackedDataset
     from utils.data.order import SampleOrder
     from utils.data.packing import plan_packing
-    from utils.data.sequences import PackedDataset
     from utils.data.token_dataset import open_token_dataset
 
     tokens = open_token_dataset(saved_chats(documents))

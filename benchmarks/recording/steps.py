@@ -122,7 +122,7 @@ def watch_trainer(recorder: StepRecorder) -> None:
     def labels_of(inputs: Any) -> torch.Tensor:
         if "labels" in inputs:
             return inputs["labels"]
-        return torch.where(inputs["bears_loss"], inputs["input_ids"], IGNORED_LABEL)  # Stoker's
+        return torch.where(inputs["loss_mask"], inputs["input_ids"], IGNORED_LABEL)  # Stoker's
 
     def watched_training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.saw_batch(inputs["input_ids"], labels_of(inputs))

@@ -28,12 +28,12 @@ def first_loss(model: Any, documents: Any, numbers: Sequence[int], autocast: boo
     for number in numbers:
         document = documents[number]
         tokens = torch.as_tensor(document["input_ids"], dtype=torch.int64, device=device)
-        bears_loss = torch.as_tensor(document["completion_mask"], device=device)[1:] != 0
+        loss_mask = torch.as_tensor(document["completion_mask"], device=device)[1:] != 0
         with mixed:
             logits = model(input_ids=tokens[None]).logits[0, :-1]
-        targets = tokens[1:][bears_loss]
+        targets = tokens[1:][loss_mask]
         losses += float(
-            torch.nn.functional.cross_entropy(logits[bears_loss].float(), targets, reduction="sum")
+            torch.nn.functional.cross_entropy(logits[loss_mask].float(), targets, reduction="sum")
         )
         count += len(targets)
     return losses / count

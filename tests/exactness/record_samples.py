@@ -28,7 +28,7 @@ class Recorder:
     """Knows rows by their tokens: which number the loader gave them, and which were trained on."""
 
     def __init__(self):
-        from utils.data.sequences import PackedDataset
+        from utils.data.loader import PackedDataset
         from utils.training.trainer import PackedTrainer
 
         self.numbers: dict[str, int] = {}

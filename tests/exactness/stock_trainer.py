@@ -43,9 +43,9 @@ def masked_rows(workspace: Path) -> datasets.Dataset:
     chats = datasets.load_from_disk(str(workspace / "chats"))
 
     def pad(chat: dict[str, list[int]]) -> dict[str, list[int]]:
-        tokens, bears_loss = chat["input_ids"], chat["completion_mask"]
+        tokens, loss_mask = chat["input_ids"], chat["completion_mask"]
         missing = LENGTH - len(tokens)
-        labels = [token if bears else -100 for token, bears in zip(tokens, bears_loss, strict=True)]
+        labels = [token if bears else -100 for token, bears in zip(tokens, loss_mask, strict=True)]
         return {
             "input_ids": tokens + [0] * missing,
             "attention_mask": [1] * len(tokens) + [0] * missing,

@@ -19,8 +19,8 @@ import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.data.loader import model_inputs
 from utils.data.order import SampleOrder
-from utils.data.sequences import model_inputs
 from utils.data.tokenizers import load_tokenizer
 from utils.planning.run_data import load_run_data
 

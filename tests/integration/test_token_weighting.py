@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 import pretrain
 import sft_train
 from utils.callbacks.journal import read_journal
+from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.data.packing import plan_packing
-from utils.data.sequences import PackedDataset
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def tokens_by_micro_batch(data: Path) -> np.ndarray:
     order = SampleOrder([len(rows)], seed=42)
     sampler = GlobalBatchSampler(order, 4, 1, rank=0, world_size=2, total_steps=STEPS)
     counts = [
-        int(rows.__getitems__([row])["bears_loss"].sum())
+        int(rows.__getitems__([row])["loss_mask"].sum())
         for step in range(STEPS)
         for row in sampler.sequences_of_step(step).tolist()
     ]

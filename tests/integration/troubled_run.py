@@ -33,7 +33,7 @@ TROUBLES = {
 
 
 def trouble_batches() -> None:
-    from utils.data.sequences import PackedDataset
+    from utils.data.loader import PackedDataset
 
     get, batches = PackedDataset.__getitems__, 0
 

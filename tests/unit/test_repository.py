@@ -135,6 +135,15 @@ def test_links_and_named_paths_exist(document):
         assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
+def test_the_ways_in_the_architecture_are_short_and_their_files_exist():
+    """How many files a reader opens: for a document, a flag and a checkpoint."""
+    ways = (ROOT / "docs" / "architecture.md").read_text().split("\n## ")[1:4]
+    for way, at_most in zip(ways, (12, 6, 9), strict=True):
+        files = re.findall(r"^\| `(\S+\.py)` \|", way, flags=re.MULTILINE)
+        assert 4 < len(files) <= at_most, way.split("\n")[0]
+        assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def commands(document: Path) -> list[str]:
     """The lines of the bash blocks of a document, continued lines joined, comments cut off."""
     blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)

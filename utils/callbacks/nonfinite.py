@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from utils.callbacks.journal import valid_json
 from utils.config.errors import NotFiniteError
-from utils.data.loader import TrainLoader
-from utils.data.sequences import DocumentPart
+from utils.data.loader import DocumentPart, TrainLoader
 from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
 

@@ -1,17 +1,203 @@
-"""Load micro-batches ahead of the training loop, and count the tokens that a run has seen."""
+"""Micro-batches of packed sequences, loaded ahead: from memory-mapped files to the model."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from utils.data.order import EvalBatchSampler, GlobalBatchSampler
-from utils.data.sequences import Batch, PackedDataset
+from utils.data.columns import IGNORED_LABEL
+from utils.data.order import PADDING_SEQUENCE, EvalBatchSampler, GlobalBatchSampler
+from utils.data.packing import PackPlan, Segments
+from utils.data.token_dataset import TokenDataset
 from utils.launch.signals import shield_loader_worker
+
+# What PackedDataset assembles of B sequences of T tokens:
+# input_ids       (B, T) int32
+# loss_mask       (B, T) bool: which tokens are trained on; never the first of a segment
+# cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, the padded tail
+#                 of a sequence being one, and then B * T; as many as there are, for flash kernels
+#                 go through each, empty ones too
+# loss_positions  int64: which of the flattened tokens predict one that is trained on
+# sequence_tokens (B,) int64: how many tokens of each sequence come before its padding
+Batch = dict[str, torch.Tensor]
+
+
+def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
+    """Return a micro-batch as the model takes it, made on its device out of what is moved there.
+
+    From pinned memory nobody waits for the copies. input_ids, labels, position_ids: (B, T) int64.
+    Labels are unshifted: -100 where a token is not trained on. Positions count from 0 in each
+    segment. max_length_q and _k: at least the longest segment.
+    """
+    moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
+    tokens = input_ids.numel()
+    segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
+    positions = torch.arange(tokens, device=device) - segment_starts
+    longest = longest_segment(batch["cu_seq_lens"], input_ids.shape[1])
+    return {
+        "input_ids": input_ids,
+        "labels": torch.where(moved.pop("loss_mask"), input_ids, IGNORED_LABEL),
+        "position_ids": positions.view_as(input_ids),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        **moved,
+    }
+
+
+def longest_segment(cu_seq_lens: torch.Tensor, sequence_length: int) -> int:
+    """Return a power of two that no segment is longer than, at most the sequence's length.
+
+    Flash kernels start work for as many tokens of each segment, and most segments are short. Few
+    bounds, for a kernel may plan anew for each. The boundaries are on the host: nobody waits.
+    """
+    longest = int(np.diff(cu_seq_lens.numpy()).max())
+    return min(1 << (longest - 1).bit_length(), sequence_length)
+
+
+class DocumentPart(NamedTuple):
+    """Tokens [start, stop) of a document (its row in the dataset, from 0)."""
+
+    dataset: Path
+    document: int
+    start: int
+    stop: int
+
+
+class _Located(NamedTuple):
+    """What one source has in a micro-batch.
+
+    begins: where each segment begins among the flattened tokens. indices, filled: which sequences
+    of the micro-batch are the source's own, and how many tokens each holds.
+    """
+
+    source: int
+    segments: Segments
+    begins: np.ndarray
+    indices: np.ndarray
+    filled: np.ndarray
+
+
+class PackedDataset(Dataset):
+    """The sequences of one or several packed datasets, numbered through all of them.
+
+    `__getitems__` makes a whole micro-batch. pad_token_id fills a sequence behind its documents; no
+    document sees it, so any id will do.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[TokenDataset],
+        plans: Sequence[PackPlan],
+        pad_token_id: int | None = None,
+    ):
+        assert len(datasets) == len(plans) > 0
+        assert len({plan.sequence_length for plan in plans}) == 1
+        self.datasets = tuple(datasets)
+        self.plans = tuple(plans)
+        self.sequence_length = plans[0].sequence_length
+        self._padding = np.full(self.sequence_length, pad_token_id or 0, dtype=np.int32)
+        self._untrained = np.zeros(self.sequence_length, dtype=bool)
+        self.per_source = [plan.sequences for plan in plans]
+        self.first_of_source = np.cumsum([0, *self.per_source])
+
+    def __len__(self) -> int:
+        return int(self.first_of_source[-1])
+
+    def __getitems__(self, sequences: Sequence[int]) -> Batch:
+        """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
+        shape = (len(sequences), self.sequence_length)
+        count = len(sequences) * self.sequence_length
+        begins, tokens, trained, free = self._pieces(np.asarray(sequences, dtype=np.int64))
+        input_ids = np.empty(count, dtype=np.int32)
+        np.concatenate(tokens, out=input_ids, casting="same_kind")
+        marks = np.empty(count, dtype=np.int8)
+        np.concatenate(trained, out=marks, casting="unsafe")  # of int64 masks: 0 and 1 all the same
+        loss_mask = marks != 0
+        loss_mask[begins] = False
+        cu_seq_lens = np.full(len(begins) + 1, count, dtype=np.int32)
+        cu_seq_lens[:-1] = begins
+        return {
+            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
+            "loss_mask": torch.from_numpy(loss_mask.reshape(shape)),
+            "cu_seq_lens": torch.from_numpy(cu_seq_lens),
+            # Of the token before it: no sequence begins with a token that is trained on.
+            "loss_positions": torch.from_numpy(np.flatnonzero(loss_mask[1:])),
+            "sequence_tokens": torch.from_numpy(self.sequence_length - free),
+        }
+
+    def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
+        """Return how many real tokens these sequences hold of each source, int64 (sources,)."""
+        tokens = np.zeros(len(self.plans), dtype=np.int64)
+        for source, indices in self._by_source(sequences):
+            own = sequences[indices] - self.first_of_source[source]
+            tokens[source] = self.plans[source].sequence_tokens[own].sum()
+        return tokens
+
+    def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
+        """Return what these sequences hold, source by source."""
+        return [
+            DocumentPart(self.datasets[located.source].path, *part)
+            for located in self._located(sequences)
+            for part in zip(*(column.tolist() for column in located.segments), strict=True)
+        ]
+
+    def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (source, indices in `sequences` of its own)."""
+        if len(self.plans) == 1:
+            yield 0, (sequences != PADDING_SEQUENCE).nonzero()[0]
+            return
+        sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
+        for source in np.unique(sources[sequences != PADDING_SEQUENCE]).tolist():
+            yield source, (sources == source).nonzero()[0]
+
+    def _located(self, sequences: np.ndarray) -> Iterator[_Located]:
+        """Yield what each source has in these sequences."""
+        for source, indices in self._by_source(sequences):
+            own = sequences[indices] - self.first_of_source[source]
+            of_sequence, segments = self.plans[source].segments_of(own)
+            filled = self.plans[source].sequence_tokens[own]
+            sequence_begins = indices * self.sequence_length
+            # Counted from the first of all these sequences, and then from where its own begins.
+            before = _sums_before(segments.lengths)
+            begins = before + (sequence_begins - _sums_before(filled))[of_sequence]
+            yield _Located(source, segments, begins, indices, filled)
+
+    def _pieces(
+        self, sequences: np.ndarray
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray], np.ndarray]:
+        """Return what these sequences consist of, in order: documents' segments and padded tails.
+
+        Where each begins among the flattened tokens, its token ids, and what is not 0 where a
+        token is trained on; and the length of each sequence's padded tail.
+        """
+        begins, tokens, trained = [], [], []
+        free = np.full(len(sequences), self.sequence_length)
+        for located in self._located(sequences):
+            ids, marks = self.datasets[located.source].pieces(located.segments)
+            tokens += ids
+            trained += marks
+            begins.append(located.begins)
+            free[located.indices] -= located.filled
+        padded = free.nonzero()[0]
+        begins.append((padded + 1) * self.sequence_length - free[padded])
+        for length in free[padded].tolist():
+            tokens.append(self._padding[:length])
+            trained.append(self._untrained[:length])
+        unordered = np.concatenate(begins)
+        order = unordered.argsort()
+        numbers = order.tolist()
+        return unordered[order], [tokens[i] for i in numbers], [trained[i] for i in numbers], free
+
+
+def _sums_before(counts: np.ndarray) -> np.ndarray:
+    return counts.cumsum() - counts
 
 
 class TokenCounts:

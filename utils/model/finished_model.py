@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from utils.checkpoints.manifest import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.data.sequences import PackedDataset
+from utils.data.loader import PackedDataset
 from utils.model.stages import stage_of
 
 logger = logging.getLogger(__name__)

@@ -62,15 +62,15 @@ def fuse_loss_head(
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         loss_positions: torch.Tensor | None = None,
-        row_tokens: torch.Tensor | None = None,
+        sequence_tokens: torch.Tensor | None = None,
         count_only: bool = False,
         **kwargs: Any,
     ) -> Any:
         if labels is None:
             return original(*args, **kwargs)
         made: Any = CausalLMOutput()
-        if router is not None and row_tokens is not None:
-            outputs, made = route(self, router, row_tokens, *args, **kwargs)
+        if router is not None and sequence_tokens is not None:
+            outputs, made = route(self, router, sequence_tokens, *args, **kwargs)
             if count_only:
                 return made
         else:
@@ -78,9 +78,9 @@ def fuse_loss_head(
         hidden = outputs.last_hidden_state.flatten(0, 1)
         if loss_positions is None:
             loss_positions = find_loss_positions(labels)
-        bears_loss = hidden.index_select(0, loss_positions)
+        selected = hidden.index_select(0, loss_positions)
         targets = _following(labels).index_select(0, loss_positions)
-        total = self.get_output_embeddings()(bears_loss, targets=targets)
+        total = self.get_output_embeddings()(selected, targets=targets)
         items = len(targets) if num_items_in_batch is None else num_items_in_batch
         made.loss = total / items
         return made
@@ -221,7 +221,7 @@ def _loss_and_gradients(
     model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, apart: RouterTerm | None
 ) -> Mapping[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    rows = {} if apart is None else {"row_tokens": torch.full((len(tokens),), tokens.shape[1])}
+    rows = {} if apart is None else {"sequence_tokens": torch.full((len(tokens),), tokens.shape[1])}
     made = model(input_ids=tokens, labels=labels, use_cache=False, **rows)
     loss = made.loss
     if apart is not None:

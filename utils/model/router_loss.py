@@ -104,23 +104,31 @@ def balance_loss(
 
 
 def route(
-    model: PreTrainedModel, term: RouterTerm, row_tokens: torch.Tensor, *args: Any, **kwargs: Any
+    model: PreTrainedModel,
+    term: RouterTerm,
+    sequence_tokens: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Any, RoutedOutput]:
     """Run the model without its head; return its output and what it has of the term.
 
-    row_tokens (B,): how many tokens of each row come before its padding.
+    sequence_tokens (B,): how many tokens of each row come before its padding.
     """
     outputs: Any = body_of(model)(*args, **kwargs, output_router_logits=True)
-    return outputs, _statistics(outputs.router_logits, row_tokens, term)
+    return outputs, _statistics(outputs.router_logits, sequence_tokens, term)
 
 
 def _statistics(
-    router_logits: tuple[torch.Tensor, ...], row_tokens: torch.Tensor, term: RouterTerm
+    router_logits: tuple[torch.Tensor, ...], sequence_tokens: torch.Tensor, term: RouterTerm
 ) -> RoutedOutput:
     """Add up each layer's logits, (B * T, experts) or (B, T, experts)."""
     experts = router_logits[0].shape[-1]
-    length = router_logits[0].numel() // experts // len(row_tokens)
-    real = (torch.arange(length, device=row_tokens.device) < row_tokens[:, None]).flatten().float()
+    length = router_logits[0].numel() // experts // len(sequence_tokens)
+    real = (
+        (torch.arange(length, device=sequence_tokens.device) < sequence_tokens[:, None])
+        .flatten()
+        .float()
+    )
     assignments = torch.zeros(experts, dtype=torch.float32, device=real.device)
     probabilities = torch.zeros_like(assignments)
     for logits in router_logits:
@@ -135,9 +143,9 @@ def _statistics(
 
 
 def split_router_term(model: PreTrainedModel, term: RouterTerm | None) -> None:
-    """Let `model(labels=..., row_tokens=...)` return its loss and its part of the term apart.
+    """Let `model(labels=..., sequence_tokens=...)` return its loss and its part of the term apart.
 
-    Without row_tokens the loss is without the term, whatever the configuration says; with
+    Without sequence_tokens the loss is without the term, whatever the configuration says; with
     `count_only` the head is left out.
     """
     original = model.forward
@@ -148,19 +156,19 @@ def split_router_term(model: PreTrainedModel, term: RouterTerm | None) -> None:
         *args: Any,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        row_tokens: torch.Tensor | None = None,
+        sequence_tokens: torch.Tensor | None = None,
         count_only: bool = False,
         **kwargs: Any,
     ) -> Any:
         if labels is None:
             return original(*args, **kwargs)
         loss_options = {"num_items_in_batch": num_items_in_batch}
-        if row_tokens is None or term is None:
+        if sequence_tokens is None or term is None:
             return original(*args, labels=labels, **loss_options, **kwargs, **{SWITCH: False})
         if count_only:
-            return route(self, term, row_tokens, *args, **kwargs)[1]
+            return route(self, term, sequence_tokens, *args, **kwargs)[1]
         made = original(*args, **kwargs, **{SWITCH: True})
-        routed = _statistics(made.router_logits, row_tokens, term)
+        routed = _statistics(made.router_logits, sequence_tokens, term)
         vocabulary = made.logits.shape[-1]
         routed.loss = self.loss_function(made.logits, labels, vocabulary, **loss_options)
         return routed

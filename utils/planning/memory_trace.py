@@ -185,7 +185,7 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _fake_batch(work: Workload) -> dict[str, Any]:
-    """Return a micro-batch as the model takes it (utils/data/sequences.py), without data."""
+    """Return a micro-batch as the model takes it (utils/data/loader.py), without data."""
     shape, tokens = (work.rows, work.sequence_length), work.rows * work.sequence_length
     whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     bounds = torch.zeros(work.rows + 1, dtype=torch.int32)
@@ -200,7 +200,7 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
     if work.loss_head.name == "fused":
         inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
     if work.loss_head.router is not None:
-        inputs["row_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
+        inputs["sequence_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
     if work.attention is not None:
         inputs = shape_inputs(inputs, work.attention.batches)
     return inputs | {"use_cache": False}

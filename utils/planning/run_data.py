@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from utils.config.arguments import DataArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
+from utils.data.loader import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
-from utils.data.sequences import PackedDataset
 from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
 from utils.data.tokenizers import (
     chat_template_sha256,

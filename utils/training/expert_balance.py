@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
-from utils.data.sequences import Batch
+from utils.data.loader import Batch
 from utils.model.router_loss import RouterTerm, balance_loss
 from utils.training.resume_state import rank_share
 
@@ -46,7 +46,7 @@ class ExpertBalance(MetricCallback):
     def begin_step(self, batches: Sequence[Batch]) -> None:
         """Prepare a step of these micro-batches; collective over ranks."""
         self.steps += 1
-        tokens = float(sum(batch["row_tokens"].sum() for batch in batches))
+        tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         self.tokens = self._over_ranks(torch.full((), tokens, device=self.device))
         self.counted = None
         if len(batches) > 1:

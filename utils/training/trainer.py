@@ -21,9 +21,8 @@ from utils.callbacks.stop import EvaluationInterrupted, StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.data.loader import TrainLoader, eval_loader
+from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import EvalBatchSampler
-from utils.data.sequences import Batch, model_inputs
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
 from utils.model.finished_model import finished_generation, set_generation_settings
@@ -145,7 +144,7 @@ class PackedTrainer(Trainer):
         """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
         # All logits need no positions, and dense models no tokens by sequence: they stay here.
         unused = set() if self.fused_head else {"loss_positions"}
-        unused |= set() if self.balance else {"row_tokens"}
+        unused |= set() if self.balance else {"sequence_tokens"}
         used = {name: value for name, value in inputs.items() if name not in unused}
         made = model_inputs(used, self.args.device)
         if self.compiled:
@@ -206,7 +205,7 @@ class PackedTrainer(Trainer):
     ) -> tuple[None, None, None]:
         """Add the micro-batch's summed loss and its loss tokens to the split's totals."""
         prepared = self._prepare_inputs(inputs)
-        prepared.pop("row_tokens", None)  # the loss of a model, not of its routers
+        prepared.pop("sequence_tokens", None)  # the loss of a model, not of its routers
         with torch.no_grad(), self.compute_loss_context_manager():
             # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)

@@ -36,9 +36,9 @@ def test_chats_have_the_mean_length_that_was_asked_for():
 
 def test_the_order_is_that_of_the_loader(tmp_path):
     """What the peers are given are the rows that Stoker trains on, in its order."""
+    from utils.data.loader import PackedDataset
     from utils.data.order import GlobalBatchSampler, SampleOrder
     from utils.data.packing import plan_packing
-    from utils.data.sequences import PackedDataset
     from utils.data.token_dataset import open_token_dataset
 
     documents = make_documents(ROWS)

@@ -21,7 +21,7 @@ from utils.callbacks.nonfinite import (
     write_report,
 )
 from utils.config.errors import NotFiniteError
-from utils.data.sequences import DocumentPart
+from utils.data.loader import DocumentPart
 from utils.launch.script import run_script
 from utils.launch.verdict import judge
 from utils.support.notes import read_notes

@@ -11,10 +11,17 @@ import pytest
 import torch
 from saved_datasets import documents_of, masks_of, save
 
-from utils.data.loader import TokenCounts, TrainLoader, eval_loader, source_names
+from utils.data.loader import (
+    PackedDataset,
+    TokenCounts,
+    TrainLoader,
+    eval_loader,
+    longest_segment,
+    model_inputs,
+    source_names,
+)
 from utils.data.order import PADDING_SEQUENCE, EvalBatchSampler, GlobalBatchSampler, SampleOrder
 from utils.data.packing import plan_packing
-from utils.data.sequences import PackedDataset, longest_segment, model_inputs
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -153,10 +160,10 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
         assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
         assert set(batch) == {
             *SHAPED, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-            "loss_positions", "row_tokens",
+            "loss_positions", "sequence_tokens",
         }  # fmt: skip
         padding = batch["input_ids"] == PAD
-        assert torch.equal(batch["row_tokens"], (~padding).sum(dim=1))
+        assert torch.equal(batch["sequence_tokens"], (~padding).sum(dim=1))
     assert len(shapes) == 1
 
 
@@ -278,7 +285,7 @@ def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
     assert loaded[: len(rows)] == expected
     assert all(row == [PAD] * T for row in loaded[len(rows) :])
     batches = [batch for rank in ranks for batch in rank]
-    assert not any(b["bears_loss"].any() for b in batches if (b["input_ids"] == PAD).all())
+    assert not any(b["loss_mask"].any() for b in batches if (b["input_ids"] == PAD).all())
 
 
 # ---- tokens seen

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
-from utils.data.sequences import longest_segment
+from utils.data.loader import longest_segment
 from utils.model.compilation import (
     CACHE_VARIABLE,
     LEAST_GRAPHS,

@@ -37,7 +37,7 @@ def test_three_micro_batches_are_transformers_loss_of_the_whole_batch(name, head
     model = tiny_model(config)
     fuse_loss_head(model, router=term) if head == "fused" else split_router_term(model, term)
     parts = [
-        {"input_ids": rows, "labels": rows, "row_tokens": torch.full((len(rows),), 16)}
+        {"input_ids": rows, "labels": rows, "sequence_tokens": torch.full((len(rows),), 16)}
         for rows in (tokens[:1], tokens[1:2], tokens[2:])
     ]
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_padding_is_left_out_and_a_loss_without_rows_has_no_term(head):
     logits = model(input_ids=tokens, use_cache=False, output_router_logits=True).router_logits
     expected = load_balancing_loss_func(logits, 8, 2, mask)
     fuse_loss_head(model, router=term) if head == "fused" else split_router_term(model, term)
-    made = model(input_ids=tokens, labels=tokens, use_cache=False, row_tokens=real)
+    made = model(input_ids=tokens, labels=tokens, use_cache=False, sequence_tokens=real)
     actual = balance_loss(made.assignments, made.probabilities, made.layers * real.sum())
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made.loss, plain, rtol=1e-6, atol=1e-6)
