@@ -52,14 +52,13 @@ class _StepFigures:
             self.ready.synchronize()
         return self.ready is None or self.ready.query()
 
-    def finding(self, rank: int) -> Finding | None:
-        """Return what is not finite; None when all is. DeepSpeed's norm of NaN is below 0."""
+    def findings(self, rank: int) -> list[Finding]:
+        """Return one if something is not finite. DeepSpeed's norm of NaN is below 0."""
         *losses, norm, _ = self.values.tolist()
         spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
         wrong_norm = None if math.isfinite(norm) and norm >= 0 else norm
-        if not spoilt and wrong_norm is None:
-            return None
-        return Finding(rank, self.step, spoilt, wrong_norm)
+        finite = not spoilt and wrong_norm is None
+        return [] if finite else [Finding(rank, self.step, spoilt, wrong_norm)]
 
 
 class NonFiniteGuard(TrainerCallback):
@@ -147,9 +146,7 @@ class NonFiniteGuard(TrainerCallback):
         while self.on_their_way and self.on_their_way[0].arrived(wait):
             figures = self.on_their_way.pop(0)
             self.last_step = figures.step
-            finding = figures.finding(self.rank)
-            if finding is not None:
-                self.findings.append(finding)
+            self.findings += figures.findings(self.rank)
             if figures.values[-1:].tolist() == [0] and self.rank == 0:
                 logger.warning(
                     "step %d: no token of the global batch is trained on, so its loss and gradient "
@@ -217,15 +214,11 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
         "gradient_norm": norms[0] if norms else None,
         "weights": weights,
         "documents_of": of_what,
-        "documents": [
-            {"dataset": str(part.dataset), "document": part.document}
-            | {"start": part.start, "stop": part.stop}
-            for part in parts
-        ],
+        "documents": [part._asdict() for part in parts],
     }
     path = run / f"nonfinite-step-{step + 1}.json"
     try:
-        replace_text(path, json.dumps(valid_json(facts), indent=1, allow_nan=False) + "\n")
+        replace_text(path, json.dumps(valid_json(facts), indent=1) + "\n")
         where = f"all of them: {path}"
     except OSError as error:  # the finding is what matters
         where = f"the list of all could not be written: {error}"
@@ -266,12 +259,12 @@ def _listed(items: Sequence[str], shown: int) -> str:
 
 
 def _cause(losses: Sequence[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
-    if losses:
-        named = [
-            f"the loss of rank {loss['rank']} in micro-batch {loss['micro_batch'] + 1} is "
-            f"{_named(loss['loss'])}"
-            for loss in losses
-        ]
+    named = [
+        f"the loss of rank {loss['rank']} in micro-batch {loss['micro_batch'] + 1} is "
+        f"{_named(loss['loss'])}"
+        for loss in losses
+    ]
+    if named:
         return _listed(named, 4)
     if norms:
         return f"the gradient norm is {_named(norms[0])}, though the losses are finite"
