@@ -197,11 +197,7 @@ class PackedTrainer(Trainer):
 
     @override
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
         """Add the micro-batch's summed loss and its loss tokens to the split's totals."""
         prepared = self._prepare_inputs(inputs)
@@ -214,13 +210,8 @@ class PackedTrainer(Trainer):
         return None, None, None
 
     @override
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+    def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
+        self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
         """Evaluate one split by its mean loss over all loss tokens, and the exponential of that.
 
@@ -232,7 +223,7 @@ class PackedTrainer(Trainer):
         training, self.is_in_train = self.is_in_train, True
         try:
             output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                dataloader, metric_key_prefix=metric_key_prefix, **others
             )
         finally:
             self.is_in_train = training
@@ -240,21 +231,16 @@ class PackedTrainer(Trainer):
         loss = loss_sum / tokens
         assert output.metrics is not None
         output.metrics[f"{metric_key_prefix}_loss"] = loss
-        perplexity = math.exp(loss) if loss < 700 else math.inf  # float64 overflows at 709
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 overflows at 709
         output.metrics[f"{metric_key_prefix}_perplexity"] = perplexity
         output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
         return output
 
     @override
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; whatever ends it, the checkpoint that is being written is finished."""
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            return super().train(*args, **kwargs)
         except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
             self.callback_handler.on_train_end(self.args, self.state, self.control)
         except BaseException:
