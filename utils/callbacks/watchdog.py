@@ -61,10 +61,10 @@ class HangWatch(TrainerCallback):
         self.clock, self.end = clock, end
         self.poll_s = min(1.0, timeout_s / 20)
         self.hosts = hosts
-        self.rank = self.step = self.beats = self.beats_seen = 0
+        self.rank = self.start = self.step = self.beats = self.beats_seen = 0
         self.silent_s = 0.0
         self.looked: float | None = None
-        self.stepped = self.evaluated = self.trained = False
+        self.evaluated = self.trained = False
         self.control = TrainerControl()
 
     def beat(self, state: TrainerState, control: TrainerControl) -> None:
@@ -81,20 +81,11 @@ class HangWatch(TrainerCallback):
         """Start to watch."""
         if not self.timeout_s:
             return
-        self.rank = args.process_index
-        self.stepped = self.evaluated = False
+        self.rank, self.start, self.evaluated = args.process_index, state.global_step, False
         self.beat(state, control)
         self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
-
-    @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Beat; what is done for the first time is done."""
-        self.beat(state, control)
-        self.stepped = True
 
     @override
     def on_prediction_step(
@@ -104,22 +95,15 @@ class HangWatch(TrainerCallback):
         self.beat(state, control)
         self.evaluated = True
 
-    @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Beat; what comes now is done once, and slow."""
-        self.beat(state, control)
-        self.trained = True
-
     def _on_event(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         del args, kwargs
         self.beat(state, control)
 
-    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = _on_event
+    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _on_event
     on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _on_event
+    on_train_end = _on_event
 
     def look(self) -> float:
         """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
@@ -138,7 +122,7 @@ class HangWatch(TrainerCallback):
         control = self.control
         first_evaluation = control.should_evaluate and not self.evaluated
         ending = self.trained or control.should_training_stop
-        return not self.stepped or control.should_save or first_evaluation or ending
+        return self.step == self.start or control.should_save or first_evaluation or ending
 
     def _watch(self) -> None:
         while HangWatch.current is self:
