@@ -201,7 +201,7 @@ def test_the_directory_of_another_run_is_refused_and_harmless_changes_are_said(
     assert (run / "config.yaml").read_bytes() == before
     capsys.readouterr()
     pretrain.main(pretraining(run, max_steps=6))
-    assert "max_steps  3 -> 6" in capsys.readouterr().out
+    assert "max_steps: 3 -> 6" in capsys.readouterr().out
     assert len(tiny.losses(run)) == 6
 
 

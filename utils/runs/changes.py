@@ -58,12 +58,8 @@ PATHS = frozenset({*WEIGHTS, "model_config", "tokenizer_name_or_path", "output_d
 SAME_OPTIMIZER = frozenset({"adamw_torch", "adamw_torch_fused"})
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
-WITHOUT_AN_END = frozenset(
-    {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy"}
-)
 # One more wherever a version of Stoker sums in another order on a CPU.
 CPU_ROUNDING = 2
-OLD_WIDTH = 40  # of the column of old values; longer ones stick out
 
 
 @dataclass(frozen=True)
@@ -216,11 +212,7 @@ def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator
             note = _same_contents(name, before, now, checkpoint)
             dangerous = not note
         elif name in ("max_steps", "num_train_epochs"):
-            schedule = now.settings["lr_scheduler_type"]
-            if schedule not in WITHOUT_AN_END:
-                note = (
-                    f"the {schedule} schedule ends elsewhere: the learning rate takes its new curve"
-                )
+            note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
         elif name == "global_batch_size" and checkpoint is not None:
             # The order of samples is a pure function of step and batch (utils/data/order.py).
             missed = "some are left out" if new > old else "some come again"
@@ -283,11 +275,8 @@ def _data_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
     old_data, new_data = before.facts.get("data", {}), now.facts.get("data", {})
     for split in sorted(old_data.keys() & new_data.keys() - {"train"}):
         if old_data[split] != new_data[split]:
-            metric = str(now.settings.get("metric_for_best_model")).removeprefix("eval_")
-            judges = metric.rpartition("_")[0] == split
-            note = f"the best {metric} so far is that of the old one" if judges else ""
             what = f"eval_data {split} (content fingerprint)"
-            yield Change("eval_data", _short(old_data[split]), _short(new_data[split]), what, note)
+            yield Change("eval_data", _short(old_data[split]), _short(new_data[split]), what)
     name = "tokenizer_name_or_path"
     old, new = before.contents(name), now.contents(name)
     if old and new and old != new:
@@ -320,12 +309,10 @@ def _model_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
 
 
 def table(changes: Sequence[Change]) -> str:
-    """Write changes out in aligned lines: name, old -> new, and what is to be said of it."""
-    name_width = max(len(change.title) for change in changes)
-    old_width = min(max(len(change.old) for change in changes), OLD_WIDTH)
+    """Write changes out, one a line: name, old -> new, and what follows from it."""
     return "\n".join(
-        f"  {change.title:<{name_width}}  {change.old:<{old_width}} -> {change.new}"
-        + (f"   ({change.note})" if change.note else "")
+        f"  {change.title}: {change.old} -> {change.new}"
+        + (f" ({change.note})" if change.note else "")
         for change in changes
     )
 
