@@ -1,18 +1,5 @@
-"""Plain transformers.Trainer, cut and resumed by its own means, to hold our figures against.
+"""Plain transformers.Trainer, cut and resumed by its own means: the baseline of our figures."""
 
-Run by every rank of a launch, it does the starts of a plan, and each rank writes down what it
-trains on:
-
-    stock_trainer.py PLAN.json
-
-PLAN has `workspace` and `starts`, as `start` takes them. RUN.json gets the outcome of a start,
-RUN.R.json the rows of each (step, micro-batch) that rank R trained on.
-"""
-
-import json
-import os
-import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,33 +110,3 @@ def are_equal(whole: Outcome, resumed: Outcome) -> bool:
     """Whether all metrics of a resumed start, its weights and its optimizer are the whole run's."""
     same_states = whole["checkpoint"] == resumed["checkpoint"]
     return same_states and not any(largest_differences(whole, resumed).values())
-
-
-def main() -> None:
-    from cut_every_step import forget_the_run, keep_the_process_group, wait
-    from record_samples import row_names
-
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(os.environ.get("RANK", "0"))
-    keep_the_process_group()
-    seen: dict[int, list[list[str]]] = {}
-    train = Trainer.training_step
-
-    def watched(trainer, model, inputs, *rest):
-        seen[trainer.state.global_step].append(row_names(inputs))
-        return train(trainer, model, inputs, *rest)
-
-    Trainer.training_step = watched
-    for item in plan["starts"]:
-        seen = defaultdict(list)
-        outcome = start(Path(plan["workspace"]), **item)
-        wait()
-        run = Path(item["run"])
-        run.with_name(f"{run.name}.{rank}.json").write_text(json.dumps(seen))
-        if rank == 0:
-            run.with_name(f"{run.name}.json").write_text(json.dumps(outcome))
-        forget_the_run()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import rank_driver
 import stock_trainer
-from cut_every_step import outcomes
-from driving import drive, drive_stock_trainer
 from launching import run_processes
+from rank_driver import found
 from resumed_runs import (
     CONFIGS,
     RANKS,
@@ -49,35 +49,32 @@ def models(workspace, base_model):
     return workspace
 
 
-def launched(strategy: str, cases, cuts, workspace: Path, root: Path) -> dict[str, dict]:
-    """The outcomes of cases in several processes, by case and cut."""
-    plan = {
-        "workspace": str(workspace),
-        "root": str(root),
-        "cases": [asdict(case) for case in cases],
-        "cuts": list(cuts),
-    }
-    drive("cut_every_step.py", plan, strategy, RANKS[strategy], root)
-    return {case.name: json.loads((root / f"{case.name}.json").read_text()) for case in cases}
-
-
 @pytest.mark.parametrize("strategy", list(RANKS))
 def test_resumed_equals_uninterrupted(strategy, models, tmp_path, exhaustive, figures):
     cases, cuts = (every_case(strategy), EVERY_CUT) if exhaustive else SAMPLE[strategy]
-    if strategy == "single":
-        found = {case.name: outcomes(case, models, tmp_path, cuts) for case in cases}
+    starts = [
+        {"case": asdict(case), "changes": {}, "cut": None, "run": str(tmp_path / case.name)}
+        for case in cases
+    ]
+    resumed = [
+        whole | {"cut": [whole["run"], step], "run": f"{whole['run']}-cut-{step}", "remove": True}
+        for whole in starts
+        for step in cuts
+    ]
+    if strategy == "single":  # without a launch
+        for start in starts + resumed:
+            rank_driver.do(start, models)
     else:
-        found = launched(strategy, cases, cuts, models, tmp_path)
+        rank_driver.drive(starts + resumed, strategy, RANKS[strategy], models, tmp_path)
     unequal, differences = [], {"loss": 0.0, "grad_norm": 0.0}
-    for name, runs in found.items():
-        whole = runs.pop("whole")
-        for step, run in runs.items():
-            for part, values in whole.items():
-                if run[part] != values:
-                    unequal.append(f"{name} cut at step {step}: {part}")
-            for metric, largest in differences.items():
-                different = largest_difference(run, whole, metric)
-                differences[metric] = max(largest, different)
+    for start in resumed:
+        run, whole = found(start), found({"run": start["cut"][0]})
+        for part, values in whole.items():
+            if run[part] != values:
+                unequal.append(f"{start['run']}: {part}")
+        for metric, largest in differences.items():
+            different = largest_difference(run, whole, metric)
+            differences[metric] = max(largest, different)
     figures(FIGURES)[strategy] = {
         "configurations": len(cases),
         "cuts_of_each": len(cuts),
@@ -114,11 +111,11 @@ def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, fig
         items.append({"run": whole, "cut": None, **settings})
         items += [{"run": f"{whole}-{cut}", "cut": [whole, cut], **settings} for cut in cuts]
     if ranks == 1:  # without a launch
-        found = [stock_trainer.start(models, **item) for item in items]
+        for item in items:
+            rank_driver.do(item, models)
     else:
-        found = drive_stock_trainer(items, ranks, models, tmp_path)
-    starts = 1 + len(cuts)
-    pairs = [(found[at // starts * starts], one) for at, one in enumerate(found) if at % starts]
+        rank_driver.drive(items, "ddp", ranks, models, tmp_path)
+    pairs = [(found({"run": item["cut"][0]}), found(item)) for item in items if item["cut"]]
     assert len(pairs) == len(cases) * len(cuts)
     differences = [stock_trainer.largest_differences(*pair) for pair in pairs]
     figures(FIGURES)["plain_trainer" + (", ddp" if ranks > 1 else "")] = {

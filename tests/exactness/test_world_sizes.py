@@ -6,13 +6,12 @@ launches. Losses agree to rounding: sums over ranks are added up in another orde
 
 import dataclasses
 import itertools
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 import stock_trainer
-from driving import drive, drive_stock_trainer
+from rank_driver import drive, found
 from resumed_runs import STEPS, Case, add_models, largest_difference
 
 import pretrain
@@ -61,18 +60,15 @@ class Start:
         return [str(before.run), CUTS[len(self.ranks) - 2]]
 
     def outcome(self) -> dict:
-        return json.loads(self.run.with_name(f"{self.run.name}.json").read_text())
+        return found({"run": self.run})
 
-    def micro_batches(self) -> dict[int, list[list[list[int]]]]:
-        """Row numbers by step, rank and micro-batch."""
-        by_rank = [
-            json.loads(self.run.with_name(f"{self.run.name}.{rank}.json").read_text())
-            for rank in range(self.ranks[-1])
-        ]
+    def micro_batches(self) -> dict[int, list[list[list[str]]]]:
+        """Names of rows by step, rank and micro-batch."""
+        by_rank = [found({"run": self.run}, rank) for rank in range(self.ranks[-1])]
         return {int(step): [own[step] for own in by_rank] for step in by_rank[0]}
 
-    def global_batches(self) -> dict[int, list[int]]:
-        """Row numbers by step, in the order of samples: by micro-batch, then by rank."""
+    def global_batches(self) -> dict[int, list[str]]:
+        """Names of rows by step, in the order of samples: by micro-batch, then by rank."""
         return {
             step: [
                 row
@@ -95,11 +91,11 @@ def launch(
             "changes": SETTINGS,
             "run": str(start.run),
             "cut": start.cut,
+            "judge_early": True,
         }
         for start in starts
     ]
-    plan = {"workspace": str(workspace), "starts": items}
-    return drive("record_samples.py", plan, strategy, ranks, root)
+    return drive(items, strategy, ranks, workspace, root)
 
 
 def pytest_generate_tests(metafunc):
@@ -182,7 +178,7 @@ def test_plain_trainer_on_other_numbers_of_ranks(
         ]
         for start in now:
             start.run.parent.mkdir(exist_ok=True)
-        drive_stock_trainer(items, ranks, workspace, tmp_path)
+        drive(items, "ddp", ranks, workspace, tmp_path)
     others, differences = 0, []
     for start in starts:
         # The same first number of ranks: another one is another global batch from the start.
@@ -230,17 +226,17 @@ def compare(starts: list[Start], reference: dict) -> dict[str, float]:
     """The largest differences of any start from the first one; those of exact figures are none."""
     largest = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
     for start in starts[1:]:
-        found = start.outcome()
+        ended = start.outcome()
         for metric in ("loss", "grad_norm"):
-            different = largest_difference(found, reference, metric)
+            different = largest_difference(ended, reference, metric)
             largest[metric] = max(largest[metric], different)
-        assert found["best"][1] == "checkpoint-2"
+        assert ended["best"][1] == "checkpoint-2"
         if start.ranks[0] == starts[0].ranks[0]:
-            assert found["final"] == reference["final"], f"{start.ranks}: another best model"
+            assert ended["final"] == reference["final"], f"{start.ranks}: another best model"
         for metric in ("learning_rate", "tokens_seen", "epoch"):
-            assert largest_difference(found, reference, metric) == 0, (start.ranks, metric)
-        assert found["evaluations"].keys() == reference["evaluations"].keys()
-        for step, evaluation in found["evaluations"].items():
+            assert largest_difference(ended, reference, metric) == 0, (start.ranks, metric)
+        assert ended["evaluations"].keys() == reference["evaluations"].keys()
+        for step, evaluation in ended["evaluations"].items():
             before = reference["evaluations"][step]
             assert evaluation["eval_heldout_tokens"] == before["eval_heldout_tokens"]
             different = abs(evaluation["eval_heldout_loss"] - before["eval_heldout_loss"])

@@ -348,7 +348,7 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(
     assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
     out = capsys.readouterr().out
     assert f"a start would resume from {place.run}/checkpoint-3" in out
-    assert re.search(r"max_steps +3 +-> 6", out)
+    assert re.search(r"max_steps: 3 -> 6", out)
     assert pretrain.main([*pretraining(place.run, **SHORT), "--dry_run", "true"]) == 0
     assert "is finished: a start would have nothing to do" in capsys.readouterr().out
     assert files_of(place.run) == before

@@ -1,0 +1,126 @@
+"""Starts of runs, one after the other, by every rank of a launch in one process group.
+
+    rank_driver.py PLAN.json
+
+All starts share one process, which saves the seconds that a start takes; each has Accelerator,
+model, optimizer and loaders of its own. PLAN has `workspace` and `starts`. A start has `run`, `cut`
+(null, or [WHOLE, STEP]: the run to cut and where) and either `case` and `changes` (settings) or the
+settings of plain Trainer, see stock_trainer.py. RUN.json gets its outcome, RUN.R.json the names of
+the rows of each (step, micro-batch) that rank R trained on, taken where the model gets them.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import stock_trainer
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from launching import ROOT, STRATEGIES, run_processes
+from resumed_runs import CONFIGS, Case, cut, main_of, outcome
+from transformers import Trainer
+
+FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration")
+ENVIRONMENT = {"PYTHONPATH": ":".join(map(str, FOLDERS)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def drive(
+    starts: Sequence[dict[str, Any]], strategy: str, ranks: int, workspace: Path, root: Path
+) -> str:
+    """Do these starts in one launch of so many ranks; return what the ranks printed."""
+    plan = root / "plan.json"
+    plan.write_text(json.dumps({"workspace": str(workspace), "starts": starts}))
+    done = run_processes(
+        CONFIGS[strategy],
+        Path(__file__),
+        [str(plan)],
+        processes=ranks,
+        env=ENVIRONMENT,
+        timeout_s=3600,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def found(start: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
+    """The outcome of a start that was done, or the rows that a rank trained on."""
+    run = Path(start["run"])
+    name = f"{run.name}.json" if rank is None else f"{run.name}.{rank}.json"
+    return json.loads(run.with_name(name).read_text())
+
+
+def do(item: dict[str, Any], workspace: Path) -> None:
+    """Do one start to its end, as this rank."""
+    rank, run = int(os.environ.get("RANK", "0")), Path(item["run"])
+    if item["cut"] and "case" in item and rank == 0:
+        whole, step = item["cut"]
+        cut(Path(whole), step, run)
+    wait()
+    with recorded(item.get("judge_early", False)) as seen:
+        if "case" in item:
+            case = Case(**item["case"])
+            code = main_of(case)(case.argv(workspace, run, **item["changes"]))
+            assert code == 0, f"{case.name} left with {code}"
+            ended = outcome(run) if rank == 0 else None
+        else:
+            ended = stock_trainer.start(workspace, **item)
+    wait()
+    run.with_name(f"{run.name}.{rank}.json").write_text(json.dumps(seen))
+    if rank == 0:
+        run.with_name(f"{run.name}.json").write_text(json.dumps(ended))
+        if item.get("remove"):
+            shutil.rmtree(run)
+    # The next run gets an Accelerator of its own.
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def recorded(judge_early: bool) -> Iterator[dict[int, list[list[str]]]]:
+    """Record the rows of each step; with `judge_early` only the first two steps can be the best.
+
+    Losses fall: else the last step would be.
+    """
+    train, judge = Trainer.training_step, Trainer._determine_best_metric
+    seen: dict[int, list[list[str]]] = defaultdict(list)
+
+    def watched(trainer, model, inputs, *rest, **options):
+        rows = inputs["input_ids"].long().cpu().numpy()
+        names = [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
+        seen[trainer.state.global_step].append(names)
+        return train(trainer, model, inputs, *rest, **options)
+
+    def judged(trainer, metrics, trial):
+        early = trainer.state.global_step <= 2
+        return (early or not judge_early) and judge(trainer, metrics, trial)
+
+    with (
+        mock.patch.object(Trainer, "training_step", watched),
+        mock.patch.object(Trainer, "_determine_best_metric", judged),
+    ):
+        yield seen
+
+
+def wait() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    # A run that ends leaves the group to the next one.
+    PartialState.destroy_process_group = lambda *_args, **_kwargs: None
+    for item in plan["starts"]:
+        do(item, Path(plan["workspace"]))
+
+
+if __name__ == "__main__":
+    main()
