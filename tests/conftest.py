@@ -17,8 +17,8 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: every case of the proofs in tests/exactness, not a sample of them."""
-    parser.addoption("--exhaustive", action="store_true", help="every case of tests/exactness")
+    """`--exhaustive`: every case of the proofs, not a sample of them."""
+    parser.addoption("--exhaustive", action="store_true", help="every case of the proofs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -98,7 +98,11 @@ def test_accumulation(kind, model, command, kept, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("kind", "config", "rows"),
-    [("pretrain", "multi_gpu", 4), ("sft", "fsdp2", 2), ("lora", "multi_gpu", 2)],
+    [
+        ("pretrain", "multi_gpu", 4),
+        ("sft", "fsdp2", 2),
+        pytest.param("lora", "multi_gpu", 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsys):
     expected = expected_run(kind, "experts", kept, command)

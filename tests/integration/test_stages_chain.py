@@ -174,7 +174,10 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     assert tiny.starts(run)[1]["weights_from"] == tiny.starts(run)[0]["weights_from"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+FSDP2, ZERO3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp2", "zero3"))
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, "zero3"])
 def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, tmp_path):
     run = tmp_path / "run"
     argv = next_stage(run, first, max_steps=1, save_strategy="no")
@@ -185,7 +188,7 @@ def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, tmp_
     assert tiny.losses(run)[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", ZERO3])
 def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next_stage, tmp_path):
     directory = misfit(first, tmp_path / "misfit")
     argv = next_stage(tmp_path / "run", directory, max_steps=1)

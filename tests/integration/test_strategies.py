@@ -19,14 +19,15 @@ import sft_train
 
 pytestmark = pytest.mark.slow
 
-STRATEGIES = {
-    "multi_gpu": "ddp",
-    "cpu": "ddp",
-    "fsdp2": "fsdp2",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-}
+# Config, the strategy it stands for, the layers' recomputation, and whether they are compiled.
+WAYS = [
+    ("multi_gpu", "ddp", "selective", False),
+    ("cpu", "ddp", "none", False),
+    ("fsdp2", "fsdp2", "selective", True),
+    ("zero1", "zero1", "none", False),
+    ("zero2", "zero2", "full", False),
+    ("zero3", "zero3", "auto", False),
+]
 LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "all-linear"}
 
 
@@ -70,51 +71,35 @@ def pretrained_alone(workspace, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize(("name", "strategy", "recomputation", "compiled"), WAYS)
 def test_pretraining_in_two_processes_equals_one(
-    name, pretraining, workspace, pretrained_alone, tmp_path
+    name, strategy, recomputation, compiled, pretraining, workspace, pretrained_alone, tmp_path
 ):
+    """Recomputed and compiled layers train as plain ones in one process do."""
     run = tmp_path / "run"
-    argv = pretraining(run, per_device_train_batch_size=1, **evaluation(workspace, "heldout"))
-    shown = succeed(run_two_processes(name, "pretrain.py", argv))
+    settings = {"activation_checkpointing": recomputation, "compile": compiled}
+    settings |= {"per_device_train_batch_size": 1, **evaluation(workspace, "heldout")}
+    shown = succeed(run_two_processes(name, "pretrain.py", pretraining(run, **settings)))
+    assert f"activation checkpointing: {recomputation}" in shown
+    assert "graphs more" not in shown
     assert "2 ranks x 2 accumulation" in shown
     assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
     launch = json.loads((run / "provenance.json").read_text())["starts"][0]["launch"]
-    assert (launch["strategy"], launch["world_size"]) == (STRATEGIES[name], 2)
+    assert (launch["strategy"], launch["world_size"]) == (strategy, 2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     memory = [line["memory_by_rank"] for line in lines if line["event"] == "train"]
     assert {tuple(row["rank"] for row in rows) for rows in memory} == {(0, 1)}
     assert_same_run(run, pretrained_alone)
 
 
-def test_compiled_layers_of_two_processes_train_as_one_process(
-    pretraining, workspace, pretrained_alone, tmp_path
-):
-    run = tmp_path / "run"
-    settings = {"per_device_train_batch_size": 1, "compile": "true"}
-    argv = pretraining(run, **settings, **evaluation(workspace, "heldout"))
-    shown = succeed(run_two_processes("fsdp2", "pretrain.py", argv))
-    assert "graphs more" not in shown
-    assert_same_run(run, pretrained_alone)
-
-
 @pytest.mark.parametrize(
-    ("name", "choice", "compiled"),
-    [("multi_gpu", "selective", False), ("fsdp2", "selective", True), ("zero3", "auto", False)],
+    ("name", "adapters"),
+    [
+        pytest.param("multi_gpu", {}, id="full-multi_gpu"),
+        pytest.param("fsdp2", LORA, id="lora-fsdp2"),
+        pytest.param("zero3", LORA, id="lora-zero3"),
+    ],
 )
-def test_recomputation_in_two_processes_equals_none_in_one(
-    name, choice, compiled, pretraining, workspace, pretrained_alone, tmp_path
-):
-    run = tmp_path / "run"
-    settings = {"per_device_train_batch_size": 1, "compile": compiled}
-    settings |= {"activation_checkpointing": choice, **evaluation(workspace, "heldout")}
-    shown = succeed(run_two_processes(name, "pretrain.py", pretraining(run, **settings)))
-    assert f"activation checkpointing: {choice}" in shown
-    assert_same_run(run, pretrained_alone)
-
-
-@pytest.mark.parametrize("name", ["multi_gpu", "fsdp2", "zero3"])
-@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
 def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, workspace, tmp_path):
     settings = {**adapters, **evaluation(workspace, "chats_heldout")}
     alone, run = tmp_path / "alone", tmp_path / "run"
