@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from safetensors.torch import load_file, save_file
 
 import pretrain
@@ -371,8 +372,16 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
 
 
 def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
-    """Bloom adds its positions to the scores by itself: packed documents see each other."""
+    """With torch as built for CUDA, which names a GPU where there is none unless it has to look.
+
+    Bloom adds its positions to the scores by itself: packed documents see each other.
+    """
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
+    place.monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
     assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
     assert "on a CPU this model keeps packed documents apart" in capsys.readouterr().out
     leaky = place.path / "bloom.json"

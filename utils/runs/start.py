@@ -108,7 +108,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     import torch
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    accelerator = torch.accelerator.current_accelerator()
+    # A build for CUDA names it on a login node without a GPU too, unless it has to look.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return LaunchFacts(
         rank=global_rank(),
         world_size=world_size,
