@@ -7,6 +7,7 @@ with -f every thread: strace counts the calls of each by itself.
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -207,7 +208,8 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
     occurrences: dict[tuple[str, str, str], int] = {}
     found = []
     main = None
-    for thread, name, arguments in _calls(trace):
+    for event in entered(trace):
+        thread, name, arguments = event.thread, event.name, event.arguments
         main = main or thread
         numbers[thread, name] = numbers.get((thread, name), 0) + 1
         file = _file(arguments, directory)
@@ -227,12 +229,13 @@ def hit(call: Call, directory: Path, ending: Ending, *, failed: bool = False) ->
 
     strace counts by thread: where one is made to fail, another's of the same number fails, too.
     """
-    made = list(_calls(ending.trace))
-    struck = [one for one in made if "(INJECTED)" in one[2]] if failed else made[-1:]
+    made = entered(ending.trace)
+    struck = [one for one in made if "(INJECTED)" in one.arguments] if failed else made[-1:]
     sought = (call.name, call.file, call.aside)
     return any(
-        (name, _file(arguments, directory), thread not in ("", str(ending.pid))) == sought
-        for thread, name, arguments in struck
+        (one.name, _file(one.arguments, directory), one.thread not in ("", str(ending.pid)))
+        == sought
+        for one in struck
     )
 
 
@@ -246,23 +249,6 @@ def other_threads_change(directory: Path, ending: Ending) -> list[str]:
         and str(directory) in line
         and _changes(*_LINE.match(line).groups()[1:])
     ]
-
-
-def _calls(trace: str) -> Iterator[tuple[str, str, str]]:
-    """Thread (empty in a recording of one), name and arguments of each call, by its beginning."""
-    lines = trace.splitlines()
-    ends: dict[int, str] = {}
-    begun: dict[str, int] = {}
-    for place, line in enumerate(lines):
-        thread, _, rest = line.partition(" ")
-        if line.endswith("<unfinished ...>"):
-            begun[thread] = place
-        elif rest.lstrip().startswith("<... ") and thread in begun:
-            ends[begun.pop(thread)] = rest
-    for place, line in enumerate(lines):
-        match = _LINE.match(line)
-        if match:
-            yield match[1] or "", match[2], match[3] + ends.get(place, "")
 
 
 def _changes(name: str, arguments: str) -> bool:
@@ -280,36 +266,43 @@ def _file(arguments: str, directory: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Event:
-    """A call with the places in a recording of all threads at which it began and ended."""
+    """A call of a thread (empty in a recording of one), with the lines where it began and ended."""
 
+    thread: str
     name: str
     arguments: str
     began: int
     ended: int
 
 
-def events(trace: str) -> list[Event]:
-    """The calls of a recording of all threads that succeeded, in the order of their ends."""
-    begun: dict[str, tuple[str, str, int]] = {}
-    found = []
-    for place, line in enumerate(trace.splitlines()):
+def entered(trace: str) -> list[Event]:
+    """All calls of a recording, in the order of their beginnings, with all that strace says."""
+    found: list[Event] = []
+    unfinished: dict[str, int] = {}
+    for number, line in enumerate(trace.splitlines()):
         thread, _, rest = line.partition(" ")
-        rest = rest.strip()
-        resumed = re.match(r"<\.\.\. (\w+) resumed>(.*)", rest)
-        if resumed:
-            name, arguments, began = begun.pop(thread, (resumed[1], "", place))
-            arguments += resumed[2]
-        else:
-            match = _LINE.match(line)
-            if match is None:
-                continue
-            name, arguments, began = match[2], match[3], place
-            if "<unfinished ...>" in arguments:
-                begun[thread] = (name, arguments, began)
-                continue
-        if not re.search(r"= -1 E", arguments):
-            found.append(Event(name, arguments, began, place))
+        resumed = re.match(r" *<\.\.\. \w+ resumed>(.*)", rest)
+        if resumed and thread in unfinished:
+            place = unfinished.pop(thread)
+            before = found[place]
+            found[place] = dataclasses.replace(
+                before, arguments=before.arguments + resumed[1], ended=number
+            )
+        elif match := _LINE.match(line):
+            if line.endswith("<unfinished ...>"):
+                unfinished[thread] = len(found)
+            found.append(Event(match[1] or "", match[2], match[3], number, number))
     return found
+
+
+def events(trace: str) -> list[Event]:
+    """The calls of a recording of all threads that ended and succeeded, by their ends."""
+    made = [
+        event
+        for event in entered(trace)
+        if "= -1 E" not in event.arguments and not event.arguments.endswith("<unfinished ...>")
+    ]
+    return sorted(made, key=lambda event: event.ended)
 
 
 def fsdp2_environment() -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The callbacks of a run, in the order in which they act."""
+"""The callbacks of a run, in the order in which they act, and its end."""
 
 import logging
 from pathlib import Path
@@ -23,6 +23,8 @@ from utils.support.run_lock import leave_run_lock
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.trainer import PackedTrainer
 
+logger = logging.getLogger(__name__)
+
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts, in the order in which they act."""
@@ -46,11 +48,6 @@ def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallbac
         return []
     assert run.weights_from is not None, "checked with the settings"
     return [InheritedOptimizer(Path(run.weights_from))]
-
-
-# Ends a run: a finished one leaves its model, a stopped one is left for the next start.
-
-logger = logging.getLogger(__name__)
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
@@ -100,15 +97,12 @@ def _leave_stopped_run(trainer: PackedTrainer) -> int:
     checkpoint = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
     total = trainer.state.max_steps
-    logger.info("stopped at step %d of %d %s; the same command goes on", step, total, kept)
+    logger.info("stopped at step %d of %d %s; the same command resumes it", step, total, kept)
     return ExitCode.STOPPED
 
 
 def _leave_together(trainer: Trainer) -> None:
-    """Wait: a rank that is gone takes the store with it that others still talk to.
-
-    All is written then, and the directory is anybody's.
-    """
+    """Wait for all ranks, whose store goes with the first to leave; then free the directory."""
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     leave_run_lock(Path(str(trainer.args.output_dir)))

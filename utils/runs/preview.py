@@ -1,4 +1,4 @@
-"""What a start would refuse, said by the dry run: it reads the run directory and writes nothing.
+"""What a start would refuse, for a dry run, which reads the run directory and writes nothing.
 
 `start_run` (utils/runs/start.py) decides; what is asked here is asked there, of the same functions.
 Not looked at are the other nodes, and whether all bytes of a checkpoint are as they were committed.
@@ -104,12 +104,12 @@ def _check_directory(settings: RunSettings, plan: RunPlan, launch: LaunchFacts) 
 def _check_run(
     settings: RunSettings, data: RunData, plan: RunPlan, launch: LaunchFacts, script: str
 ) -> None:
-    """Refuse a directory that holds something else, or a run that cannot go on with this."""
+    """Refuse a directory that holds something else, or a run that cannot resume with this."""
     output_dir = _output_dir(settings)
     known = output_dir.is_dir() and known_files(output_dir)
     resume_from = None
     if known:
-        settings = _as_it_goes_on(settings, output_dir)
+        settings = _as_it_resumes(settings, output_dir)
         accepted_changes(output_dir, settings, {"script": script, **identity_facts(settings, data)})
         run_id = known_run_id(output_dir / PROVENANCE)
         found = None if run_id is None else resume_point(output_dir, run_id, dry_run=True)
@@ -135,7 +135,7 @@ def _check_checkpoint(found: Path, settings: RunSettings, launch: LaunchFacts) -
     refuse_code(found)
 
 
-def _as_it_goes_on(settings: RunSettings, output_dir: Path) -> RunSettings:
+def _as_it_resumes(settings: RunSettings, output_dir: Path) -> RunSettings:
     """Return the settings with what they leave open as the run has it already."""
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts or own_checkpoint(str(output_dir)) is None:
