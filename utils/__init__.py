@@ -1,0 +1,1 @@
+"""Stoker's packages; docs/architecture.md shows how they hang together."""

@@ -1,4 +1,4 @@
-"""YAML as recipes use it: plain scalars of YAML 1.2, safe tags, no key twice, lines kept."""
+"""Recipe files: strict YAML 1.2, `extends`, later files win, every value with file and line."""
 
 import os
 import re
@@ -99,8 +99,6 @@ def _key_faults(node: yaml.Node) -> Iterator[str]:
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
-
-# Read recipe files: strict YAML, `extends`, later files win, every value with file and line.
 
 EXTENDS = "extends"
 

@@ -1,0 +1,11 @@
+"""What trains: the model from its configuration to the layers of one run.
+
+config, vocabulary      a configuration read strictly; the tokenizer beside the embedding
+weights, stages         what is loaded, and from which earlier run
+adapters                LoRA, and which weights train
+architecture            a small random model of the same architecture, to try things on
+attention, isolation    the chosen kernel, and the proof that packed documents stay apart
+loss_head, router_loss  the last layer with its loss, and the experts' load-balancing term
+compilation             activation checkpointing, and layers compiled one by one
+finished_model          what final/ says beside its weights
+"""

@@ -1,4 +1,4 @@
-"""What of a decoder layer is kept for its backward pass, and what is computed a second time.
+"""Activation checkpointing and compilation of a model's layers.
 
 none keeps what autograd wants; selective keeps what matrix products and attention return and
 computes norms, activation functions, rotations and casts again; full keeps the layer's input alone.
@@ -101,8 +101,6 @@ def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
     return 0.0
 
 
-# Compiles a model layer by layer, with static shapes, into a cache that outlives the job.
-
 # Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
@@ -180,8 +178,6 @@ def compiled_graphs() -> int:
     """Return how many graphs this process has compiled so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-
-# Whether layers are compiled: as the settings say; else where a GPU trains what is proved.
 
 logger = logging.getLogger(__name__)
 

@@ -115,8 +115,6 @@ def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:
     return LogitTerms(scale, getattr(text_config, "final_logit_softcapping", None))
 
 
-# The choice of the loss head, made and proved before any weight loads.
-
 # Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
 SHAPE = (3, 17)
 SPREAD = 10.0

@@ -1,7 +1,7 @@
-"""The weights under LoRA's adapters: no checkpoint of the run holds them, so they are known here.
+"""The weights of a run: loaded strictly, built from a configuration, known under LoRA's adapters.
 
-Other ones under the same path, or a branch of the Hub that moved on, would leave the adapters on a
-model that they were not trained on, and nothing else would tell.
+No checkpoint of a LoRA run holds the weights under its adapters. Other ones under the same path, or
+a branch of the Hub that moved on, would leave the adapters on a model they were not trained on.
 """
 
 import contextlib
@@ -78,9 +78,6 @@ def _of_hub(name: str, revision: str | None) -> dict[str, Any] | None:
     return {"commit": commit}
 
 
-# Loads a model whose directory has just its tensors, or says which it lacks or has too many.
-
-
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
     """Load as from_pretrained does with these arguments; collective over ranks.
 
@@ -147,8 +144,6 @@ def _refuse_misfits(path: str, info: Mapping[str, Any], *, exact: bool) -> None:
     if problems:
         raise ConfigurationError(problems)
 
-
-# The model of a run: loaded strictly, or built from a configuration.
 
 # What a library writes into config.json that says nothing of the model.
 NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
