@@ -85,7 +85,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(slurm, jobs, run, idle
     done = run("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
     assert done.returncode == 0, done.stderr
     assert "1 of 2 points left to run" in done.stderr
-    assert f"log:     {tmp_path}/INDEX.log" in done.stderr
+    assert f"log:     {tmp_path}/%a.log" in done.stderr
     assert states(sweep) == ["finished"] * 2
     assert [starts(path) for path in directories] == [1, 1]
 
