@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.cells.cpu import CPU_CELLS
-from benchmarks.cells.kinds import OURS, OURS_TUNED, SweepCell, TrainingCell
-from benchmarks.comparisons import sweep
+from benchmarks.cells.kinds import OURS, OURS_TUNED, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.comparisons.training import parity, ratios
 from benchmarks.comparisons.turns import BaselineFailedError, Turns
-from benchmarks.figures.table import table
-from benchmarks.hardware.efficiency import Device
-from benchmarks.progress import Progress
 from benchmarks.recording.job import Outcome
 
 
@@ -116,26 +112,3 @@ def test_who_does_not_run_is_named_with_the_reason(capsys):
 def test_our_own_failure_is_no_result(capsys):
     with pytest.raises(BaselineFailedError):
         run_all(failing=OURS)
-
-
-def test_who_failed_at_a_size_is_not_tried_at_a_larger_one(monkeypatch, tmp_path, capsys):
-    cell = next(cell for cell in CPU_CELLS if isinstance(cell, SweepCell))
-    base = dataclasses.replace(cell.base, steps=2, warmup_steps=1)
-    cell = dataclasses.replace(cell, base=base, sizes=(64, 128))
-    tried, peer = [], cell.base.baselines[1].name
-
-    def run(cell, baseline, workload, scratch):
-        size = cell.workload.sequence_length
-        tried.append((size, baseline.name))
-        if (size, baseline.name) == (64, peer):
-            raise BaselineFailedError("out of memory")
-        return dataclasses.asdict(outcome(tokens=size))
-
-    monkeypatch.setattr(sweep, "run_baseline_of", run)
-    monkeypatch.setattr(sweep, "made_in_process", lambda *_: None)
-    kept = Progress(tmp_path / "kept.json", {"a": 1})
-    result = sweep.hold(cell, Device(), kept, [cell.base.baselines[2].name])
-    assert tried == [(64, OURS), (64, peer), (128, OURS)]
-    assert result["not_run"][peer] == "at 64: out of memory"
-    assert result["contestants"][OURS]["per_second"] == {"64": 32.0, "128": 64.0}
-    assert table(result).splitlines()[4] == "| Stoker | 32.0 | 64.0 |  |"
