@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the rounds of this commit and device"
+        "--resume", action="store_true", help="resume the rounds of this commit and device"
     )
     parser.add_argument(
         "--minutes", type=float, help="begin no round that would end later; exit code 75 then"

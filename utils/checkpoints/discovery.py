@@ -105,7 +105,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     Every file is read and compared with the manifest. What was not committed is set aside under
     incomplete., what is not as it was committed under damaged. A `dry_run` moves nothing and reads
     just the DESCRIPTIONS. Rank 0 alone calls it. Raises StorageError, with nothing moved, when all
-    committed ones are damaged: to start at step 0 again is a person's to decide. Raises
+    committed ones are damaged: to start at step 0 again is for a person to decide. Raises
     ConfigurationError for a checkpoint of another run.
     """
     if not dry_run:

@@ -146,7 +146,7 @@ def compile_layers(model: nn.Module) -> int:
     """Compile each layer of `model` when it first runs; return how many there are.
 
     Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
-    once more. Where torch would give up after too many of them and go on without compiling, it
+    once more. Where torch would give up after too many of them and continue without compiling, it
     raises instead.
     """
     layers = marked_layers(model)
@@ -189,7 +189,7 @@ def choose_compilation(
 ) -> bool:
     """Say, and return, whether layers are compiled.
 
-    Left open, it is on where a GPU trains and nothing speaks against it, and a run that goes on
+    Left open, it is on where a GPU trains and nothing speaks against it, and a resumed run
     keeps it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: this only
     looks at a run that trains on another machine. Raises ConfigurationError where what is asked
     for, or was begun, cannot be.
@@ -233,7 +233,7 @@ def _settled(
 
 
 def _hindrances(config: PreTrainedConfig, launch: LaunchFacts) -> Iterator[str]:
-    """Yield why nobody should compile unasked."""
+    """Yield why nobody should compile by default."""
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
         yield "TORCHDYNAMO_DISABLE is set"
     if torch.cuda.get_device_capability()[0] < OLDEST:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # What transformers raises for values that an architecture cannot have.
 UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
-# What libraries write into every published file; one of them tells it from a file made by hand.
+# What libraries write into every published file; one of them tells it from a file somebody wrote.
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # These say nothing of the model that is built.
 NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
@@ -74,7 +74,7 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 
     Vocabulary and special tokens follow the tokenizer unless the file sets them. Raises
     ConfigurationError for values that the architecture cannot have, and for keys that nothing uses:
-    all of them in a file made by hand; in a published one those that look like a typo, while the
+    all of them in a file somebody wrote; in a published one those that look like a typo, while the
     others are logged.
     """
     values = read_config_file(path)

@@ -92,7 +92,7 @@ def fuse_loss_head(
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return which of the flattened (B * T) tokens predict one that bears loss, int64 (N,).
+    """Return which of the flattened (B * T) tokens predict one that is trained on, int64 (N,).
 
     labels (B, T) unshifted. On the CPU this waits for no device; N differs between micro-batches.
     """

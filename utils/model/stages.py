@@ -82,7 +82,7 @@ def weights_directory(settings: RunSettings) -> Path:
     """Return the directory with the weights that a run with `--init_from` starts from.
 
     Found at the first start, recorded from then on: the directory of a run stands for something
-    else as soon as that run goes on. Raises ConfigurationError when what was recorded is gone.
+    else as soon as that run resumes. Raises ConfigurationError when what was recorded is gone.
     """
     init_from = str(settings.model.init_from)
     recorded = _recorded_directory(settings)
@@ -96,7 +96,7 @@ def weights_directory(settings: RunSettings) -> Path:
         return find_stage(init_from)
     raise ConfigurationError(
         f"--init_from {init_from}: this run began with the weights in {recorded}, which it still "
-        f"needs: {problem} Put them back, name another --output_dir, or let the run go on with "
+        f"needs: {problem} Put them back, name another --output_dir, or let the run continue with "
         "what --init_from stands for today: --accept_changes init_from."
     )
 

@@ -219,7 +219,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     """Return what the file with the model's configuration holds; None where it is not known.
 
     That is a model of the Hub, which its revision names; and a run with a checkpoint of its own,
-    whatever became of its --init_from: that one's configuration is held to its manifest.
+    whatever became of its --init_from: that one's configuration is checked against its manifest.
     """
     model = settings.model
     if model.model_config is not None:

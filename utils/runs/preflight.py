@@ -218,7 +218,7 @@ def refuse_finished(output_dir: Path, resume_from: str | None) -> None:
 
 
 def is_finished(output_dir: Path, resume_from: str | None, total_steps: int) -> bool:
-    """Whether the checkpoint to go on from is the last one, and its model was written."""
+    """Whether the checkpoint to resume from is the last one, and its model was written."""
     if resume_from is None or not (output_dir / FINAL).exists():
         return False
     return int(Path(resume_from).name.removeprefix("checkpoint-")) >= total_steps
