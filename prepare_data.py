@@ -4,7 +4,7 @@
 
 Reads text, JSONL, JSON, CSV, Parquet or `datasets` folders, trains or takes a tokenizer, and writes
 OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--shard I/N` does a share of the work
-in each job of an array, `--merge N` then assembles the shares.
+in each job of an array, the last of which assembles them; elsewhere `--merge N` does.
 """
 
 import logging
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.merge is None:
         preparation.tokenize(tokenizer)
-    if arguments.shard is None:
+    if preparation.is_last():
         preparation.assemble(tokenizer)
     return 0
 

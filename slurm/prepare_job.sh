@@ -74,9 +74,6 @@ fi
 say "prepare_data.py ${shards:+--shard $shard/$shards}"
 
 run_step slurm/run_python.sh prepare_data.py "${arguments[@]}" ${shards:+--shard "$shard/$shards"}
-if ((code == 0)) && [[ -n $shards ]]; then
-  STOKER_SHARD=$shard run_step slurm/run_python.sh -m utils.data.prepare.merge_shards "${arguments[@]}" --merge "$shards"
-fi
 trap '' USR1 TERM
 
 if ((code > 128)) && [[ -n ${passed_on:-} ]]; then

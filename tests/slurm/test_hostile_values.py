@@ -79,8 +79,8 @@ def test_every_argument_arrives(stand_ins):
     assert stand_ins.arguments("python")[-len(VALUES) :] == VALUES
     assert stand_ins.arguments("scontrol") == ["release", "77"]
     assert given("python", "prepare_job", *VALUES)[:-2] == ["prepare_data.py", *VALUES]
-    merge = ["-m", "utils.data.prepare.merge_shards", *VALUES, "--num_proc", "2", "--merge", "2"]
-    assert given("python", "prepare_job", *VALUES, **task) == merge
+    share = ["prepare_data.py", *VALUES, "--num_proc", "2", "--shard", "0/2"]
+    assert given("python", "prepare_job", *VALUES, **task) == share
     for value in EXECUTABLE:
         assert given("srun", "sweep_job", value, **task)[-len(VALUES) - 1 :] == TRAIN
         assert value in stand_ins.arguments("python")

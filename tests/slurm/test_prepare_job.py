@@ -31,7 +31,7 @@ def stand_ins(tmp_path: Path) -> StandIns:
     """run_python.sh only writes down what it was given, once a command."""
     made = StandIns(tmp_path / "stand-ins", tmp_path / "repository")
     (made.root / "slurm/run_python.sh").write_text(
-        '#!/bin/bash\nprintf "%s\\n" "$@" "shard=${STOKER_SHARD:-}" "tmp=$HF_DATASETS_CACHE" '
+        '#!/bin/bash\nprintf "%s\\n" "$@" "tmp=$HF_DATASETS_CACHE" '
         '"offline=$HF_HUB_OFFLINE" >>"$STAND_IN/calls"\n'
         'read -r code <"$STAND_IN/srun.code"\n'
         "[[ $code != 138 ]] || kill -USR1 $PPID\n"
@@ -61,16 +61,13 @@ def test_without_an_array_it_is_all_done_in_one_task(stand_ins):
         (array(3, 3, 3), "0/1"),
     ],
 )
-def test_each_task_takes_its_share_and_then_looks_whether_to_merge(stand_ins, environment, share):
+def test_each_task_takes_its_share(stand_ins, environment, share):
     done = stand_ins.run(PREPARE, "--sources", "x", "--num_proc", "9", env=environment)
     assert done.returncode == 0, done.stdout
-    shard, shards = share.split("/")
     words = [word for word in calls(stand_ins) if not word.startswith("tmp=")]
     given = ["--sources", "x", "--num_proc", "9"]
     assert words == [
-        *("prepare_data.py", *given, "--shard", share, "shard=", "offline=1"),
-        *("-m", "utils.data.prepare.merge_shards", *given, "--merge", shards),
-        *(f"shard={shard}", "offline=1"),
+        *("prepare_data.py", *given, "--shard", share, "offline=1"),
     ]
 
 
@@ -104,7 +101,7 @@ def test_a_failed_share_is_not_merged_and_says_how_to_resume(stand_ins):
     stand_ins.answer(2)
     done = stand_ins.run(PREPARE, "--sources", "a b", env=array(0, 0, 1))
     assert done.returncode == 2
-    assert "utils.data.prepare.merge_shards" not in calls(stand_ins)
+    assert calls(stand_ins).count("prepare_data.py") == 1
     assert "finished work is kept: to resume, submit the same" in done.stdout.splitlines()[-1]
     assert not stand_ins.was_called("scontrol")
 

@@ -5,5 +5,4 @@ read        records.py reads rows of any kind of file, rows.py and documents.py 
 chats       chat_templates.py renders and marks them, chat_masks.py finds what is trained on
 tokenize    tokenizer.py chooses the tokenizer and its template, tokenization.py gives ids and masks
 write       units.py runs the work units into workspace.py, pipeline.py assembles the datasets
-            (merge_shards.py: in a job array)
 """

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation, shard_of
+from utils.data.columns import TOKENS, open_columns
 from utils.data.prepare.plan import TRAIN, WorkUnit, plan_preparation
 from utils.data.prepare.tokenization import MASK_COLUMNS, choose_backend
 from utils.data.prepare.tokenizer import (
@@ -27,15 +27,9 @@ from utils.data.prepare.tokenizer import (
     tokenizer_identity,
     trained_tokenizer,
 )
-from utils.data.prepare.units import UnitJob, run_units
-from utils.data.prepare.workspace import (
-    SplitCounts,
-    UnitCounts,
-    Workspace,
-    is_already_prepared,
-    token_features,
-)
-from utils.data.token_dataset import TokenDataset, describe_split
+from utils.data.prepare.units import UnitWorker, run_units, token_features
+from utils.data.prepare.workspace import SplitCounts, UnitCounts, Workspace, is_already_prepared
+from utils.data.token_dataset import describe_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
 if TYPE_CHECKING:
@@ -45,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SOURCES_LISTED = 100
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+EXAMPLE_TOKENS = 256
 
 
 class Preparation:
@@ -103,15 +99,26 @@ class Preparation:
         backend = choose_backend(
             self.arguments.tokenizer_backend, tokenizer, settings.document_format
         )
-        job = UnitJob(tokenizer, backend, settings, self.workspace)
-        run_units(left, job, self.arguments.num_proc)
+        worker = UnitWorker(tokenizer, backend, settings, self.workspace)
+        run_units(left, worker, self.arguments.num_proc)
         if shards > 1:
             done = [self.workspace.counts_of(unit.index) for unit in own]
             self._report(UnitCounts.total(counts for counts in done if counts is not None))
-            logger.info(
-                f"shard {index}/{shards} is complete; when every shard is, run the same settings "
-                f"with --merge {shards} in place of --shard"
-            )
+            logger.info("shard %d/%d is complete", index, shards)
+
+    def is_last(self) -> bool:
+        """Return whether this process has to assemble: it is no shard, or the last of an array."""
+        if self.arguments.shard is None:
+            return True
+        index, shards = shard_of(self.arguments)
+        if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+            return self.workspace.is_last_of_array(array, index, shards)
+        logger.info(
+            "when every shard is complete, run the same settings with --merge %d in place of "
+            "--shard",
+            shards,
+        )
+        return False
 
     def assemble(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Make the datasets out of the finished units, and report.
@@ -143,7 +150,7 @@ class Preparation:
             logger.info("%s", line)
 
     def _finished_counts(self) -> dict[int, UnitCounts]:
-        shards = self.arguments.merge or 1
+        shards = self.arguments.merge or shard_of(self.arguments)[1]
         counts = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
         missing = Counter(index % shards for index, found in counts.items() if found is None)
         if missing:
@@ -160,14 +167,11 @@ class Preparation:
         self, split: str, counts: Mapping[int, UnitCounts], tokenizer: "PreTrainedTokenizerBase"
     ) -> None:
         """Make a dataset of the files of a split: layout, statistics and stoker.json."""
-        files = self._move_files(split, counts)
+        folder = self.output_dir / split
         mask_column = MASK_COLUMNS[self.plan.settings.document_format]
-        # Each split has a fingerprint of its own: `datasets` keys its caches by it.
-        fingerprint = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
-        features = token_features(id_type(tokenizer), mask_column)
-        _write_layout(self.output_dir / split, files, features, fingerprint)
-        ids, is_trained = read_example(files[0], mask_column)
-        example = decoded_example(tokenizer, ids, is_trained)
+        files = self._move_files(split, counts)
+        self._write_layout(folder, files, token_features(id_type(tokenizer), mask_column))
+        example = read_example(folder, mask_column, tokenizer)
         if split == TRAIN:
             logger.info("an example, with [[ ]] around what is trained on:\n%s", example)
         counted = UnitCounts.total(counts.values()).splits[split]
@@ -182,7 +186,7 @@ class Preparation:
             "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
         }
         dataset = describe_split(
-            self.output_dir / split,
+            folder,
             tokenizer={
                 "path": "../tokenizer",
                 "sha256": tokenizer_sha256(tokenizer),
@@ -191,20 +195,30 @@ class Preparation:
             chat_template_sha256=chat_template_sha256(tokenizer) if is_chat else None,
             preparation=preparation,
         )
-        _check_against_counts(dataset, counted)
+        found = dataset.statistics
+        if (found.documents, found.tokens) != (counted.documents, counted.tokens):
+            raise ConfigurationError(
+                f"{folder}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
+                f"{counted.documents:,} and {counted.tokens:,} were counted as they were written: "
+                "the storage changed or lost data; remove the folder and prepare again"
+            )
+        logger.info(
+            f"{split}: {found.documents:,} documents, {found.tokens:,} tokens, as counted while "
+            f"tokenizing; fingerprint {dataset.fingerprint[:16]}"
+        )
 
-    def _move_files(self, split: str, counts: Mapping[int, UnitCounts]) -> list[Path]:
+    def _move_files(self, split: str, counts: Mapping[int, UnitCounts]) -> list[str]:
         """Move the Arrow files of a split to its folder, in the order of the units.
 
         Safe to repeat: a file that an interrupted run has moved already stays. Raises
         ConfigurationError when a file is missing or not as long as it was written.
         """
         units = [unit for unit in sorted(counts) if split in counts[unit].splits]
-        directory = self.output_dir / split
-        directory.mkdir(parents=True, exist_ok=True)
-        moved = []
+        folder = self.output_dir / split
+        folder.mkdir(parents=True, exist_ok=True)
+        names = []
         for number, unit in enumerate(units):
-            target = directory / f"data-{number:05d}-of-{len(units):05d}.arrow"
+            target = folder / f"data-{number:05d}-of-{len(units):05d}.arrow"
             source = self.workspace.unit_file(unit, split)
             found = source if source.exists() else target
             expected = counts[unit].splits[split].file_bytes
@@ -212,12 +226,33 @@ class Preparation:
             if actual != expected:
                 raise ConfigurationError(
                     f"{found}: has {actual:,} bytes where {expected:,} were written: remove "
-                    f"{self.workspace.root} and {directory} and prepare again"
+                    f"{self.workspace.root} and {folder} and prepare again"
                 )
             if source.exists():
                 source.replace(target)
-            moved.append(target)
-        return moved
+            names.append(target.name)
+        return names
+
+    def _write_layout(self, folder: Path, files: list[str], features: dict[str, Any]) -> None:
+        """Write dataset_info.json and state.json, which make the Arrow files a `datasets` folder.
+
+        Each split has a fingerprint of its own: `datasets` keys its caches by it.
+        """
+        texts = dict.fromkeys(("citation", "description", "homepage", "license"), "")
+        info = dict(sorted({**texts, "features": features}.items()))
+        state: dict[str, object] = {
+            "_data_files": [{"filename": file} for file in files],
+            "_fingerprint": hashlib.sha256(f"{self.digest} {folder.name}".encode()).hexdigest()[
+                :16
+            ],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        (folder / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+        (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
     def _move_tokenizer(self) -> None:
         """Move the tokenizer beside the splits, unless an interrupted run has done so."""
@@ -237,7 +272,7 @@ class Preparation:
             "files": len(files),
             "bytes": sum(file.size for file in files),
             "first_files": {file.path: file.size for file in files[:SOURCES_LISTED]},
-            "dropped": total.dropped,
+            "dropped": dict(total.dropped),
             "dropped_examples": total.examples,
             "truncated": total.truncated,
             "continued": total.continued,
@@ -245,49 +280,7 @@ class Preparation:
         }
 
 
-def _write_layout(
-    directory: Path, files: list[Path], features: dict[str, Any], fingerprint: str
-) -> None:
-    """Write dataset_info.json and state.json, which make the Arrow files a `datasets` folder."""
-    info = {
-        "citation": "",
-        "description": "",
-        "features": features,
-        "homepage": "",
-        "license": "",
-    }
-    state: dict[str, object] = {
-        "_data_files": [{"filename": file.name} for file in files],
-        "_fingerprint": fingerprint[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    (directory / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
-    (directory / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-
-
-def _check_against_counts(dataset: TokenDataset, counted: SplitCounts) -> None:
-    """Compare what a split's files hold with what was counted as they were written."""
-    found = dataset.statistics
-    if (found.documents, found.tokens) != (counted.documents, counted.tokens):
-        raise ConfigurationError(
-            f"{dataset.path}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
-            f"{counted.documents:,} and {counted.tokens:,} were counted as they were written: the "
-            "storage changed or lost data; remove the folder and prepare again"
-        )
-    logger.info(
-        f"{dataset.path.name}: {found.documents:,} documents, {found.tokens:,} tokens, as counted "
-        f"while tokenizing; fingerprint {dataset.fingerprint[:16]}"
-    )
-
-
 # --- the report: what came out, as numbers to store and as lines to read
-
-PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-EXAMPLE_TOKENS = 256
 
 
 def split_figures(counts: SplitCounts) -> dict[str, Any]:
@@ -317,8 +310,8 @@ def length_percentiles(lengths: Mapping[int, int]) -> dict[str, int]:
 def report_lines(counts: UnitCounts, splits: Sequence[str]) -> list[str]:
     """Return the table of splits and what was dropped, truncated and cut."""
     names = [*(f"p{p}" for p in PERCENTILES), "max"]
-    header = ("documents", "tokens", "loss tokens", "bytes/token", *names)
-    lines = [f"{'split':<12}" + "".join(f"{name:>15}" for name in header[:4]) + _cells(names)]
+    header = ("documents", "tokens", "loss tokens", "bytes/token")
+    lines = [f"{'split':<12}" + "".join(f"{name:>15}" for name in header) + _cells(names)]
     for split in splits:
         figures = split_figures(counts.splits.get(split, SplitCounts()))
         percentiles = figures["length_percentiles_tokens"]
@@ -359,32 +352,21 @@ def source_lines(units: Sequence[WorkUnit], counts: Mapping[int, UnitCounts]) ->
     return lines if len(lines) > 1 else []
 
 
-def read_example(file: Path, mask_column: str | None) -> tuple[list[int], list[bool]]:
-    """Return the first tokens of an Arrow file's first document, and which are trained on."""
-    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-        batch = stream.read_next_batch()
-        ids = batch.column("input_ids")[0].values[:EXAMPLE_TOKENS].to_pylist()
-        if mask_column is None:
-            return ids, [True] * len(ids)
-        return ids, batch.column(mask_column)[0].values[:EXAMPLE_TOKENS].to_pylist()
-
-
-def decoded_example(
-    tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], is_trained: Sequence[bool]
+def read_example(
+    folder: Path, mask_column: str | None, tokenizer: "PreTrainedTokenizerBase"
 ) -> str:
-    """Decode ids with [[ ]] around the text that is trained on; control characters are escaped."""
+    """Decode the first document of a split, with [[ ]] around the text that is trained on."""
+    columns = open_columns(folder)
+    ids = columns[TOKENS].documents(0, 0, 1)[:EXAMPLE_TOKENS].tolist()
+    mask = [1] * len(ids) if mask_column is None else columns[mask_column].documents(0, 0, 1)
     parts = []
-    for trained, group in groupby(zip(ids, is_trained, strict=True), key=lambda pair: pair[1]):
-        text = _visible(str(tokenizer.decode([token for token, _ in group])))
+    for trained, group in groupby(zip(ids, mask, strict=False), key=lambda pair: pair[1]):
+        # What could steer a terminal is escaped; line ends stay.
+        text = "".join(
+            c.encode("unicode_escape").decode()
+            if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")
+            else c
+            for c in str(tokenizer.decode([token for token, _ in group]))
+        )
         parts.append(f"[[{text}]]" if trained else text)
     return "".join(parts)
-
-
-def _visible(text: str) -> str:
-    """Escape what could steer a terminal; line ends stay."""
-    return "".join(
-        character
-        if character == "\n" or unicodedata.category(character) not in ("Cc", "Cf")
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )

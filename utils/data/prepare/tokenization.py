@@ -21,7 +21,7 @@ from utils.data.prepare.records import BadRow
 from utils.data.tokenizers import id_type
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TokenizedDocument:
 
 
 class DocumentTokenizer:
-    """Turns documents of one format into ids and masks.
+    """Turns documents into ids and masks.
 
     Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
     strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
@@ -81,8 +81,8 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Tokenize documents of one format, in order; one that cannot be rendered is a BadRow."""
-        texts = [d.text for d in documents if isinstance(d, TextDocument)]
+        """Tokenize documents in order; one that cannot be rendered is a BadRow."""
+        texts = [d for d in documents if isinstance(d, TextDocument)]
         pairs = [d for d in documents if isinstance(d, CompletionDocument)]
         chats = [d for d in documents if isinstance(d, ChatDocument)]
         found = {
@@ -99,8 +99,9 @@ class DocumentTokenizer:
     def _closed(self, ids: np.ndarray) -> np.ndarray:
         return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
 
-    def _texts(self, texts: list[str]) -> list[TokenizedDocument | BadRow]:
-        return [TokenizedDocument(self._closed(ids), None) for ids in self._encode(texts, True)]
+    def _texts(self, documents: list[TextDocument]) -> list[TokenizedDocument]:
+        encoded = self._encode([document.text for document in documents], True)
+        return [TokenizedDocument(self._closed(ids), None) for ids in encoded]
 
     def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
         prompts = self._encode([document.prompt for document in documents], True)
@@ -115,28 +116,28 @@ class DocumentTokenizer:
 
     def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
         """Render chats one by one and tokenize them at once."""
-        rendered = [self._rendered(document) for document in documents]
-        masked = [chat for chat in rendered if isinstance(chat, MaskedChat)]
-        tokenized = iter(tokenize(self.tokenizer, masked) if masked else [])
-        found: list[TokenizedDocument | BadRow] = []
-        for document, chat in zip(documents, rendered, strict=True):
-            pair = chat if isinstance(chat, ChatRefused) else next(tokenized)
+        found: list[Any] = []
+        for document in documents:
+            try:
+                found.append(
+                    self._masks(
+                        document.messages,
+                        document.tools,
+                        document.template_options,
+                        document.first_trained,
+                    )
+                )
+            except ChatRefused as refused:
+                found.append(BadRow(refused.reason, str(refused), document.location))
+        chats = [(index, chat) for index, chat in enumerate(found) if isinstance(chat, MaskedChat)]
+        tokenized = tokenize(self.tokenizer, [chat for _, chat in chats]) if chats else []
+        for (index, chat), pair in zip(chats, tokenized, strict=True):
+            document = documents[index]
             if isinstance(pair, ChatRefused):
-                found.append(BadRow(pair.reason, str(pair), document.location))
-            elif isinstance(chat, MaskedChat):
-                found.append(self._checked(document, *pair, drops_thinking=chat.drops_thinking))
+                found[index] = BadRow(pair.reason, str(pair), document.location)
+            else:
+                found[index] = self._checked(document, *pair, drops_thinking=chat.drops_thinking)
         return found
-
-    def _rendered(self, document: ChatDocument) -> MaskedChat | ChatRefused:
-        try:
-            return self._masks(
-                document.messages,
-                document.tools,
-                document.template_options,
-                document.first_trained,
-            )
-        except ChatRefused as refused:
-            return refused
 
     def _checked(
         self, document: Document, ids: np.ndarray, mask: np.ndarray, drops_thinking: bool = False
@@ -160,19 +161,41 @@ def tokenize(
 
     A chat is refused if one token holds words of a trained turn and of something else.
     """
-    encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
+    encoded = tokenizer(
+        [chat.text for chat in chats], add_special_tokens=False, return_offsets_mapping=True
+    )
     found: list[tuple[np.ndarray, np.ndarray] | ChatRefused] = []
-    for index, chat in enumerate(chats):
-        ids = np.array(encoded["input_ids"][index], dtype=np.int64)
+    for chat, ids, offsets in zip(
+        chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
         mask = np.zeros(len(ids), dtype=np.int8)
+        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
         try:
             for span in chat.spans:
-                first, last = _tokens_of(encoded, index, chat.text, span)
-                mask[first : last + 1] = 1
-            found.append((ids, mask))
+                mask[_tokens_of(starts, stops, chat.text, *span)] = 1
+            found.append((np.array(ids, dtype=np.int64), mask))
         except ChatRefused as refused:
             found.append(refused)
     return found
+
+
+def _tokens_of(starts: np.ndarray, stops: np.ndarray, text: str, start: int, stop: int) -> slice:
+    """Return the tokens of the characters [start, stop); `starts`, `stops`: of every token.
+
+    A token that joins blanks of the turn to what precedes it (header and line break) is given to
+    the model; one that joins blanks before or behind the turn to its words is the model's.
+    """
+    first = int(np.searchsorted(stops, start, side="right"))
+    last = int(np.searchsorted(starts, stop)) - 1
+    if first > last:
+        return slice(0, 0)
+    if starts[first] < start and text[start : stops[first]].isspace() and stops[first] < stop:
+        first += 1
+    elif text[starts[first] : start].strip():
+        raise ChatRefused("one token holds the header of a turn and its first words", "straddled")
+    if text[stop : stops[last]].strip():
+        raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
+    return slice(first, last + 1)
 
 
 def render(
@@ -183,38 +206,6 @@ def render(
     if isinstance(found, ChatRefused):
         raise found
     return found
-
-
-def _tokens_of(
-    encoded: "BatchEncoding", index: int, text: str, span: tuple[int, int]
-) -> tuple[int, int]:
-    """Return the first and the last token of a span of characters.
-
-    A token that joins blanks of the turn to what precedes it (header and line break) is given to
-    the model; one that joins blanks before or behind the turn to its words is the model's.
-    """
-    start, stop = span
-    tokens = (encoded.char_to_token(index, k) for k in range(start, stop))
-    first = next((token for token in tokens if token is not None), None)
-    tokens = (encoded.char_to_token(index, k) for k in range(stop - 1, start - 1, -1))
-    last = next((token for token in tokens if token is not None), None)
-    if first is None or last is None:
-        return 0, -1
-    opening, final = encoded.token_to_chars(index, first), encoded.token_to_chars(index, last)
-    assert opening is not None
-    assert final is not None
-    if opening.start < start and text[start : opening.end].isspace() and opening.end < stop:
-        first += 1
-    elif text[opening.start : start].strip():
-        raise ChatRefused("one token holds the header of a turn and its first words", "straddled")
-    while last + 1 < len(encoded["input_ids"][index]):
-        following = encoded.token_to_chars(index, last + 1)
-        if following is None or following.start >= stop or following.start >= final.end:
-            break
-        last += 1  # a character of several tokens
-    if text[stop : final.end].strip():
-        raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
-    return first, last
 
 
 # --- texts

@@ -1,19 +1,21 @@
 """Work units: read, checked, tokenized and written to Arrow files, by one process or several."""
 
+import json
 import logging
 import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from functools import cached_property
-from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.documents import (
@@ -27,13 +29,7 @@ from utils.data.prepare.documents import (
 from utils.data.prepare.plan import TRAIN, VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
-from utils.data.prepare.workspace import (
-    SplitCounts,
-    TokenFileWriter,
-    UnitCounts,
-    Workspace,
-    token_schema,
-)
+from utils.data.prepare.workspace import SplitCounts, UnitCounts, Workspace, partial_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,46 +38,145 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
+# Tokens per record batch. Few large batches keep the reader's table of chunks short; the batch is
+# what a writer holds in memory (2 to 4 bytes a token, and 1 for its mask).
+TOKENS_PER_BATCH = 1 << 20
 WEIGHT_KEY = 1 << 64  # apart from the key that holds documents out
+SECONDS_BETWEEN_LINES = 10.0
+# What one process does in the seconds that a worker takes to start.
+LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
-# Called with (documents, tokens) after each batch.
-Progress = Callable[[int, int], None]
+
+def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
+    """Prepare all units, in at most `num_proc` processes; the result does not depend on it.
+
+    Little work is done in this process, by as many threads of the tokenizer. Raises
+    ConfigurationError with the first fault of the sources, or when a worker was killed; units that
+    were finished by then stay finished.
+    """
+    total_bytes = sum(unit.size for unit in units)
+    workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
+    finished = (
+        _run_in_processes(units, worker, workers)
+        if workers > 1
+        else ((unit, worker.run(unit)) for unit in units)
+    )
+    start = shown = time.monotonic()
+    done_bytes = documents = tokens = 0
+    for number, (unit, counts) in enumerate(finished, start=1):
+        done_bytes += unit.size
+        documents += sum(split.documents for split in counts.splits.values())
+        tokens += sum(split.tokens for split in counts.splits.values())
+        now = time.monotonic()
+        if number == len(units) or now - shown >= SECONDS_BETWEEN_LINES:
+            shown, seconds = now, max(now - start, 1e-9)
+            logger.info(
+                f"{done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB, {documents:,} "
+                f"documents, {tokens:,} tokens ({documents / seconds:,.0f} documents/s, "
+                f"{tokens / seconds:,.0f} tokens/s, {seconds:.0f} s)"
+            )
 
 
-class UnitPreparation:
-    """Prepares units with one tokenizer and one set of settings."""
+def _run_in_processes(
+    units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int
+) -> Iterator[tuple[WorkUnit, UnitCounts]]:
+    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(
+        num_proc, mp_context=context, initializer=_start_worker, initargs=(worker,)
+    )
+    try:
+        futures = {executor.submit(_run_unit, unit): unit for unit in units}
+        for future in as_completed(futures):
+            found = future.result()
+            if not isinstance(found, UnitCounts):
+                raise ConfigurationError(found)
+            yield futures[future], found
+    except BrokenProcessPool as error:
+        raise ConfigurationError(
+            "a worker process was killed, most likely because the machine ran out of memory: run "
+            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
 
-    def __init__(self, tokenizer: DocumentTokenizer, settings: UnitSettings):
+
+_worker: "UnitWorker | None" = None
+
+
+def _start_worker(worker: "UnitWorker") -> None:
+    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
+    # One process per core already: threads inside the tokenizer would fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = worker
+
+
+def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
+    """Prepare a unit in a worker; returns the problems of a fault, for a list can be pickled."""
+    assert _worker is not None
+    try:
+        return _worker.run(unit)
+    except ConfigurationError as error:
+        return error.problems
+
+
+class UnitWorker:
+    """Prepares work units with one tokenizer and one set of settings, into the workspace."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        backend: str,
+        settings: UnitSettings,
+        workspace: Workspace,
+    ):
         self.tokenizer = tokenizer
+        self.backend = backend
         self.settings = settings
+        self.workspace = workspace
 
-    def __call__(self, unit: WorkUnit, files: dict[str, Path], progress: Progress) -> UnitCounts:
-        """Write the documents of a unit to `files` (split name -> path) and count them.
+    @cached_property
+    def _tokenize(self) -> DocumentTokenizer:
+        """Made once a process: gigatoken grows quicker with what it has seen."""
+        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
+
+    def run(self, unit: WorkUnit) -> UnitCounts:
+        """Write the documents of a unit, one file a split, and count them.
 
         Raises ConfigurationError at a bad row (on_bad_row "error"), at an over-long document
         (on_overlong "error") and when a source file is damaged.
         """
-        counts = UnitCounts({split: SplitCounts() for split in files})
-        schema = token_schema(self.tokenizer.id_type, MASK_COLUMNS[self.settings.document_format])
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(TokenFileWriter(path, schema))
-                for split, path in files.items()
-            }
-            for batch in _batches(self._documents(unit, counts)):
-                if not self._prepare_batch(unit, batch, writers, counts, progress):
-                    break
-        for split, path in files.items():
-            counts.splits[split].file_bytes = path.stat().st_size
+        splits = [unit.split]
+        if unit.split == TRAIN and self.settings.validation_fraction > 0:
+            splits.append(VALIDATION)
+        counts = UnitCounts({split: SplitCounts() for split in splits})
+        files = {name: partial_name(self.workspace.unit_file(unit.index, name)) for name in splits}
+        schema = token_schema(self._tokenize.id_type, MASK_COLUMNS[self.settings.document_format])
+        try:
+            with ExitStack() as stack:
+                writers = {
+                    split: stack.enter_context(closing(TokenFileWriter(path, schema)))
+                    for split, path in files.items()
+                }
+                for batch in _batches(self._documents(unit, counts)):
+                    if not self._write(unit, batch, writers, counts):
+                        break
+            for split, path in files.items():
+                counts.splits[split].file_bytes = path.stat().st_size
+            self.workspace.finish(unit.index, files, counts)
+        finally:
+            for path in files.values():
+                path.unlink(missing_ok=True)
         return counts
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
         """Yield (split, document) for every usable record, as often as its weight says."""
         split, copies = unit.split, 1
-        weight = self.settings.sources[unit.source].weight
+        whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings):
             if isinstance(document, BadRow):
-                self._refuse(document, counts)
+                refuse_bad_row(document, self.settings)
+                counts.drop(document)
                 continue
             if isinstance(document, TextDocument) and document.part:
                 # Stays with its beginning, so that no document is in two splits.
@@ -90,49 +185,49 @@ class UnitPreparation:
                 split, copies = unit.split, 1
                 if split == TRAIN and is_held_out(document, self.settings):
                     split = VALIDATION
-                if split == TRAIN:
-                    copies = _copies_of(document, weight, self.settings.seed)
+                elif split == TRAIN:
+                    drawn = _is_drawn(document, fraction, self.settings.seed + WEIGHT_KEY)
+                    copies = int(whole) + drawn
             for _ in range(copies):
                 yield split, document
 
-    def _refuse(self, row: BadRow, counts: UnitCounts) -> None:
-        refuse_bad_row(row, self.settings)
-        counts.drop(row)
-
-    def _prepare_batch(
+    def _write(
         self,
         unit: WorkUnit,
         batch: Sequence[tuple[str, Document]],
-        writers: dict[str, "TokenFileWriter"],
+        writers: Mapping[str, "TokenFileWriter"],
         counts: UnitCounts,
-        progress: Progress,
     ) -> bool:
         """Write a batch; False when the unit has the tokens that it may have."""
-        documents = [document for _, document in batch]
-        before = total = sum(split.tokens for split in counts.splits.values())
+        total = sum(split.tokens for split in counts.splits.values())
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
-        for (split, document), tokenized in zip(batch, self.tokenizer(documents), strict=True):
-            if isinstance(tokenized, BadRow):
-                self._refuse(tokenized, counts)
-                continue
+        documents = [document for _, document in batch]
+        for (split, document), tokenized in zip(batch, self._tokenize(documents), strict=True):
             fitted = self._fitted(document, tokenized, counts)
-            if fitted is None:
+            if isinstance(fitted, BadRow):
+                counts.drop(fitted)
                 continue
             length = len(fitted.ids)
-            if total + length > limit:
-                return False
             total += length
+            if total > limit:
+                return False
             writers[split].append(fitted)
             counts.without_earlier_thinking += fitted.drops_thinking
-            text_bytes = sum(len(text.encode()) for text in texts_of(document))
-            counts.splits[split].count(fitted, text_bytes)
-        progress(len(batch), total - before)
+            count = counts.splits[split]
+            count.documents += 1
+            count.tokens += length
+            count.loss_tokens += fitted.loss_tokens
+            count.text_bytes += sum(len(text.encode()) for text in texts_of(document))
+            count.lengths[length] += 1
         return True
 
     def _fitted(
-        self, document: Document, tokenized: TokenizedDocument, counts: UnitCounts
-    ) -> TokenizedDocument | None:
-        """Apply on_overlong; texts are kept whole, because training splits them."""
+        self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
+    ) -> TokenizedDocument | BadRow:
+        """Apply on_bad_row and on_overlong; texts are kept whole, because training splits them."""
+        if isinstance(tokenized, BadRow):
+            refuse_bad_row(tokenized, self.settings)
+            return tokenized
         limit, length = self.settings.sequence_length, len(tokenized.ids)
         if limit is None or length <= limit or isinstance(document, TextDocument):
             return tokenized
@@ -143,13 +238,11 @@ class UnitPreparation:
                 "--on_overlong truncate or drop"
             )
         if self.settings.on_overlong == "drop":
-            counts.drop(BadRow("overlong", too_long, document.location))
-            return None
+            return BadRow("overlong", too_long, document.location)
         shortened = tokenized.truncated(limit)
         if not shortened.has_target:
             message = f"{too_long}, and none of its first {limit} is trained on"
-            counts.drop(BadRow("truncated_without_loss", message, document.location))
-            return None
+            return BadRow("truncated_without_loss", message, document.location)
         counts.truncated += 1
         return shortened
 
@@ -180,12 +273,6 @@ def is_held_out(document: Document, settings: UnitSettings) -> bool:
     return _is_drawn(document, settings.validation_fraction, settings.seed)
 
 
-def _copies_of(document: Document, weight: float, seed: int) -> int:
-    """Return how often a document is written: the fraction of a weight is drawn by its content."""
-    whole, fraction = divmod(weight, 1.0)
-    return int(whole) + _is_drawn(document, fraction, seed + WEIGHT_KEY)
-
-
 def _is_drawn(document: Document, fraction: float, key: int) -> bool:
     return fraction > 0 and content_digest(document, key) < fraction * 2.0**64
 
@@ -204,136 +291,59 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
         yield batch
 
 
-# --- many units, in this process or in several
+class TokenFileWriter:
+    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone."""
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_LINES = 10.0
-# What one process does in the seconds that a worker takes to start.
-LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
+    def __init__(self, path: Path, schema: pa.Schema):
+        self._documents: list[TokenizedDocument] = []
+        self._tokens = 0
+        self._schema = schema
+        self._file = path.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, schema)
 
+    def append(self, document: TokenizedDocument) -> None:
+        """Add one document behind those before it."""
+        self._documents.append(document)
+        self._tokens += len(document.ids)
+        if self._tokens >= TOKENS_PER_BATCH:
+            self._flush()
 
-@dataclass(frozen=True)
-class UnitJob:
-    """What a worker needs: the very tokenizer object, the settings and where results go."""
+    def _flush(self) -> None:
+        if not self._documents:
+            return
+        lengths = [len(document.ids) for document in self._documents]
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        values = [[document.ids for document in self._documents]]
+        if len(self._schema) == 2:
+            values.append([d.loss_mask for d in self._documents if d.loss_mask is not None])
+        columns = [
+            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column))) for column in values
+        ]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._documents, self._tokens = [], 0
 
-    tokenizer: "PreTrainedTokenizerBase"
-    backend: str
-    settings: UnitSettings
-    workspace: Workspace
-
-    def run(self, unit: WorkUnit, progress: Progress) -> None:
-        """Prepare one unit into the workspace."""
-        preparation = UnitPreparation(self._document_tokenizer, self.settings)
-        splits = [unit.split]
-        if unit.split == TRAIN and self.settings.validation_fraction > 0:
-            splits.append(VALIDATION)
-
-        def prepare(unit: WorkUnit, files: dict[str, Path]) -> UnitCounts:
-            return preparation(unit, files, progress)
-
-        self.workspace.prepare(unit, splits, prepare)
-
-    @cached_property
-    def _document_tokenizer(self) -> DocumentTokenizer:
-        """Made once a process: gigatoken grows quicker with what it has seen."""
-        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
-
-
-def run_units(units: Sequence[WorkUnit], job: UnitJob, num_proc: int) -> None:
-    """Prepare all units, in at most `num_proc` workers; the result does not depend on it.
-
-    Little work is done in this process, by as many threads of the tokenizer. Raises
-    ConfigurationError with the first fault of the sources, or when a worker was killed. Units that
-    were finished by then stay finished.
-    """
-    if not units:
-        return
-    progress = _ProgressLines(sum(unit.size for unit in units))
-    workers = min(num_proc, len(units), progress.total_bytes // LEAST_BYTES_A_WORKER[job.backend])
-    if workers < 2:
-        for unit in units:
-            job.run(unit, progress.advance)
-            progress.done_bytes += unit.size
-    else:
-        _run_in_processes(units, job, workers, progress)
-    progress.log()
+    def close(self) -> None:
+        """Write what is left and end the file; its content is on disk before it gets its name."""
+        self._flush()
+        self._stream.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
-class _ProgressLines:
-    """Logs a line every ten seconds. total_bytes: size of the sources still to be read."""
-
-    def __init__(self, total_bytes: int):
-        self.total_bytes = total_bytes
-        self.documents = self.tokens = self.done_bytes = 0
-        self._start = self._shown = time.monotonic()
-
-    def advance(self, documents: int, tokens: int) -> None:
-        self.documents += documents
-        self.tokens += tokens
-        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
-            self.log()
-
-    def log(self) -> None:
-        self._shown = time.monotonic()
-        seconds = max(self._shown - self._start, 1e-9)
-        logger.info(
-            f"{self.done_bytes / 2**20:,.1f} of {self.total_bytes / 2**20:,.1f} MiB, "
-            f"{self.documents:,} documents, {self.tokens:,} tokens "
-            f"({self.documents / seconds:,.0f} documents/s, {self.tokens / seconds:,.0f} tokens/s, "
-            f"{seconds:.0f} s)"
-        )
+def token_schema(id_type: np.dtype, mask_column: str | None) -> pa.Schema:
+    """Return the Arrow schema of a split, with the features that `datasets` reads from it."""
+    fields = [pa.field("input_ids", pa.list_(pa.from_numpy_dtype(id_type)))]
+    if mask_column:
+        fields.append(pa.field(mask_column, pa.list_(pa.int8())))
+    info = {"info": {"features": token_features(id_type, mask_column)}}
+    return pa.schema(fields, metadata={"huggingface": json.dumps(info)})
 
 
-def _run_in_processes(
-    units: Sequence[WorkUnit], job: UnitJob, num_proc: int, progress: _ProgressLines
-) -> None:
-    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
-    context = multiprocessing.get_context("spawn")
-    totals = context.Array("q", 2)
-    executor = ProcessPoolExecutor(
-        num_proc, mp_context=context, initializer=_start_worker, initargs=(job, totals)
-    )
-    try:
-        futures = {executor.submit(_run_unit, unit): unit for unit in units}
-        pending: set[Future[list[str]]] = set(futures)
-        while pending:
-            done, pending = wait(pending, SECONDS_BETWEEN_LOOKS, return_when=FIRST_EXCEPTION)
-            for future in sorted(done, key=lambda f: futures[f].index):
-                if problems := future.result():
-                    raise ConfigurationError(problems)
-                progress.done_bytes += futures[future].size
-            progress.advance(totals[0] - progress.documents, totals[1] - progress.tokens)
-    except BrokenProcessPool as error:
-        raise ConfigurationError(
-            "a worker process was killed, most likely because the machine ran out of memory: run "
-            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-_worker: tuple[UnitJob, "SynchronizedArray[int]"] | None = None
-
-
-def _start_worker(job: UnitJob, totals: "SynchronizedArray[int]") -> None:
-    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
-    # One process per core already: threads inside the tokenizer would fight over them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (job, totals)
-
-
-def _run_unit(unit: WorkUnit) -> list[str]:
-    """Prepare a unit in a worker; returns the problems, because a list survives pickling."""
-    assert _worker is not None
-    job, totals = _worker
-
-    def advance(documents: int, tokens: int) -> None:
-        with totals.get_lock():
-            totals[0] += documents
-            totals[1] += tokens
-
-    try:
-        job.run(unit, advance)
-    except ConfigurationError as error:
-        return error.problems
-    return []
+def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them; mask_column None: no mask."""
+    types = {"input_ids": id_type.name} | ({mask_column: "int8"} if mask_column else {})
+    return {
+        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
+        for name, dtype in types.items()
+    }

@@ -1,28 +1,24 @@
-"""The output directory and its workspace OUT/.shards: finished units that are not assembled yet.
+"""The output directory and its workspace OUT/.shards: finished work units, not assembled yet.
 
-A unit is done when its record is there. Records and files get their names by renaming, so a
-preparation may be killed at any moment, and shards may write side by side.
+A unit is done once its record exists. Records and files get their names by renaming, so that a
+preparation may be killed at any moment and shards may write side by side.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import numpy as np
-import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.data.description import DESCRIPTION_FILE
 from utils.data.prepare.documents import FILTERED
-from utils.data.prepare.plan import TRAIN, WorkUnit
+from utils.data.prepare.plan import TRAIN
 from utils.data.prepare.records import BadRow
-from utils.data.prepare.tokenization import TokenizedDocument
 from utils.support.files import replace_text
 from utils.support.host import host_name
 
@@ -30,49 +26,26 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
 EXAMPLES_KEPT = 5
-# Tokens per record batch. Few large batches keep the reader's table of chunks short; the batch is
-# what a writer holds in memory (2 to 4 bytes a token, and 1 for its mask).
-TOKENS_PER_BATCH = 1 << 20
-
-
-# --- what a unit leaves: counts, and Arrow files
 
 
 @dataclass
 class SplitCounts:
-    """What a unit put into one split; `lengths` maps tokens to the number of documents."""
+    """What one unit, or several, put into a split; `lengths`: documents by length in tokens."""
 
     documents: int = 0
     tokens: int = 0
     loss_tokens: int = 0
     text_bytes: int = 0
     file_bytes: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)
-
-    def count(self, document: TokenizedDocument, text_bytes: int) -> None:
-        """Count one document."""
-        self.documents += 1
-        self.tokens += len(document.ids)
-        self.loss_tokens += document.loss_tokens
-        self.text_bytes += text_bytes
-        _add_counts(self.lengths, {len(document.ids): 1})
-
-    def add(self, other: "SplitCounts") -> None:
-        """Add the counts of another unit."""
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.loss_tokens += other.loss_tokens
-        self.text_bytes += other.text_bytes
-        self.file_bytes += other.file_bytes
-        _add_counts(self.lengths, other.lengths)
+    lengths: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
 class UnitCounts:
-    """What happened to the records of a unit; `dropped` by reason, with the first few messages."""
+    """What became of the records of a unit; `dropped` by reason, with the first few messages."""
 
     splits: dict[str, SplitCounts] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     truncated: int = 0
     continued: int = 0
@@ -80,7 +53,7 @@ class UnitCounts:
 
     def drop(self, row: BadRow) -> None:
         """Count a record that is left out."""
-        _add_counts(self.dropped, {row.reason: 1})
+        self.dropped[row.reason] += 1
         if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(str(row))
 
@@ -89,101 +62,33 @@ class UnitCounts:
         """Add up the counts of units."""
         total = cls()
         for unit in counts:
-            for split, added in unit.splits.items():
-                total.splits.setdefault(split, SplitCounts()).add(added)
-            _add_counts(total.dropped, unit.dropped)
-            total.examples = [*total.examples, *unit.examples][:EXAMPLES_KEPT]
-            total.truncated += unit.truncated
-            total.continued += unit.continued
-            total.without_earlier_thinking += unit.without_earlier_thinking
+            for name, split in unit.splits.items():
+                _add(total.splits.setdefault(name, SplitCounts()), split)
+            _add(total, unit)
+        del total.examples[EXAMPLES_KEPT:]
         return total
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
+        return {**vars(self), "splits": {name: vars(split) for name, split in self.splits.items()}}
+
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UnitCounts":
-        """Rebuild the counts from what `asdict` made of them."""
+    def from_json(cls, content: Mapping[str, Any]) -> "UnitCounts":
+        """Rebuild the counts from what `to_json` made of them."""
         splits = {}
         for name, split in content["splits"].items():
             lengths = {int(length): documents for length, documents in split["lengths"].items()}
-            splits[name] = SplitCounts(**{**split, "lengths": lengths})
-        return cls(**{**content, "splits": splits})
+            splits[name] = SplitCounts(**{**split, "lengths": Counter(lengths)})
+        return cls(**{**content, "splits": splits, "dropped": Counter(content["dropped"])})
 
 
-def _add_counts(total: dict[Any, int], added: Mapping[Any, int]) -> None:
-    for key, number in added.items():
-        total[key] = total.get(key, 0) + number
-
-
-class TokenFileWriter:
-    """Writes tokenized documents to one Arrow stream; a context manager that closes the file.
-
-    The bytes depend on the documents alone.
-    """
-
-    def __init__(self, path: Path, schema: pa.Schema):
-        self._documents: list[TokenizedDocument] = []
-        self._tokens = 0
-        self._schema = schema
-        self._file = path.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
-
-    def append(self, document: TokenizedDocument) -> None:
-        """Add one document behind those before it."""
-        self._documents.append(document)
-        self._tokens += len(document.ids)
-        if self._tokens >= TOKENS_PER_BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._documents:
-            return
-        lengths = [len(document.ids) for document in self._documents]
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = [[document.ids for document in self._documents]]
-        if len(self._schema) == 2:
-            values.append([d.loss_mask for d in self._documents if d.loss_mask is not None])
-        columns = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column))) for column in values
-        ]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._tokens = [], 0
-
-    def __enter__(self) -> "TokenFileWriter":
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error_type is None:
-            self._flush()
-            self._stream.close()
-            self._file.flush()
-            # The file counts as done once it is renamed: its content must be on disk by then.
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-
-def token_schema(id_type: np.dtype, mask_column: str | None) -> pa.Schema:
-    """Return the Arrow schema of a split, with the features that `datasets` reads from it."""
-    fields = [pa.field("input_ids", pa.list_(pa.from_numpy_dtype(id_type)))]
-    if mask_column:
-        fields.append(pa.field(mask_column, pa.list_(pa.int8())))
-    info = {"info": {"features": token_features(id_type, mask_column)}}
-    return pa.schema(fields, metadata={"huggingface": json.dumps(info)})
-
-
-def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them; mask_column None: no mask."""
-    types = {"input_ids": id_type.name} | ({mask_column: "int8"} if mask_column else {})
-    return {
-        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
-        for name, dtype in types.items()
-    }
-
-
-# --- the folder
+def _add(total: Any, counts: Any) -> None:
+    for name in (each.name for each in fields(total) if each.name != "splits"):
+        value = getattr(total, name)
+        if isinstance(value, Counter):
+            value.update(getattr(counts, name))
+        else:
+            setattr(total, name, value + getattr(counts, name))
 
 
 class Workspace:
@@ -192,12 +97,8 @@ class Workspace:
     def __init__(self, output_dir: Path, digest: str):
         self.output_dir = output_dir
         self.root = output_dir / WORKSPACE
+        self.tokenizer = self.root / "tokenizer"
         self.digest = digest
-
-    @property
-    def tokenizer(self) -> Path:
-        """The folder that holds the tokenizer in use."""
-        return self.root / "tokenizer"
 
     def open(self, *, may_discard: bool) -> None:
         """Create the workspace, or resume the one that is there.
@@ -229,26 +130,15 @@ class Workspace:
         """Return the file of the documents of a unit that belong to a split."""
         return self.root / f"unit-{unit:06d}-{split}.arrow"
 
-    def prepare(
-        self,
-        unit: WorkUnit,
-        splits: Sequence[str],
-        prepare: Callable[[WorkUnit, dict[str, Path]], UnitCounts],
-    ) -> None:
-        """Have a unit prepared into files that count only once all of it is written."""
-        partial = {split: partial_name(self.unit_file(unit.index, split)) for split in splits}
-        try:
-            counts = prepare(unit, partial)
-            for split, path in partial.items():
-                if counts.splits[split].documents:
-                    path.replace(self.unit_file(unit.index, split))
-                else:
-                    del counts.splits[split]
-        finally:
-            for path in partial.values():
-                path.unlink(missing_ok=True)
-        record = {"digest": self.digest, "counts": asdict(counts)}
-        replace_text(self._record(unit.index), json.dumps(record, indent=1))
+    def finish(self, unit: int, files: Mapping[str, Path], counts: UnitCounts) -> None:
+        """Give the files of a unit (split -> draft) their names, then its record: it is done."""
+        for split, draft in files.items():
+            if counts.splits[split].documents:
+                draft.replace(self.unit_file(unit, split))
+            else:
+                del counts.splits[split]
+        record = {"digest": self.digest, "counts": counts.to_json()}
+        replace_text(self._record(unit), json.dumps(record, indent=1))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
         """Return the counts of a finished unit, None when it is still to be done."""
@@ -257,6 +147,36 @@ class Workspace:
         except FileNotFoundError:
             return None
         return UnitCounts.from_json(record["counts"]) if record["digest"] == self.digest else None
+
+    def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
+        """Note that a shard of a job array is done; return whether its task is to merge them all.
+
+        Of two tasks that end at once the later one sees both, and one of them makes the claim; a
+        requeued task finds its own again. The files carry the array's name, so that a task that
+        died never blocks a later array.
+        """
+        done = f"array-{array}-finished-"
+        claim = self.root / f"array-{array}-merged-by"
+        draft = self.root / f"array-{array}-claim-of-{shard}"
+        try:
+            (self.root / f"{done}{shard}").touch()
+            # Listing asks the server; NFS may answer for a single file from a stale cache.
+            present = set(os.listdir(self.root))  # noqa: PTH208 - names are compared
+            missing = sum(f"{done}{other}" not in present for other in range(shards))
+            if missing:
+                logger.info("%d of %d shards are left; the last one merges", missing, shards)
+                return False
+            draft.write_text(str(shard), encoding="utf-8")
+            os.link(draft, claim)  # atomic on network file systems too
+        except FileExistsError:
+            if claim.read_text(encoding="utf-8") != str(shard):
+                logger.info("all %d shards are complete; another task merges them", shards)
+                return False
+        except FileNotFoundError:
+            logger.info("another task has merged the shards meanwhile")
+            return False
+        logger.info("all %d shards are complete: merging", shards)
+        return True
 
     def remove(self) -> None:
         """Delete the workspace: its files have been moved to where they belong."""
@@ -289,22 +209,19 @@ def is_already_prepared(workspace: Workspace, used_tokenizer: str | None) -> boo
         prepared = None
     if prepared == workspace.digest:
         return True
-    if prepared is not None:
-        raise ConfigurationError(
-            f"output_dir: {output_dir}: holds a dataset that was prepared with other settings or "
-            "from sources that have changed since; nothing is overwritten: choose another "
-            "--output_dir, or remove it first"
-        )
-    tokenizer = output_dir / "tokenizer"
-    is_used = used_tokenizer is not None and Path(used_tokenizer).resolve() == tokenizer.resolve()
+    tokenizer = Path(used_tokenizer or "").resolve()
     entries = sorted(output_dir.iterdir()) if output_dir.exists() else []
-    others = [entry.name for entry in entries if not (is_used and entry == tokenizer)]
-    if others:
-        raise ConfigurationError(
-            f"output_dir: {output_dir}: holds other files ({', '.join(others[:5])}); nothing is "
-            "overwritten: choose a new or empty folder"
-        )
-    return False
+    others = [e.name for e in entries if e.name != "tokenizer" or e.resolve() != tokenizer]
+    if prepared is not None:
+        found = "a dataset that was prepared with other settings or from sources that have changed"
+    elif others:
+        found = f"other files ({', '.join(others[:5])})"
+    else:
+        return False
+    raise ConfigurationError(
+        f"output_dir: {output_dir}: holds {found}; nothing is overwritten: choose another "
+        "--output_dir, or remove it first"
+    )
 
 
 def partial_name(path: Path) -> Path:

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from utils.data.prepare.units import UnitPreparation
-from utils.data.prepare.workspace import Workspace
+from utils.data.prepare.units import UnitWorker
+from utils.data.prepare.workspace import Workspace, partial_name
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
@@ -68,26 +68,27 @@ def test_an_interrupted_preparation_is_continued(
     settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
     samples.prepare(**settings, output_dir=tmp_path / "whole")
     calls = []
-    original = UnitPreparation.__call__
+    original = UnitWorker.run
 
-    def interrupted(self, unit, files, progress):
+    def interrupted(self, unit):
         calls.append(unit.index)
         if len(calls) > units_done:
-            next(iter(files.values())).write_bytes(b"half a file")
+            draft = partial_name(self.workspace.unit_file(unit.index, "train"))
+            draft.write_bytes(b"half a file")
             raise KeyboardInterrupt
-        return original(self, unit, files, progress)
+        return original(self, unit)
 
-    monkeypatch.setattr(UnitPreparation, "__call__", interrupted)
+    monkeypatch.setattr(UnitWorker, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         samples.prepare(**settings, output_dir=tmp_path / "out")
-    monkeypatch.setattr(UnitPreparation, "__call__", original)
+    monkeypatch.setattr(UnitWorker, "run", original)
     again = []
 
-    def counted(self, unit, files, progress):
+    def counted(self, unit):
         again.append(unit.index)
-        return original(self, unit, files, progress)
+        return original(self, unit)
 
-    monkeypatch.setattr(UnitPreparation, "__call__", counted)
+    monkeypatch.setattr(UnitWorker, "run", counted)
     samples.prepare(**settings, output_dir=tmp_path / "out")
     assert again[0] == units_done
     assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "out")

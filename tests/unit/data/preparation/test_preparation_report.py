@@ -1,5 +1,6 @@
 from collections import Counter
 
+import datasets
 import numpy as np
 import preparation_samples as samples
 from hypothesis import given
@@ -7,8 +8,8 @@ from hypothesis import strategies as st
 
 from utils.data.prepare.pipeline import (
     PERCENTILES,
-    decoded_example,
     length_percentiles,
+    read_example,
     report_lines,
 )
 from utils.data.prepare.workspace import SplitCounts, UnitCounts
@@ -33,10 +34,12 @@ def test_counts_of_units_add_up():
     assert "  dropped a" in lines
 
 
-def test_an_example_marks_what_bears_loss_and_escapes_what_steers_a_terminal():
+def test_an_example_marks_what_is_trained_on_and_escapes_what_steers_a_terminal(tmp_path):
     tokenizer = samples.tiny_tokenizer()
     prompt = tokenizer("say \x1b[31m")["input_ids"]
     answer = tokenizer("red\n\u202e<|im_end|>")["input_ids"]
-    bears = [False] * len(prompt) + [True] * len(answer)
-    shown = decoded_example(tokenizer, [*prompt, *answer], bears)
+    mask = [0] * len(prompt) + [1] * len(answer)
+    columns = {"input_ids": [prompt + answer], "completion_mask": [mask]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "train")
+    shown = read_example(tmp_path / "train", "completion_mask", tokenizer)
     assert shown == "say \\x1b[31m[[red\n\\u202e<|im_end|>]]"

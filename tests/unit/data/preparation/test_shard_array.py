@@ -1,43 +1,33 @@
+"""Of a job array's tasks exactly one merges, whoever ends last and however often it restarts."""
+
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from utils.data.prepare.merge_shards import ShardArray
+from utils.data.prepare.workspace import WORKSPACE, Workspace
 
 
-def arrays(root: Path, tasks: int, array: str = "7") -> list[ShardArray]:
-    return [ShardArray(root, array, task, tasks) for task in range(tasks)]
+def workspace(output_dir: Path) -> Workspace:
+    (output_dir / WORKSPACE).mkdir(parents=True, exist_ok=True)
+    return Workspace(output_dir, "digest")
 
 
-def test_one_task_merges_and_goes_on_after_a_requeue(tmp_path):
-    first, second = arrays(tmp_path, 2)
-    assert second.claim_merge()
-    assert not first.claim_merge()
-    assert second.claim_merge()
+def test_one_task_merges_and_resumes_after_a_requeue(tmp_path):
+    shared = workspace(tmp_path)
+    assert not shared.is_last_of_array("7", 0, 2)
+    assert shared.is_last_of_array("7", 1, 2)
+    assert not shared.is_last_of_array("7", 0, 2)
+    assert shared.is_last_of_array("7", 1, 2), "requeued while it merged"
+    assert not shared.is_last_of_array("8", 0, 2), "another array counts anew"
+    assert shared.is_last_of_array("8", 1, 2)
+    shared.remove()
+    assert not shared.is_last_of_array("8", 1, 2), "merged meanwhile"
 
 
-def test_another_array_counts_anew(tmp_path):
-    for task in arrays(tmp_path, 2, "7"):
-        task.finish()
-        task.claim_merge()
-    again, other = arrays(tmp_path, 2, "8")
-    assert again.finish() == [1]
-    assert other.finish() == []
-    assert other.claim_merge()
-
-
-def test_a_merged_workspace_is_told_by_its_absence(tmp_path):
-    (task,) = arrays(tmp_path / "gone", 1)
-    with pytest.raises(FileNotFoundError):
-        task.finish()
-    with pytest.raises(FileNotFoundError):
-        task.claim_merge()
-
-
-def _finish_and_claim(task: ShardArray, barrier, claims) -> None:
+def _finish(output_dir: Path, array: str, task: int, barrier, claims) -> None:
     barrier.wait()
-    claims.put(not task.finish() and task.claim_merge())
+    claims.put(workspace(output_dir).is_last_of_array(array, task, 4))
 
 
 @pytest.mark.slow
@@ -46,8 +36,10 @@ def test_of_tasks_that_end_at_once_exactly_one_merges(tmp_path):
     for round_ in range(20):
         barrier, claims = context.Barrier(4), context.SimpleQueue()
         tasks = [
-            context.Process(target=_finish_and_claim, args=(task, barrier, claims))
-            for task in arrays(tmp_path, 4, f"round{round_}")
+            context.Process(
+                target=_finish, args=(tmp_path, f"round{round_}", task, barrier, claims)
+            )
+            for task in range(4)
         ]
         for task in tasks:
             task.start()
