@@ -38,7 +38,7 @@ ALLOWED = {
     "support": {"config"},  # its errors alone, see below
 }  # fmt: skip
 # Modules and functions are to be read in one go; raising a budget is a decision.
-MODULE_LINES = 800  # 400 once the modules that were put together are one text
+MODULE_LINES = 400
 FUNCTION_LINES = 60
 SCRIPT_LINES = 120
 MAIN_LINES = 51
