@@ -157,7 +157,7 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
 
 
 @pytest.mark.parametrize("keep", [2, 3])
-def test_a_run_goes_on_if_its_oldest_checkpoint_may_make_room(keep, undisturbed, disks, figures):
+def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbed, disks, figures):
     """Half a checkpoint is free: with a limit of 3 the oldest one goes, with 2 none may."""
     scene = undisturbed.scene(keep=keep)
     disk = disks(PLENTY_KIB, PLENTY_FILES)
@@ -186,7 +186,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("keep", [2, 3])
-def test_a_run_killed_in_a_save_goes_on_on_the_same_disk(
+def test_a_run_killed_in_a_save_resumes_on_the_same_disk(
     keep, undisturbed, disks, exhaustive, figures
 ):
     scene = undisturbed.scene(keep=keep)

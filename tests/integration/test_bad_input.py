@@ -181,7 +181,7 @@ def test_an_output_directory_that_is_a_file_is_refused(pretraining, tmp_path):
         pretrain.main(pretraining(tmp_path / "run"))
 
 
-def test_the_directory_of_another_run_is_refused_and_harmless_changes_are_said(
+def test_the_directory_of_another_run_is_refused_and_harmless_changes_are_logged(
     pretraining, fine_tuning, workspace, tmp_path, capsys
 ):
     run = tmp_path / "run"

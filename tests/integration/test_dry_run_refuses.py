@@ -338,7 +338,7 @@ def test_each_module_that_refuses_after_the_plan_is_asked_or_says_why_not():
     assert not set(asked) - CASES.keys()
 
 
-def test_what_starts_passes_the_dry_run_and_says_how_it_goes_on(
+def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
     place, pretraining, fine_tuning, capsys
 ):
     assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0

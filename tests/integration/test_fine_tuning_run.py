@@ -44,7 +44,7 @@ def _completion_loss(model: torch.nn.Module) -> float:
     return total / targets
 
 
-def test_prompts_bear_no_loss(fine_tuning, workspace, tmp_path):
+def test_prompts_are_not_trained_on(fine_tuning, workspace, tmp_path):
     """Other prompts with the same positions change inputs but never count as targets."""
     from utils.callbacks.journal import read_journal
 

@@ -85,7 +85,7 @@ def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(start, tmp_path, caps
 COUNTS = {"web": 90, "code": 60, "rare": 4}
 
 
-def test_a_mixture_begun_by_two_ranks_goes_on_in_one(pretraining, sources, start, tmp_path):
+def test_a_mixture_begun_by_two_ranks_resumes_on_one(pretraining, sources, start, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert start(whole) == 0
     done = run_two_processes(

@@ -216,7 +216,7 @@ def test_adapters_are_written_in_the_background_too(fine_tuning, tmp_path):
         assert digests(run, step) == expected
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     start, uninterrupted, tmp_path, monkeypatch
 ):
     run, whole = tmp_path / "run", uninterrupted()

@@ -57,7 +57,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("cause", STOPS)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+def test_a_stopped_run_resumes_as_if_it_had_not_been(
     cause, start, uninterrupted, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
@@ -69,7 +69,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert shown.count("stopping after") == 1
     assert said.format(run=run) in shown
     at = int(shown.split("stopping after step ")[1].split(":")[0])
-    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}; the same command goes" in shown
+    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}; the same command" in shown
     assert "time limit: ends at" in shown
     assert (run / f"checkpoint-{at}").is_dir()
     assert not (run / "STOP").exists()
@@ -141,7 +141,7 @@ def test_a_stop_at_the_last_step_with_nothing_left_is_none(start, tmp_path, caps
     assert (run / "final").is_dir()
 
 
-def test_save_writes_a_checkpoint_and_the_run_goes_on(start, uninterrupted, tmp_path, capsys):
+def test_save_writes_a_checkpoint_and_the_run_continues(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", 4, touch("SAVE"))) == ExitCode.DONE
     assert f"saving at step 5, then continuing: {run}/SAVE" in capsys.readouterr().out
@@ -254,7 +254,7 @@ def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
         start(tmp_path / "run")
 
 
-def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys):
+def test_a_stale_request_is_removed_with_a_log_line(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", 2, touch("STOP"))) == ExitCode.STOPPED
     for name in ("STOP", "SAVE"):
@@ -267,7 +267,7 @@ def test_a_stale_request_is_removed_aloud(start, uninterrupted, tmp_path, capsys
     assert_the_same(run, uninterrupted())
 
 
-def test_fine_tuning_stops_and_goes_on_too(fine_tuning, workspace, tmp_path, monkeypatch):
+def test_fine_tuning_stops_and_resumes_too(fine_tuning, workspace, tmp_path, monkeypatch):
     import utils.runs.finish as reporting
 
     settings = {

@@ -125,7 +125,7 @@ def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
     assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_a_run_of_two_processes_goes_on_in_one(pretraining, pretrained_alone, workspace, tmp_path):
+def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, workspace, tmp_path):
     """The other strategies and numbers: see tests/exactness."""
     run = tmp_path / "run"
     settings = evaluation(workspace, "heldout")

@@ -72,7 +72,7 @@ def kept(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "zero2"])
-def test_ranks_without_a_loss_bearing_token_change_nothing(
+def test_ranks_without_a_loss_token_change_nothing(
     config, data, kept, fine_tuning, tmp_path, capsys
 ):
     counts = tokens_by_micro_batch(data)
@@ -104,9 +104,7 @@ def test_ranks_without_a_loss_bearing_token_change_nothing(
     assert weights < 1e-4
 
 
-def test_a_global_batch_without_a_loss_bearing_token_moves_no_gradient(
-    pretraining, tmp_path, capsys
-):
+def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path, capsys):
     """Fine-tuning refuses documents without a target; pretraining on masked data meets them."""
     count = 40
     columns = tiny.masked(tiny.documents(count, seed=4))

@@ -42,7 +42,7 @@ def test_other_losses_break_the_parity():
     assert not parity(cell, other, {})["holds"]
 
 
-def test_another_share_of_tokens_that_bear_loss_breaks_the_parity():
+def test_another_share_of_loss_tokens_breaks_the_parity():
     """As SFTTrainer did, which trained on prompts too: of random weights the loss is the same."""
     cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
     ours = dataclasses.replace(outcome(), window_loss_tokens=66)

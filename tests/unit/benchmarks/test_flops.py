@@ -32,7 +32,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_flops_of_published_shapes_are_those_by_hand(name):
+def test_flops_of_published_shapes_are_those_computed_manually(name):
     shape, linear, attention = GIVEN[name]
     size = model_size(shape)
     assert size.linear == linear
@@ -85,7 +85,7 @@ def test_what_a_token_sees_follows_from_documents_not_from_rows():
     assert effective_length([100, 300]) == (100**2 + 300**2) / 400
 
 
-def test_the_roofline_is_the_one_by_hand():
+def test_the_roofline_is_the_one_computed_manually():
     """Llama-3.2-1B at 4,096 tokens on 794.5 TFLOP/s and 4 TB/s."""
     size = model_size(LLAMA_1B)
     parts = seconds_per_token(

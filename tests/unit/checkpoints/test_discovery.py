@@ -23,7 +23,7 @@ def test_the_newest_committed_one_is_taken_by_its_number(tmp_path):
     assert len(names(tmp_path)) == 3
 
 
-def test_what_was_not_committed_is_set_aside_aloud(tmp_path, caplog):
+def test_what_was_not_committed_is_set_aside_with_a_log_line(tmp_path, caplog):
     commit(tmp_path, 2, 4)
     write_files(tmp_path, 6)
     write_files(tmp_path, 3)

@@ -73,7 +73,7 @@ def test_what_a_living_process_staged_is_left_alone(holder, caplog):
     assert not caplog.text
 
 
-def test_what_a_killed_process_staged_is_removed_aloud(holder, caplog):
+def test_what_a_killed_process_staged_is_removed_with_a_log_line(holder, caplog):
     process, directory = holder
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -313,7 +313,7 @@ def test_every_step_is_counted_once_whoever_asks():
     assert seen.by_source.tolist() == [303, 30]
 
 
-def test_a_start_goes_on_from_what_its_checkpoint_carries():
+def test_a_start_resumes_from_what_its_checkpoint_carries():
     whole = TokenCounts(Steps(), ["web", "code"])
     whole.count(5)
     state = whole.state()

@@ -533,7 +533,7 @@ def test_what_may_have_changed_is_measured_once(tmp_path, monkeypatch, caplog, w
     assert open_token_dataset(path).fingerprint == described.fingerprint
 
 
-def test_what_is_too_large_to_be_read_again_counts_as_described_aloud(
+def test_what_is_too_large_to_be_read_again_counts_as_described_with_a_log_line(
     tmp_path, monkeypatch, caplog
 ):
     path = save(tmp_path / "d", [[2, 300], [4, 5]])

@@ -114,6 +114,6 @@ def test_without_a_number_of_items_the_loss_is_their_mean():
     assert model(tokens, labels=labels).loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_loss_positions_come_before_the_tokens_that_bear_loss():
+def test_loss_positions_come_before_the_loss_tokens():
     labels = torch.tensor([[-100, 5, -100, 7], [-100, -100, 3, -100]])
     assert find_loss_positions(labels).tolist() == [0, 2, 5]

@@ -71,7 +71,7 @@ def test_a_model_of_the_hub_goes_by_its_commit(hub):
     assert of(model_name_or_path="some/model", model_revision=COMMITS[0]) == {"commit": COMMITS[0]}
 
 
-def test_a_commit_that_is_not_known_is_said(hub, monkeypatch, caplog):
+def test_a_commit_that_is_not_known_is_logged(hub, monkeypatch, caplog):
     monkeypatch.setattr(module, "cached_file", lambda *_, **__: "/somewhere/config.json")
     assert of(model_name_or_path="some/model") is None
     assert "some/model: its commit is not known" in caplog.text

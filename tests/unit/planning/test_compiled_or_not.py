@@ -51,7 +51,7 @@ def no_compiler(monkeypatch, tmp_path):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_a_gpu_compiles_unasked(tmp_path, caplog):
+def test_a_gpu_compiles_by_default(tmp_path, caplog):
     assert chosen(tmp_path)
     assert "compile: auto, layer by layer, static shapes, kept in /scratch/mine" in caplog.text
 
@@ -61,7 +61,7 @@ def test_a_cpu_does_not(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_nobody_else_decides_what_is_said(tmp_path, caplog):
+def test_nobody_else_decides_what_is_logged(tmp_path, caplog):
     assert not chosen(tmp_path, asked=False)
     assert not caplog.text
     assert chosen(tmp_path, asked=True, device="cpu")
@@ -74,7 +74,7 @@ def test_nobody_else_decides_what_is_said(tmp_path, caplog):
         ({"model": MixtralConfig}, "as are routed to it"),
     ],
 )
-def test_what_speaks_against_it_is_said(changes, said, tmp_path, caplog):
+def test_what_speaks_against_it_is_logged(changes, said, tmp_path, caplog):
     assert not chosen(tmp_path, **changes)
     assert said in caplog.text
 
@@ -121,7 +121,7 @@ def test_without_a_compiler_it_is_off_unless_asked_for(tmp_path, caplog):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_run_that_goes_on_keeps_it(device, compiled, tmp_path, caplog):
+def test_a_run_that_resumes_keeps_it(device, compiled, tmp_path, caplog):
     record_start(tmp_path, compiled)
     assert chosen(tmp_path, device=device) is compiled
     assert ("as in the last start of this run" in caplog.text) == (compiled or device == "cuda")

@@ -121,7 +121,7 @@ def test_an_alias_of_a_setting_is_not_taken_for_a_typo(built):
     assert built({"model_type": "gpt2", "num_hidden_layers": 3}).n_layer == 3
 
 
-def test_a_file_made_by_hand_has_no_unused_keys(built):
+def test_a_file_somebody_wrote_has_no_unused_keys(built):
     with pytest.raises(ConfigurationError, match=r"llama has no setting n_layers: take it out"):
         built({"model_type": "llama", "n_layers": 2})
 

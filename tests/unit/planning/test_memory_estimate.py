@@ -140,7 +140,9 @@ def test_experts_are_counted_on_the_model(dtype, caplog):
     assert "rule of thumb" not in caplog.text
 
 
-def test_what_cannot_run_without_data_is_estimated_by_a_formula_aloud(monkeypatch, caplog):
+def test_what_cannot_run_without_data_is_estimated_by_a_formula_with_a_log_line(
+    monkeypatch, caplog
+):
     def refuse(*_):
         raise RuntimeError("data-dependent")
 

@@ -79,7 +79,7 @@ def test_under_fsdp_it_takes_more_gpus():
     assert "fsdp2.yaml on 8 GPUs" in refused(launch, 1, "full", 15)
 
 
-def test_where_nothing_can_hold_it_that_is_said():
+def test_where_nothing_can_hold_it_that_is_logged():
     assert "nothing fits it, up to 1024 GPUs" in refused(ALONE, 1, "full", 0.5)
 
 

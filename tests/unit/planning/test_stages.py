@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_is_no_stage(tmp_path):
         weights_origin(settings(directory), "single", None)
 
 
-def test_what_a_resumed_run_ignores_is_said_aloud(tmp_path, caplog):
+def test_what_a_resumed_run_ignores_is_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     gone = settings(tmp_path / "gone", init_optimizer=True)
     assert weights_origin(gone, "single", "run/checkpoint-3") is None

@@ -52,7 +52,7 @@ def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(checkpoint, c
     assert sorted(path.name for path in checkpoint.rglob("*")) == before
 
 
-def test_it_goes_only_when_no_rank_reads_it_any_more(checkpoint, convert, monkeypatch):
+def test_it_resumesly_when_no_rank_reads_it_any_more(checkpoint, convert, monkeypatch):
     """Rank 0 once took it away while others were still reading the scheduler."""
     convert("import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()")
     there_when_all_met = []
@@ -64,7 +64,7 @@ def test_it_goes_only_when_no_rank_reads_it_any_more(checkpoint, convert, monkey
     assert not directory.exists()
 
 
-def test_a_conversion_that_fails_says_what_goes_on(checkpoint, convert):
+def test_a_conversion_that_fails_says_what_continues(checkpoint, convert):
     convert("raise SystemExit('no room')")
     with (
         pytest.raises(StorageError, match=r"for 4 ranks: no room\. 2 ranks resume"),

@@ -14,7 +14,7 @@ from utils.data.token_dataset import open_token_dataset
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-def test_loss_bearing_text_is_the_assistant_turns_and_their_ends(tmp_path):
+def test_loss_text_is_the_assistant_turns_and_their_ends(tmp_path):
     records = [
         samples.chat("hi", "def f():\n    return 1", "more?", "  no ß", system="be brief"),
         samples.chat("x", "y"),
@@ -73,7 +73,7 @@ def test_chats_without_a_template_are_refused_before_any_work(tmp_path, tokenize
     assert not (tmp_path / "out").exists()
 
 
-def test_completions_made_of_messages_bear_loss_in_the_completion_alone(tmp_path):
+def test_completions_made_of_messages_are_trained_on_in_the_completion_alone(tmp_path):
     turns = samples.chat("q", "old", "q2", "new")["messages"]
     samples.prepare(
         sources=[

@@ -44,7 +44,7 @@ def test_a_tokenizer_that_opens_with_a_token_does_so_once():
 
 
 @pytest.mark.parametrize("closing", ["", "<|endoftext|>"])
-def test_the_completion_and_its_end_bear_loss_and_the_prompt_does_not(closing):
+def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing):
     tokenizer = samples.tiny_tokenizer()
     pair = CompletionDocument("x y: ", "return 1" + closing, PLACE)
     found = tokenize(tokenizer, pair)
