@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: bench bench-gpu demo figures test test-slurm test-fast test-exhaustive slurm-cycles lint lock
+.PHONY: bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -51,9 +51,12 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
 
+# Jobs wait for Slurm most of their time, so they run beside the other tests; each output in one piece.
 test: lint
+	$(MAKE) --jobs 2 --output-sync=target test-rest test-slurm
+
+test-rest: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
-	$(MAKE) test-slurm
 
 # Interruptions by themselves, for time limits are among them; the others on two clusters at once.
 test-slurm: $(VENV)/.test

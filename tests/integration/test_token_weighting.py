@@ -71,7 +71,10 @@ def kept(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("alone")
 
 
-@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2", "zero2"])
+@pytest.mark.parametrize(
+    "config",
+    ["fsdp2", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("multi_gpu", "zero2"))],
+)
 def test_ranks_without_a_loss_token_change_nothing(
     config, data, kept, fine_tuning, tmp_path, capsys
 ):

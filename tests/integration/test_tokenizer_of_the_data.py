@@ -228,7 +228,10 @@ def test_the_fused_head_is_refused_with_new_tokens_under_lora(models, tmp_path):
 
 
 # PEFT's trainable tokens need a GPU under ZeRO-3.
-@pytest.mark.parametrize(("name", "adapted"), [("fsdp2", True), ("zero3", False)])
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [("fsdp2", True), pytest.param("zero3", False, marks=pytest.mark.exhaustive)],
+)
 def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models, tmp_path):
     data = prepare(models, tmp_path / "data", add_tokens=["<is>", *(f"<{n}>" for n in range(9))])
     lora = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}

@@ -45,7 +45,7 @@ def sampler(order, batch, micro_batch=1, rank=0, world_size=1, steps=7):
 # ---- the permutation
 
 
-@given(size=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 2**40))
+@given(size=st.integers(1, 500), seed=SEEDS, epoch=st.integers(0, 2**40))
 def test_each_epoch_visits_every_row_exactly_once(size, seed, epoch):
     keys = derive_keys(seed, 0, np.full(size, epoch))
     assert sorted(permute(np.arange(size), size, keys)) == list(range(size))

@@ -70,7 +70,7 @@ def test_a_package_is_held_out_as_a_whole_and_modules_by_hash():
     assert found.count("train") == 1000 - found.count("modules")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # it goes through the standard library twice
 def test_the_corpus_is_real_disjoint_and_the_same_every_time(tmp_path, monkeypatch, capsys):
     contents = []
     for name in ("a", "b"):
