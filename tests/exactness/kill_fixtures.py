@@ -1,4 +1,4 @@
-"""The scenes that are killed (test_kill_points.py) and failed (test_storage_failures.py)."""
+"""The scenes that are killed and failed, see test_kill_points.py."""
 
 import concurrent.futures
 import shutil

@@ -102,26 +102,6 @@ def add_models(workspace: Path, base_model: Path) -> None:
             (directory / "config.json").write_text(json.dumps(config))
 
 
-def covering(strategy: str) -> list[Case]:
-    """The cases of a strategy that have every pair of values of the other choices in them."""
-    names = list(CHOICES)[1:]
-    everything = [
-        Case(strategy, *values) for values in itertools.product(*(CHOICES[n] for n in names))
-    ]
-
-    def pairs(case: Case) -> set[tuple]:
-        values = [(name, getattr(case, name)) for name in names]
-        return set(itertools.combinations(values, 2))
-
-    chosen: list[Case] = []
-    missing = set().union(*map(pairs, everything))
-    while missing:
-        best = max(everything, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
-
-
 def every_case(strategy: str) -> list[Case]:
     """All 24 cases of a strategy."""
     values = [CHOICES[name] for name in list(CHOICES)[1:]]

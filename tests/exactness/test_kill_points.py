@@ -1,4 +1,4 @@
-"""A start killed at any call that changes its run directory.
+"""A start killed at any call that changes its run directory, or whose storage refuses that call.
 
 Every such call of these starts is gone through: one that begins a run, one that resumes, saves,
 rotates and exports, one that first puts away what others left, one that writes in the background,
@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kernel_calls import RECORDING, Event, changes_below, events, other_threads_change
+from kernel_calls import RECORDING, Call, Event, changes_below, events, other_threads_change
 from kill_fixtures import in_slots
 from kill_scenes import STEPS, Scene, committed, lawful_states, sample
 
@@ -22,10 +22,11 @@ pytestmark = pytest.mark.slow
 
 # Points of a scene in `make test`.
 SAMPLED = {"resuming": 6, "beginning": 3, "recovering": 3, "background": 3}
+SAMPLED_REFUSALS = {"resuming": 4, "beginning": 2, "recovering": 2, "background": 2}
 LAST = f"checkpoint-{STEPS}"
 
 
-def unsurvived(scene: Scene, calls: list, slots: Path) -> list[str]:
+def unsurvived(scene: Scene, calls: list[Call], slots: Path) -> list[str]:
     """What was wrong after a kill at each of these calls; nothing, if all is well."""
 
     def kill(call, directory: Path) -> list[str]:
@@ -89,24 +90,76 @@ def test_the_checkpoints_that_may_be_there():
     assert [2, 6] not in lawful_states([2, 4], [6, 8], 2, False)
 
 
+def errors_of(call: Call) -> list[str]:
+    if call.name in ("fsync", "fdatasync"):
+        return ["EIO", "ENOSPC"]
+    return ["EIO"] if call.name in ("unlink", "unlinkat", "rmdir") else ["ENOSPC"]
+
+
+@pytest.mark.parametrize("name", list(SAMPLED_REFUSALS))
+def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhaustive, figures):
+    """A full or failing disk: exit code 74, or training continues without what it can do without.
+
+    The next start ends as the undisturbed one; only rotation deletes a committed checkpoint.
+    """
+    scene = request.getfixturevalue(name)
+    calls = scene.record(slots / "slot-0")
+    cases = [(call, error) for call in calls for error in errors_of(call)]
+    if not exhaustive:
+        cases = sample(cases, SAMPLED_REFUSALS[name])
+
+    def refuse(case, directory) -> tuple[str, list[str]]:
+        call, error = case
+        ending = scene.failed_at(call, directory, error)
+        wrong = scene.losses_of_checkpoints(directory, ending.exit_code == ExitCode.DONE)
+        ends = {ExitCode.DONE: "went_on", ExitCode.STORAGE: "ended_with_74"}
+        end = ends.get(ending.exit_code, "ended_otherwise")
+        if end == "ended_otherwise":
+            wrong.append(f"{ending.exit_code} {ending.output[-3000:]}")
+        again = scene.start(directory)
+        if again.exit_code != ExitCode.DONE:
+            wrong.append(f"then {again.exit_code} {again.output[-3000:]}")
+        else:
+            wrong += [f"{name} differs" for name in scene.differences(directory)]
+        return end, [f"{call} {error}: {line}" for line in wrong]
+
+    results = in_slots(slots, refuse, cases)
+    figures("storage_refusals")[name] = {
+        "cases": len(cases),
+        **collections.Counter(end for end, _ in results),
+        "survived": sum(not wrong for _, wrong in results),
+    }
+    wrong = [line for _, lines in results for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures):
+    """Killed at the same calls, and refused by the same storage."""
     calls = stock.record(slots / "slot-0")
-    chosen = calls if exhaustive else sample(calls, 3)
+    cases = [(call, error) for call in calls for error in errors_of(call)]
 
     def kill(call, directory: Path) -> str:
         stock.killed_at(call, directory)
         return stock.outcome(directory)
 
-    outcomes = collections.Counter(in_slots(slots, kill, chosen))
-    figures("kill_points")["plain_trainer"] = {
-        "points": len(calls),
-        "tried": len(chosen),
-        "survived": outcomes["same"],
-        "next_start_failed": outcomes["refused"],
-        "ended_with_other_weights": outcomes["different"],
-    }
-    if exhaustive:
-        assert outcomes["refused"], "Trainer got better: say so where these figures are quoted"
+    def refuse(case, directory: Path) -> str:
+        stock.failed_at(case[0], directory, case[1])
+        return stock.outcome(directory)
+
+    for name, disturb, points in (
+        ("kill_points", kill, calls), ("storage_refusals", refuse, cases),
+    ):  # fmt: skip
+        chosen = points if exhaustive else sample(points, 2)
+        outcomes = collections.Counter(in_slots(slots, disturb, chosen))
+        figures(name)["plain_trainer"] = {
+            "points" if name == "kill_points" else "cases": len(points),
+            "tried": len(chosen),
+            "survived": outcomes["same"],
+            "next_start_failed": outcomes["refused"],
+            "ended_with_other_weights": outcomes["different"],
+        }
+        if exhaustive:
+            assert outcomes["refused"], "Trainer got better: say so where these figures are quoted"
 
 
 @pytest.mark.parametrize(

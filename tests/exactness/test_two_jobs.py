@@ -1,7 +1,6 @@
 """Two jobs on one run directory: the second is refused by name, and neither harms the run."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -83,9 +82,7 @@ def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
 
 def is_the_whole_run(run: Path, whole: Path, starts: Starts, pretraining) -> None:
     assert starts.run("stoker", pretraining(whole)).exit_code == ExitCode.DONE
-    assert tiny.losses(run) == tiny.losses(whole)
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    tiny.assert_same_run(run, whole)
 
 
 def contents(run: Path) -> set[tuple[str, int]]:
@@ -151,26 +148,6 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < give_up_at, f"{path} does not come"
         time.sleep(0.02)
-
-
-def test_a_run_that_lost_its_directory_writes_no_checkpoint(starts, pretraining, tmp_path):
-    """Suspended for so long that another job took over: it ends when it goes on."""
-    run = tmp_path / "run"
-    lock = run / ".lock" / "owner-1"
-    with starts.running("stoker", pretraining(run), step_delay_s=1) as child:
-        wait_for(run / "metrics.jsonl")
-        os.kill(child.pid, signal.SIGSTOP)
-        owner = json.loads(lock.read_bytes())["owner"]
-        content = {"owner": owner | {"token": "n", "host": "n9", "pid": 4711}, "beat": 0}
-        (run / ".lock" / "owner-2").write_text(json.dumps(content | {"left": False}))
-        lock.unlink()
-        os.kill(child.pid, signal.SIGCONT)
-    assert child.ending.exit_code == ExitCode.REFUSED, child.ending.output
-    assert f"{run} was taken over by process 4711 on n9" in child.ending.output
-    assert not list(run.glob("checkpoint-*/manifest.json"))
-    assert not (run / "final").exists()
-    assert [path.name for path in (run / ".lock").iterdir()] == ["owner-2"]
-    assert json.loads((run / ".lock" / "owner-2").read_text())["left"] is False
 
 
 def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path, capsys):

@@ -4,7 +4,6 @@ Which rows each rank trains on is written down where the model gets them, in the
 launches. Losses agree to rounding: sums over ranks are added up in another order.
 """
 
-import dataclasses
 import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +12,6 @@ import pytest
 import stock_trainer
 from rank_driver import drive, found
 from resumed_runs import STEPS, Case, add_models, largest_difference
-
-import pretrain
-from utils.checkpoints.manifest import read_manifest, write_manifest
-from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
@@ -195,16 +190,6 @@ def test_plain_trainer_on_other_numbers_of_ranks(
         "largest_loss_difference": max(one["loss"] for one in differences),
         "largest_grad_norm_difference": max(one["grad_norm"] for one in differences),
     }
-
-
-def test_another_strategy_is_refused_before_anything_is_loaded(pretraining, tmp_path):
-    run = tmp_path / "run"
-    assert pretrain.main(pretraining(run, max_steps=1)) == 0
-    checkpoint = run / "checkpoint-1"
-    written = dataclasses.replace(read_manifest(checkpoint), strategy="zero3")
-    write_manifest(checkpoint, written)
-    with pytest.raises(ConfigurationError, match="under zero3 and cannot be loaded under single"):
-        pretrain.main(pretraining(run, max_steps=2))
 
 
 def assert_the_same_samples(starts: list[Start]) -> None:

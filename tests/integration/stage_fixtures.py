@@ -25,18 +25,11 @@ def first(stages: Path, pretraining: Callable[..., list[str]]) -> Path:
     return run
 
 
-def without(argv: list[str], name: str) -> list[str]:
-    """Take a setting out of a command line."""
-    place = argv.index(f"--{name}")
-    return argv[:place] + argv[place + 2 :]
-
-
 @pytest.fixture
 def next_stage(pretraining: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """Return the command line of a pretraining run that starts from an earlier stage."""
 
     def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
-        argv = pretraining(run, init_from=init_from, **changes)
-        return argv if "model_config" in changes else without(argv, "model_config")
+        return pretraining(run, **({"init_from": init_from, "model_config": None} | changes))
 
     return argv

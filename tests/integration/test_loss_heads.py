@@ -88,9 +88,8 @@ def test_auto_fuses_experts_too_and_says_whether_their_load_is_balanced(
     assert "experts: no load-balancing loss" in said
     # TRL adds the term whenever the architecture has a coefficient for it.
     changes = {"model_config": path, "dry_run": True}
-    argv = fine_tuning(tmp_path / "sft", **changes, tokenizer_name_or_path=workspace / "tokenizer")
-    place = argv.index("--model_name_or_path")
-    del argv[place : place + 2]
+    changes |= {"tokenizer_name_or_path": workspace / "tokenizer", "model_name_or_path": None}
+    argv = fine_tuning(tmp_path / "sft", **changes)
     assert sft_train.main(argv) == 0
     said = capfd.readouterr().out
     assert "loss: auto: fused" in said

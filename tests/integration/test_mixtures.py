@@ -45,14 +45,8 @@ def mixture(run: Path) -> dict[int, dict[str, float]]:
     """The figures of the sources by step."""
     return {
         line["step"]: {key: line[key] for key in line if key.startswith(MIXTURE)}
-        for line in read_journal(run / "metrics.jsonl")
-        if line["event"] == "train"
+        for line in tiny.train_lines(run)
     }
-
-
-def cut_in_the_middle(run: Path) -> None:
-    shutil.rmtree(run / "final")
-    shutil.rmtree(run / "checkpoint-12")
 
 
 def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(start, tmp_path, capsys):
@@ -61,12 +55,10 @@ def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(start, tmp_path, caps
     told = "mixture: web 50.0% of the sequences (of the tokens 68.0%), code 33.3% of the sequ"
     assert told in capsys.readouterr().out, "the longest documents are those of web"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock"))  # this process holds it
-    cut_in_the_middle(cut)
+    tiny.cut(cut, step=6)
     assert start(cut) == 0
     assert f"resuming from {cut}/checkpoint-6" in capsys.readouterr().out
-    assert tiny.losses(cut) == tiny.losses(whole)
-    weights = "final/model.safetensors"
-    assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
+    tiny.assert_same_run(cut, whole)
     figures = mixture(whole)
     assert mixture(cut) == figures
     assert list(figures) == [4, 8, 12]
@@ -77,8 +69,7 @@ def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(start, tmp_path, caps
     assert last["epochs/rare"] > 1, "it ran out and was gone through again"
     seen = sum(last[f"tokens_seen/{name}"] for name in COUNTS)
     assert read_journal(whole / "metrics.jsonl")[-1]["event"] == "summary"
-    train = [line for line in read_journal(whole / "metrics.jsonl") if line["event"] == "train"]
-    assert seen == train[-1]["tokens_seen"]
+    assert seen == tiny.train_lines(whole)[-1]["tokens_seen"]
     assert last["tokens_share/web"] == last["tokens_seen/web"] / seen
 
 
@@ -93,7 +84,7 @@ def test_a_mixture_begun_by_two_ranks_resumes_on_one(pretraining, sources, start
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert mixture(run) == mixture(whole), "each rank counts the global batches"
-    cut_in_the_middle(run)
+    tiny.cut(run, step=6)
     assert start(run) == 0
     assert mixture(run) == mixture(whole)
     assert tiny.losses(run) == pytest.approx(tiny.losses(whole), abs=2e-5)

@@ -14,7 +14,6 @@ from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
 import pretrain
-from utils.callbacks.journal import read_journal
 from utils.config.errors import NotFiniteError
 from utils.data.order import SampleOrder
 
@@ -54,11 +53,7 @@ def start(pretraining, poisoned, monkeypatch):
         monkeypatch.setattr(
             Trainer, "compute_loss", compute_loss_poisoned(real, kind) if kind else real
         )
-        argv = pretraining(run, **RUN | {"train_data": poisoned} | changes)
-        if changes.get("save_strategy") == "no":
-            place = argv.index("--save_steps")
-            del argv[place : place + 2]
-        return pretrain.main(argv)
+        return pretrain.main(pretraining(run, **RUN | {"train_data": poisoned} | changes))
 
     return start
 
@@ -73,10 +68,6 @@ def report(run: Path, step: int = STEP) -> dict:
 
 def documents(run: Path) -> set[int]:
     return {entry["document"] for entry in report(run)["documents"]}
-
-
-def train_lines(run: Path) -> list[dict]:
-    return [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "train"]
 
 
 CAUSES = {
@@ -123,7 +114,7 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
     run = tmp_path / "run"
-    changes = {} if step == STEP else {"save_strategy": "no"}
+    changes = {} if step == STEP else {"save_strategy": "no", "save_steps": None}
     with pytest.raises(
         NotFiniteError, match=rf"step {step}: 1 of the weights are not finite after it \(model\."
     ):
@@ -177,7 +168,7 @@ def test_what_one_of_two_ranks_finds_ends_both(
     assert documents(run) == ({SPOILT} if kind == "inf_loss" else set(BATCH.tolist()))
     assert kept(run) == ["checkpoint-3"]
     assert not (run / "final").exists()
-    assert train_lines(run)[-1]["step"] == STEP + 1
+    assert tiny.train_lines(run)[-1]["step"] == STEP + 1
 
 
 def spoil_two_ranks(config: str, kind: str, argv: list[str]) -> str:

@@ -24,20 +24,6 @@ def wide(pretraining, tmp_path):
     return lambda output_dir, **changes: pretraining(output_dir, model_config=config, **changes)
 
 
-def cut(whole: Path, directory: Path) -> Path:
-    shutil.copytree(whole, directory)
-    shutil.rmtree(directory / "final")
-    shutil.rmtree(directory / "checkpoint-6")
-    return directory
-
-
-def assert_equal(run: Path, whole: Path) -> None:
-    assert tiny.losses(run) == tiny.losses(whole)
-    assert len(tiny.losses(run)) == 6
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-
-
 @pytest.mark.parametrize("settings", [STATES, SMALLEST], ids=["states", "smallest"])
 def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd):
     whole = tmp_path / "whole"
@@ -46,11 +32,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd)
     assert f"no mixed precision, Adam's states in {kept}" in capfd.readouterr().out
     state = torch.load(whole / "checkpoint-3/optimizer.pt", weights_only=True)["state"][0]
     assert state["exp_avg"].dtype == getattr(torch, kept)
-    run = cut(whole, tmp_path / "cut")
+    run = tiny.cut(shutil.copytree(whole, tmp_path / "cut"), step=3)
     with pytest.raises(ConfigurationError, match=f"hold Adam's states in {kept}"):
         pretrain.main(wide(run, **settings | {"optim_states": "float32"}))
     pretrain.main(wide(run, **settings))
-    assert_equal(run, whole)
+    tiny.assert_same_run(run, whole)
 
 
 def test_all_ranks_round_alike(wide, tmp_path):
@@ -65,10 +51,10 @@ def test_shards_resume_exactly(wide, tmp_path):
     whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
     done = run_two_processes("fsdp2", "pretrain.py", wide(whole, **settings))
     assert done.returncode == 0, done.stdout[-3000:]
-    run = cut(whole, tmp_path / "cut")
+    run = tiny.cut(shutil.copytree(whole, tmp_path / "cut"), step=3)
     done = run_two_processes("fsdp2", "pretrain.py", wide(run, **settings))
     assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-3000:]
-    assert_equal(run, whole)
+    tiny.assert_same_run(run, whole)
 
 
 def test_deepspeed_keeps_states_in_its_own_way(wide, tmp_path, monkeypatch):

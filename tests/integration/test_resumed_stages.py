@@ -9,7 +9,6 @@ import pytest
 import tiny
 from launching import run_two_processes
 from safetensors.torch import load_file, save_file
-from stage_fixtures import without
 
 import pretrain
 import sft_train
@@ -25,7 +24,7 @@ def from_stage(next_stage) -> Callable[..., list[str]]:
     """Command line of a run that has configuration and tokenizer from its stage alone."""
 
     def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
-        return without(next_stage(run, init_from, **changes), "tokenizer_name_or_path")
+        return next_stage(run, init_from, tokenizer_name_or_path=None, **changes)
 
     return argv
 
@@ -113,8 +112,7 @@ def test_a_stage_is_not_needed_once_the_run_has_a_checkpoint(
     run, gone = tmp_path / "run", tmp_path / "gone"
     copy_stage(first, gone)
     pretrain.main(from_stage(run, gone))
-    shutil.rmtree(run / "checkpoint-6")
-    shutil.rmtree(run / "final")
+    tiny.cut(run, step=3)
     shutil.rmtree(gone)
     capsys.readouterr()
     pretrain.main(from_stage(run, gone))
@@ -162,11 +160,10 @@ def test_the_weights_under_adapters_stay_those_of_the_first_start(
     run, stage = tmp_path / "run", tmp_path / "stage"
     shutil.copytree(first, stage)
     shutil.rmtree(stage / "final")  # the earlier run is not finished yet
-    argv = without(fine_tuning(run, init_from=stage, use_peft="true"), "model_name_or_path")
+    argv = fine_tuning(run, init_from=stage, use_peft="true", model_name_or_path=None)
     sft_train.main(argv)
     uninterrupted = finished(run)
-    for name in ("checkpoint-6", "final", "adapter"):
-        shutil.rmtree(run / name)
+    tiny.cut(run, step=3)
     scaled(first / "final", stage / "final")
     capsys.readouterr()
     sft_train.main(argv)

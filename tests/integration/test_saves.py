@@ -15,8 +15,6 @@ import torch
 from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
-import sft_train
-from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST
 from utils.checkpoints.manifest import read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
@@ -41,9 +39,6 @@ def test_what_is_saved_has_no_checksum_but_the_manifests(uninterrupted, tmp_path
         assert archive.testzip() is None, "torch is as it was before"
 
 
-# --- by the clock ---------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted, tmp_path, capsys):
     """A clock that has a checkpoint due at every step; the best model is still the schedule's."""
     run, whole = tmp_path / "run", uninterrupted()
@@ -59,15 +54,6 @@ def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted
     ]  # fmt: skip
     assert_the_same_end(run, whole)
 
-
-@pytest.mark.parametrize("minutes", ["0", "null"])
-def test_no_age_is_too_old_for_0_and_null(minutes, start, tmp_path, capsys):
-    start(tmp_path / "run", save_minutes=minutes, max_steps=2)
-    assert "minutes since the last" not in capsys.readouterr().out
-    assert checkpoints(tmp_path / "run") == {2}
-
-
-# --- at each new best -----------------------------------------------------------------------------
 
 # The held-out loss falls until step 2, where the rhythm of saves leaves no checkpoint.
 OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
@@ -108,16 +94,6 @@ def test_a_stop_at_a_new_best_changes_nothing(
     assert_the_same_end(run, whole)
 
 
-def test_a_save_asked_for_at_a_new_best_is_no_extra_one(start, tmp_path):
-    run = tmp_path / "run"
-    start(run, Provoke("on_step_begin", 1, touch("SAVE")), **OVERSHOOTING, max_steps=4)
-    assert trainer_state(run, 4)["stateful_callbacks"]["stoker"]["extra_saves"] == []
-    assert trainer_state(run, 4)["best_model_checkpoint"] == str(run / "checkpoint-2")
-
-
-# --- the last step --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "rhythm", [{"save_steps": 5}, {"save_strategy": "epoch", "save_steps": None}]
 )
@@ -125,16 +101,10 @@ def test_the_last_step_has_a_checkpoint_whatever_the_rhythm(rhythm, pretraining,
     import pretrain
 
     run = tmp_path / "run"
-    settings = {name: value for name, value in rhythm.items() if value is not None}
-    argv = pretraining(run, max_steps=3, **settings)
-    if rhythm["save_steps"] is None:
-        at = argv.index("--save_steps")
-        del argv[at : at + 2]
+    argv = pretraining(run, max_steps=3, save_minutes=0, **rhythm)
     assert pretrain.main(argv) == ExitCode.DONE
     assert checkpoints(run) == {3}
 
-
-# --- in the background ----------------------------------------------------------------------------
 
 BACKGROUND = {"async_save": "true"}
 
@@ -205,17 +175,6 @@ def test_what_is_written_in_the_background_is_the_same(start, uninterrupted, tmp
     assert events[-1]["event"] == "summary"
 
 
-def test_adapters_are_written_in_the_background_too(fine_tuning, tmp_path):
-    settings = {"use_peft": "true", "lora_r": 4}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
-    assert sft_train.main(fine_tuning(run, **settings, **BACKGROUND)) == ExitCode.DONE
-    for step in (3, 6):
-        expected = digests(whole, step)
-        assert "adapter_model.safetensors" in expected
-        assert digests(run, step) == expected
-
-
 def test_training_continues_while_a_checkpoint_is_written(
     start, uninterrupted, tmp_path, monkeypatch
 ):
@@ -233,31 +192,6 @@ def test_training_continues_while_a_checkpoint_is_written(
     assert checkpoints(run) == {4, STEPS}
     assert slow.most == 1, "never two at once"
     assert_the_same_end(run, whole)
-
-
-def test_a_stop_waits_for_the_checkpoint_before(start, uninterrupted, tmp_path, monkeypatch):
-    run, whole = tmp_path / "run", uninterrupted()
-    slow = Slow(monkeypatch, seconds=0.7)
-    stop = Provoke("on_step_begin", 4, touch("STOP"))
-    assert start(run, stop, **BACKGROUND) == ExitCode.STOPPED
-    assert checkpoints(run) == {4, 5}
-    assert slow.most == 1
-    events = [line["event"] for line in read_journal(run / "metrics.jsonl")]
-    assert events[-3:] == ["save", "save", "stopped"]
-    assert start(run, **BACKGROUND) == ExitCode.DONE
-    assert_the_same_end(run, whole)
-
-
-def test_an_error_waits_for_the_checkpoint_before_it(start, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    Slow(monkeypatch, seconds=0.7)
-
-    def fail(_provoke):
-        raise RuntimeError("the step is spoilt")
-
-    with pytest.raises(RuntimeError, match="the step is spoilt"):
-        start(run, Provoke("on_step_begin", 4, fail), **BACKGROUND)
-    assert checkpoints(run) == {4}
 
 
 def test_storage_that_fails_in_the_background_ends_the_run(

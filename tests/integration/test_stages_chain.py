@@ -12,7 +12,6 @@ import tiny
 import torch
 from launching import before_torchruns_report, run_two_processes
 from safetensors.torch import load_file, save_file
-from stage_fixtures import without
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
@@ -63,15 +62,16 @@ def test_a_chain_of_three_stages(first, stages, next_stage, fine_tuning, workspa
     config = json.loads((first / "final" / "config.json").read_text())
     longer.write_text(json.dumps(config | LONGER, indent=2))
     second, third = stages / "second", stages / "third"
-    argv = next_stage(second, first, model_config=longer, sequence_length=128)
-    argv = without(argv, "tokenizer_name_or_path")  # the stage brings it along
+    # The stage brings its tokenizer along.
+    changes = {"model_config": longer, "sequence_length": 128, "tokenizer_name_or_path": None}
+    argv = next_stage(second, first, **changes)
     pretrain.main(argv)
     expected = independent_loss(first / "final", argv, parse_pretraining, **LONGER)
     assert tiny.losses(second)[0] == pytest.approx(expected, rel=1e-5)
     unchanged = independent_loss(first / "final", argv, parse_pretraining)
     assert expected != pytest.approx(unchanged, rel=1e-4), "the rope settings change nothing"
 
-    argv = without(fine_tuning(third, init_from=second), "model_name_or_path")
+    argv = fine_tuning(third, init_from=second, model_name_or_path=None)
     sft_train.main(argv)
     expected = independent_loss(second / "final", argv, parse_fine_tuning)
     assert tiny.losses(third)[0] == pytest.approx(expected, rel=1e-5)
@@ -158,8 +158,8 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     first, fine_tuning, next_stage, tmp_path
 ):
     run = tmp_path / "lora"
-    argv = fine_tuning(run, init_from=first, use_peft="true", max_steps=3)
-    sft_train.main(without(argv, "model_name_or_path"))
+    settings = {"init_from": first, "use_peft": "true", "model_name_or_path": None}
+    sft_train.main(fine_tuning(run, **settings, max_steps=3))
     for directory in (run / "checkpoint-3", run / "adapter"):
         with pytest.raises(ConfigurationError, match=r"LoRA adapter .* final/ of the run holds"):
             pretrain.main(next_stage(tmp_path / "after", directory))
@@ -169,8 +169,7 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     assert tiny.losses(tmp_path / "after")[0] == pytest.approx(expected, rel=1e-5)
     # The weights under the adapters still come from the stage.
     shutil.rmtree(run / "final")
-    again = fine_tuning(run, init_from=first, use_peft="true", max_steps=4)
-    sft_train.main(without(again, "model_name_or_path"))
+    sft_train.main(fine_tuning(run, **settings, max_steps=4))
     assert tiny.starts(run)[1]["weights_from"] == tiny.starts(run)[0]["weights_from"]
 
 
@@ -180,8 +179,7 @@ FSDP2, ZERO3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("f
 @pytest.mark.parametrize("strategy", [FSDP2, "zero3"])
 def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, tmp_path):
     run = tmp_path / "run"
-    argv = next_stage(run, first, max_steps=1, save_strategy="no")
-    argv = without(argv, "save_steps")
+    argv = next_stage(run, first, max_steps=1, save_strategy="no", save_steps=None)
     done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-4000:]
     expected = independent_loss(first / "final", argv, parse_pretraining)

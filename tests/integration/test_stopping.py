@@ -1,7 +1,6 @@
 """A run stopped anywhere, by anything, and started again is the uninterrupted run, bit for bit."""
 
 import concurrent.futures
-import json
 import os
 import signal
 import time
@@ -24,7 +23,7 @@ from provoked_runs import (
 
 import sft_train
 from utils.callbacks.journal import read_journal
-from utils.config.errors import ExitCode, NoProgressError, StorageError
+from utils.config.errors import ExitCode, NoProgressError
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +73,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been(
     assert (run / f"checkpoint-{at}").is_dir()
     assert not (run / "STOP").exists()
     assert not (run / "final").exists()
-    events = [
-        json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert events[-1] == "stopped"
+    assert read_journal(run / "metrics.jsonl")[-1]["event"] == "stopped"
     assert start(run) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert f"resuming from {run}/checkpoint-{at}" in shown
@@ -104,19 +100,6 @@ def test_an_evaluation_broken_off_is_done_first_by_the_resumed_run(
         assert_the_same_end(run, whole)
 
 
-def test_an_owed_evaluation_may_be_broken_off_again(start, uninterrupted, tmp_path, capsys):
-    run = tmp_path / "run"
-    settings = {"per_device_train_batch_size": 4}  # one micro-batch: any that is taken is a step
-    whole = uninterrupted(**settings)
-    for nth in (3, 6):
-        provoke = Provoke("on_prediction_step", 4, send(signal.SIGTERM), nth=nth)
-        capsys.readouterr()
-        assert start(run, provoke, **settings) == ExitCode.STOPPED
-        assert "stopped at step 4 of 8" in capsys.readouterr().out
-    assert start(run, **settings) == ExitCode.DONE
-    assert_the_same_end(run, whole)
-
-
 def test_a_stop_before_anything_was_saved_says_so(start, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     settings = {"eval_on_start": "true"}
@@ -141,22 +124,27 @@ def test_a_stop_at_the_last_step_with_nothing_left_is_none(start, tmp_path, caps
     assert (run / "final").is_dir()
 
 
-def test_save_writes_a_checkpoint_and_the_run_continues(start, uninterrupted, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("event", "step", "nth", "saved"), [("on_step_begin", 4, 1, 5), ("on_prediction_step", 6, 2, 6)]
+)
+def test_save_writes_a_checkpoint_and_the_run_continues(
+    event, step, nth, saved, start, uninterrupted, tmp_path, capsys
+):
+    """At once; during an evaluation after it."""
     run = tmp_path / "run"
-    assert start(run, Provoke("on_step_begin", 4, touch("SAVE"))) == ExitCode.DONE
-    assert f"saving at step 5, then continuing: {run}/SAVE" in capsys.readouterr().out
-    assert trainer_state(run, 5)["global_step"] == 5
+    assert start(run, Provoke(event, step, touch("SAVE"), nth)) == ExitCode.DONE
+    assert f"saving at step {saved}, then continuing: {run}/SAVE" in capsys.readouterr().out
+    evaluated = {
+        key
+        for entry in trainer_state(run, saved)["log_history"]
+        for key in entry
+        if entry["step"] == 6
+    }
+    assert ({"eval_first_loss", "eval_second_loss"} <= evaluated) == (saved == 6)
     assert not (run / "SAVE").exists()
-    assert not (run / "checkpoint-6").exists()
-    assert_the_same(run, uninterrupted())
-
-
-def test_save_during_an_evaluation_is_written_after_it(start, uninterrupted, tmp_path):
-    run = tmp_path / "run"
-    provoke = Provoke("on_prediction_step", 6, touch("SAVE"), nth=2)
-    assert start(run, provoke) == ExitCode.DONE
-    evaluated = [entry for entry in trainer_state(run, 6)["log_history"] if entry["step"] == 6]
-    assert {"eval_first_loss", "eval_second_loss"} <= {key for entry in evaluated for key in entry}
+    assert {path.name for path in run.glob("checkpoint-*")} == {
+        f"checkpoint-{at}" for at in (4, saved, STEPS)
+    }
     assert_the_same(run, uninterrupted())
 
 
@@ -169,7 +157,7 @@ def test_the_best_model_is_the_uninterrupted_runs(best, rate, start, uninterrupt
     assert min(losses, key=losses.__getitem__) == best
     assert start(run, Provoke("on_step_begin", best - 1, touch("STOP")), **settings) == 75
     assert start(run, Provoke("on_step_begin", 6, touch("STOP")), **settings) == 75
-    assert (run / "checkpoint-7").is_dir(), "the checkpoint to go on from"
+    assert (run / "checkpoint-7").is_dir(), "the checkpoint to resume from"
     assert start(run, **settings) == ExitCode.DONE
     assert_the_same(run, whole, ["final"])
     for folder in (run, whole):
@@ -187,8 +175,8 @@ def test_the_learning_rate_follows_owed_evaluations(start, uninterrupted, tmp_pa
     run, whole = tmp_path / "run", uninterrupted(**settings)
     rates = [entry["learning_rate"] for entry in logged(whole)]
     assert rates[6] < rates[0], "the evaluation at step 6 lowers it"
-    for step in (2, 6):
-        provoke = Provoke("on_prediction_step", step, touch("STOP"), nth=3)
+    for step, nth in ((2, 3), (6, 3), (6, 6)):  # the last breaks off what is owed
+        provoke = Provoke("on_prediction_step", step, touch("STOP"), nth)
         assert start(run, provoke, **settings) == ExitCode.STOPPED
     assert start(run, **settings) == ExitCode.DONE
     assert_the_same_end(run, whole)
@@ -201,29 +189,20 @@ def logged(run: Path) -> list[dict]:
 
 
 def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tmp_path, capsys):
+    """And the requests that are there when a start begins are removed."""
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", STEPS - 1, touch("STOP"))) == ExitCode.STOPPED
     shown = capsys.readouterr().out
     assert f"stopped at step 8 of 8 with {run}/checkpoint-8" in shown
     assert "finishing, not stopping" not in shown
+    for name in ("STOP", "SAVE"):
+        (run / name).touch()
     assert start(run) == ExitCode.DONE
-    assert "after" not in capsys.readouterr().out.split("finished at step 8")[2]
+    shown = capsys.readouterr().out
+    for name in ("STOP", "SAVE"):
+        assert f"WARNING  removed {run}/{name}: it is older than this start" in shown
+        assert not (run / name).exists()
     assert_the_same(run, uninterrupted())
-
-
-def test_the_summary_is_of_all_steps_of_the_run(start, uninterrupted, tmp_path):
-    """Also of steps that no log has when a start ends, or whose log is of the next start."""
-    losses = tiny.losses(uninterrupted(logging_steps=1))
-    run = tmp_path / "run"
-    assert start(run, Provoke("on_step_begin", 4, touch("STOP"))) == ExitCode.STOPPED
-    assert start(run) == ExitCode.DONE
-    means = {
-        line["event"]: line["train_loss"]
-        for line in read_journal(run / "metrics.jsonl")
-        if "train_loss" in line
-    }
-    assert means["stopped"] == pytest.approx(sum(losses[:5]) / 5)
-    assert means["summary"] == pytest.approx(sum(losses) / 8)
 
 
 def test_a_job_that_comes_to_nothing_three_times_is_not_started_again(start, tmp_path, monkeypatch):
@@ -241,30 +220,6 @@ def test_a_job_that_comes_to_nothing_three_times_is_not_started_again(start, tmp
     monkeypatch.setenv("SLURM_JOB_ID", "43")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert start(run, eval_on_start="true") == ExitCode.DONE
-
-
-def test_storage_that_fails_while_the_run_is_claimed_is_an_error_of_all_ranks(
-    start, tmp_path, monkeypatch
-):
-    def full(*_args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("utils.runs.start.replace_text", full)
-    with pytest.raises(StorageError, match=f"no space .* is left on .* writing {tmp_path}/run"):
-        start(tmp_path / "run")
-
-
-def test_a_stale_request_is_removed_with_a_log_line(start, uninterrupted, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert start(run, Provoke("on_step_begin", 2, touch("STOP"))) == ExitCode.STOPPED
-    for name in ("STOP", "SAVE"):
-        (run / name).touch()
-    assert start(run) == ExitCode.DONE
-    shown = capsys.readouterr().out
-    for name in ("STOP", "SAVE"):
-        assert f"WARNING  removed {run}/{name}: it is older than this start" in shown
-        assert not (run / name).exists()
-    assert_the_same(run, uninterrupted())
 
 
 def test_fine_tuning_stops_and_resumes_too(fine_tuning, workspace, tmp_path, monkeypatch):
@@ -288,10 +243,8 @@ def test_fine_tuning_stops_and_resumes_too(fine_tuning, workspace, tmp_path, mon
     assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.STOPPED
     monkeypatch.setattr(reporting, "run_callbacks", real)
     assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.DONE
-    assert tiny.losses(run) == tiny.losses(whole)
+    tiny.assert_same_run(run, whole)
     assert tiny.evaluations(run, "heldout") == tiny.evaluations(whole, "heldout")
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, workspace, tmp_path):
@@ -315,10 +268,8 @@ def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, works
     done = run_processes("multi_gpu", "pretrain.py", pretraining(run, **settings))
     assert done.returncode == 0, done.stdout
     assert f"resuming from {run}/checkpoint-{at}" in done.stdout
-    assert tiny.losses(run) == tiny.losses(whole)
+    tiny.assert_same_run(run, whole)
     assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 def process_of_rank(rank: int, run: Path) -> int:

@@ -114,15 +114,11 @@ def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
     settings = {"per_device_train_batch_size": 1, "max_steps": 12, "save_steps": 6}
     argv = pretraining(whole, **settings)
     succeed(run_processes("multi_gpu", "pretrain.py", argv, processes=4))
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "final")
-    shutil.rmtree(cut / "checkpoint-12")
+    tiny.cut(shutil.copytree(whole, cut), step=6)
     argv = pretraining(cut, **settings)
     shown = succeed(run_processes("multi_gpu", "pretrain.py", argv, processes=4))
     assert f"resuming from {cut / 'checkpoint-6'}" in shown
-    assert tiny.losses(cut) == tiny.losses(whole)
-    weights = "final/model.safetensors"
-    assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
+    tiny.assert_same_run(cut, whole)
 
 
 def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, workspace, tmp_path):
@@ -131,8 +127,7 @@ def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, wo
     settings = evaluation(workspace, "heldout")
     argv = pretraining(run, per_device_train_batch_size=1, **settings)
     succeed(run_two_processes("fsdp2", "pretrain.py", argv))
-    shutil.rmtree(run / "final")
-    shutil.rmtree(run / "checkpoint-6")
+    tiny.cut(run, step=3)
     succeed(run_processes("fsdp2", "pretrain.py", argv, processes=1))
     assert_same_run(run, pretrained_alone)
 

@@ -1,10 +1,12 @@
 """A tokenizer, token datasets and a model small enough to train whole runs in a second or two."""
 
 import json
+import shutil
 from pathlib import Path
 
 import datasets
 import numpy as np
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -73,9 +75,11 @@ def make_model_config(path: Path, **changes: object) -> Path:
 
 
 def flags(**settings: object) -> list[str]:
-    """Turn settings into a command line."""
+    """Turn settings into a command line; one of None is left out."""
     argv: list[str] = []
     for name, value in settings.items():
+        if value is None:
+            continue
         values = value if isinstance(value, list) else [value]
         argv += [f"--{name}", *map(str, values)]
     return argv
@@ -83,10 +87,7 @@ def flags(**settings: object) -> list[str]:
 
 def losses(output_dir: Path) -> list[float]:
     """The training losses of a run by step, read from its journal."""
-    from utils.callbacks.journal import read_journal
-
-    lines = read_journal(output_dir / "metrics.jsonl")
-    return [line["loss"] for line in lines if line["event"] == "train"]
+    return [line["loss"] for line in train_lines(output_dir)]
 
 
 def evaluations(output_dir: Path, split: str) -> dict[int, float]:
@@ -96,6 +97,48 @@ def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     metric = f"eval_{split}_loss"
     lines = read_journal(output_dir / "metrics.jsonl")
     return {line["step"]: line[metric] for line in lines if metric in line}
+
+
+def train_lines(output_dir: Path) -> list[dict]:
+    """The training logs of a run, read from its journal."""
+    from utils.callbacks.journal import read_journal
+
+    return [line for line in read_journal(output_dir / "metrics.jsonl") if line["event"] == "train"]
+
+
+def weights(output_dir: Path) -> bytes:
+    """The file of the finished model."""
+    return (output_dir / "final" / "model.safetensors").read_bytes()
+
+
+def cut(output_dir: Path, step: int) -> Path:
+    """Make it look as if the run had died after its checkpoint of `step`."""
+    for checkpoint in output_dir.glob("checkpoint-*"):
+        if int(checkpoint.name.split("-")[1]) > step:
+            shutil.rmtree(checkpoint)
+    for name in ("final", "adapter"):
+        shutil.rmtree(output_dir / name, ignore_errors=True)
+    return output_dir
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """The same losses and the same finished model, to the bit."""
+    assert losses(run) == losses(whole)
+    assert weights(run) == weights(whole)
+
+
+def plain_loss(model: torch.nn.Module, columns: dict[str, list[list[int]]]) -> float:
+    """The oracle: each document alone, unpacked and unpadded, through the model's own loss."""
+    total, targets = 0.0, 0
+    rows = columns["input_ids"]
+    for row, mask in zip(rows, columns.get("completion_mask", rows), strict=True):
+        ids = torch.tensor([row])
+        labels = ids.masked_fill(torch.tensor([mask]) == 0, -100)
+        count = int(labels[:, 1:].ne(-100).sum())
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=labels).loss.item() * count
+        targets += count
+    return total / targets
 
 
 def starts(output_dir: Path) -> list[dict]:

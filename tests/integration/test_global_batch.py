@@ -1,11 +1,14 @@
 """One global batch is one loss, however it is cut into micro-batches and ranks.
 
-Dense models and experts with their load-balancing loss, pretraining, fine-tuning and LoRA.
+Dense models and experts with their load-balancing loss, pretraining, fine-tuning and LoRA; also
+where a rank has no token that is trained on.
 """
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -16,7 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import pretrain
 import sft_train
-from utils.callbacks.journal import read_journal
+from utils.data.loader import PackedDataset
+from utils.data.order import GlobalBatchSampler, SampleOrder
+from utils.data.packing import plan_packing
+from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +37,9 @@ RUN = {
 }
 
 
-def lines(run: Path) -> list[dict]:
-    return [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "train"]
-
-
 def figures(run: Path) -> torch.Tensor:
     names = ("loss", "grad_norm", "aux_loss")
-    return torch.tensor([[line.get(name, 0.0) for name in names] for line in lines(run)])
+    return torch.tensor([[line.get(name, 0.0) for name in names] for line in tiny.train_lines(run)])
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,8 @@ def expected_run(kind: str, model: str, kept: Path, command) -> Path:
     return run
 
 
-def compare(run: Path, expected: Path) -> None:
-    assert len(lines(run)) == RUN["max_steps"]
+def compare(run: Path, expected: Path, steps: int = 4) -> None:
+    assert len(tiny.train_lines(run)) == steps
     torch.testing.assert_close(figures(run), figures(expected), rtol=1e-5, atol=1e-6)
     ours, others = (load_file(each / "final" / "model.safetensors") for each in (run, expected))
     torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-5)
@@ -93,7 +95,7 @@ def test_accumulation(kind, model, command, kept, tmp_path, capsys):
     argv = command(kind, model, tmp_path / "run", per_device_train_batch_size=1)
     assert MAINS[kind](argv) == 0
     compare(tmp_path / "run", expected)
-    assert ("aux_loss" in lines(expected)[0]) == (model == "experts")
+    assert ("aux_loss" in tiny.train_lines(expected)[0]) == (model == "experts")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsy
     run = tmp_path / "run"
     argv = command("sft", "experts", run, max_steps=1, router_aux_loss_coef=0)
     assert sft_train.main(argv) == 0
-    (without,), with_term = lines(run), lines(expected)[0]
+    (without,), with_term = tiny.train_lines(run), tiny.train_lines(expected)[0]
     term = COEFFICIENT * with_term["aux_loss"]
     assert with_term["aux_loss"] > 1
     assert with_term["loss"] == pytest.approx(without["loss"] + term, rel=1e-6)
@@ -137,7 +139,7 @@ def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, cap
         path.rename(tmp_path / path.name)
     assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
     assert "resum" in capsys.readouterr().out
-    (first,), (again,) = lines(whole), lines(cut)
+    (first,), (again,) = tiny.train_lines(whole), tiny.train_lines(cut)
     assert [first["loss"], first["aux_loss"]] == [again["loss"], again["aux_loss"]]
 
 
@@ -159,3 +161,78 @@ def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path
     moved = {key for key, value in merged.state_dict().items() if not value.equal(before[key])}
     assert moved
     assert not any("vision" in key or "projector" in key for key in moved)
+
+
+STEPS = 8
+T = 64
+GAPS = RUN | {
+    "packing": "concat",
+    "per_device_train_batch_size": 1,
+    "max_steps": STEPS,
+    "save_steps": STEPS,
+    "global_batch_size": 4,
+}
+
+
+def chats_with_gaps(count: int) -> dict[str, list[list[int]]]:
+    """Documents of 60 tokens trained on at their beginning and at their end, in turns.
+
+    End to end, 114 tokens in a row are not trained on: more than a sequence of 64.
+    """
+    rows = [(tiny.documents(40, seed=seed, longest=61)[0] * 60)[:60] for seed in range(count)]
+    early, late = [0] + [1] * 3 + [0] * 56, [0] * 57 + [1] * 3
+    return {"input_ids": rows, "completion_mask": [early, late] * (count // 2)}
+
+
+def tokens_by_micro_batch(data: Path) -> np.ndarray:
+    """Loss tokens, (steps, micro-batches, ranks), of two ranks that take a row each."""
+    dataset = open_token_dataset(data)
+    rows = PackedDataset([dataset], [plan_packing(dataset.lengths, T, "concat")])
+    order = SampleOrder([len(rows)], seed=42)
+    sampler = GlobalBatchSampler(order, 4, 1, rank=0, world_size=2, total_steps=STEPS)
+    counts = [
+        int(rows.__getitems__([row])["loss_mask"].sum())
+        for step in range(STEPS)
+        for row in sampler.sequences_of_step(step).tolist()
+    ]
+    return np.array(counts).reshape(STEPS, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("gaps") / "chats", chats_with_gaps(60))
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["fsdp2", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("multi_gpu", "zero2"))],
+)
+def test_ranks_without_a_loss_token_change_nothing(config, data, kept, fine_tuning, tmp_path):
+    counts = tokens_by_micro_batch(data)
+    alone, run = kept / "sft_gaps", tmp_path / "run"
+    if not alone.exists():
+        argv = fine_tuning(alone, **GAPS | {"train_data": data, "per_device_train_batch_size": 4})
+        assert sft_train.main(argv) == 0
+    done = run_two_processes(config, "sft_train.py", fine_tuning(run, **GAPS, train_data=data))
+    assert done.returncode == 0, done.stdout[-3000:]
+    empty = int((counts == 0).sum()), int((counts.sum(axis=1) == 0).sum())
+    assert min(empty) > 0
+    assert (counts.sum(axis=(1, 2)) > 0).all(), "that is the next test"
+    compare(run, alone, STEPS)
+
+
+def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path, capsys):
+    """Fine-tuning refuses documents without a target; pretraining on masked data meets them."""
+    count = 40
+    columns = tiny.masked(tiny.documents(count, seed=4))
+    for document in SampleOrder([count], seed=42).sequences(np.arange(4, 8)).tolist():
+        columns["completion_mask"][document] = [0] * len(columns["input_ids"][document])
+    data, run = tiny.save(tmp_path / "masked", columns), tmp_path / "run"
+    argv = pretraining(run, train_data=data, packing="none", max_steps=4, save_steps=4)
+    assert pretrain.main(argv) == 0
+    told = "step 2: no token of the global batch is trained on, so its loss and gradient are 0"
+    assert capsys.readouterr().out.count(told) == 1
+    lines = tiny.train_lines(run)
+    assert (lines[1]["loss"], lines[1]["grad_norm"]) == (0, 0)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert all(line["loss"] > 1 for line in lines[2:])
