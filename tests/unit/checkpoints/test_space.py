@@ -48,22 +48,6 @@ def test_only_committed_checkpoints_of_this_run_and_incomplete_ones_go(tmp_path)
     )
 
 
-def test_the_oldest_goes_first_even_where_one_was_left_half_deleted(tmp_path, monkeypatch):
-    commit(tmp_path, 2, 4, 6, 8)
-    write_files(tmp_path, 1).rename(tmp_path / "deleting.checkpoint-2")
-    gone = []
-    real = shutil.rmtree
-
-    def rmtree(path, **options):
-        gone.append(path.name)
-        real(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    rotate(tmp_path, RUN, 2)
-    assert gone[-1] == "deleting.checkpoint-4"
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
-
-
 def test_a_deletion_that_fails_is_logged_and_nothing_else(tmp_path, monkeypatch, caplog):
     def fail(path, **_options):
         raise OSError(13, "Permission denied")

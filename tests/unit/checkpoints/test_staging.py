@@ -66,15 +66,11 @@ def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
     own.close()
 
 
-def test_what_a_living_process_staged_is_left_alone(holder, caplog):
-    _, directory = holder
-    remove_leftovers()
-    assert (directory / "checkpoint-4" / "model.safetensors").exists()
-    assert not caplog.text
-
-
 def test_what_a_killed_process_staged_is_removed_with_a_log_line(holder, caplog):
     process, directory = holder
+    remove_leftovers()
+    assert (directory / "checkpoint-4" / "model.safetensors").exists(), "its process lives"
+    assert not caplog.text
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert directory.exists()
@@ -97,27 +93,6 @@ def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(staging.os, "getuid", lambda: 4242)
     remove_leftovers()
     assert (memory / f"{PREFIX}theirs").exists()
-
-
-def test_a_directory_that_was_taken_for_a_leftover_is_made_again(memory, monkeypatch):
-    """Between its making and its lock it looks like one."""
-    real, removals = staging.fcntl.flock, []
-
-    def lock_late(descriptor, operation):
-        if not removals:
-            removals.append(1)
-            monkeypatch.setattr(staging.fcntl, "flock", real)
-            remove_leftovers()
-        real(descriptor, operation)
-
-    monkeypatch.setattr(staging.fcntl, "flock", lock_late)
-    own = Staging("run-1", 0)
-    directory = own.open()
-    assert removals
-    assert directory.exists()
-    remove_leftovers()
-    assert directory.exists(), "locked now"
-    own.close()
 
 
 def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):

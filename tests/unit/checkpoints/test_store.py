@@ -34,17 +34,6 @@ def test_what_no_rank_wrote_is_not_committed(tmp_path):
     assert not store(tmp_path).is_committed(4)
 
 
-def test_storage_that_fails_commits_nothing(tmp_path, monkeypatch):
-    def fail(*_args):
-        raise OSError(122, "Disk quota exceeded")
-
-    monkeypatch.setattr("utils.checkpoints.store.write_manifest", fail)
-    write_files(tmp_path, 4)
-    with pytest.raises(StorageError, match="the disk quota is used up"):
-        store(tmp_path).commit(4, tokens=0)
-    assert not store(tmp_path).is_committed(4)
-
-
 def test_a_best_checkpoint_that_is_damaged_or_not_torchs_is_not_loaded(tmp_path):
     directory = write_files(tmp_path, 4)
     (directory / "pytorch_model_fsdp_0" / "__0_0.distcp").unlink()
@@ -80,25 +69,24 @@ def test_a_run_that_lost_its_directory_writes_nothing_more(act, tmp_path, monkey
 
 
 @pytest.fixture
-def memory(tmp_path, monkeypatch):
-    directory = tmp_path / "memory"
-    directory.mkdir()
-    monkeypatch.setattr(staging, "MEMORY", directory)
-    return directory
-
-
-@pytest.fixture
-def run(tmp_path, memory):
+def run(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
     return directory
 
 
 @pytest.fixture
-def checkpoints(run):
-    made = Checkpoints(
-        run, FACTS, 0, keep=2, estimated_bytes=1000, background=BackgroundWriter("run-1", 0)
-    )
+def memory(tmp_path):
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def checkpoints(run, memory, monkeypatch):
+    monkeypatch.setattr(staging, "MEMORY", memory)
+    background = BackgroundWriter("run-1", 0)
+    made = Checkpoints(run, FACTS, 0, keep=2, estimated_bytes=1000, background=background)
     yield made
     made.close()
 
@@ -134,25 +122,6 @@ def test_a_save_is_under_way_when_commit_returns(checkpoints, run, memory, monke
     assert not list(memory.iterdir())
 
 
-def test_the_next_save_waits_for_the_one_before(checkpoints, run, monkeypatch):
-    real, running, most = copying._copy, [], []
-
-    def copy(source, target):
-        running.append(source.parent)
-        most.append(len({path.name for path in running}))
-        record = real(source, target)
-        running.remove(source.parent)
-        return record
-
-    monkeypatch.setattr(copying, "COPY_THREADS", 1)
-    monkeypatch.setattr(copying, "_copy", copy)
-    for step in (2, 4, 6):
-        save(checkpoints, step)
-    checkpoints.finish()
-    assert max(most) == 1
-    assert names(run) == ["checkpoint-4", "checkpoint-6"], "rotated, too"
-
-
 def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, run, monkeypatch):
     def fail(*_paths):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "x"))
@@ -173,20 +142,3 @@ def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, 
     save(checkpoints, 6)
     with pytest.raises(ZeroDivisionError):
         checkpoints.finish()
-
-
-def test_without_room_in_memory_a_save_is_written_at_once(checkpoints, run, monkeypatch, caplog):
-    """The first by what a checkpoint is estimated to take, later ones by what was written."""
-    for free, written_at_once in ((999, True), (10_000, True), (40_000, False)):
-        monkeypatch.setattr("utils.checkpoints.staging.free_bytes", lambda free=free: free)
-        caplog.clear()
-        step = free // 10
-        assert checkpoints.begin(step)
-        assert (checkpoints.run_dir == run) == written_at_once
-        warning = f"the checkpoint of step {step} is written before training continues: "
-        assert (warning in caplog.text) == written_at_once
-        write_files(checkpoints.run_dir, step)
-        checkpoints.commit(step, tokens=0)
-        assert (checkpoints.saves[-1:] != [] and not checkpoints.writing) or not written_at_once
-        checkpoints.finish()
-    assert [save.write_s > 0 for save in checkpoints.saves] == [False, False, True]
