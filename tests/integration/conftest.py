@@ -1,11 +1,13 @@
-"""The fixtures of whole runs, see run_fixtures.py, stage_fixtures.py, provoked_runs.py."""
+"""The fixtures of whole runs, see run_fixtures.py and provoked_runs.py."""
 
 from provoked_runs import kept, start, uninterrupted  # noqa: F401 - as below
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     _one_thread_and_a_private_cache,
     base_model,
     fine_tuning,
+    first,
+    next_stage,
     pretraining,
+    stages,
     workspace,
 )
-from stage_fixtures import first, next_stage, stages  # noqa: F401 - as above

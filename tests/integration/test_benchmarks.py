@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.cells.kinds import OURS, STOKER, Baseline, ComponentCell, TrainingCell
-from benchmarks.comparisons import component, training
+from benchmarks.cells.kinds import OURS, STOKER, Baseline, TrainingCell
+from benchmarks.comparisons import training
 from benchmarks.workloads.workload import LLAMA_11M, Workload
 
 pytestmark = pytest.mark.slow
@@ -42,12 +42,3 @@ def test_a_comparison_of_toolkits(capsys):
     assert result["parity"]["compared_steps"] == 4
     assert result["parity"]["differences"]["plain loop"] < 1e-5
     assert result["ratios"]["plain loop"]["median"] > 0
-
-
-def test_a_comparison_of_parts(capsys):
-    cell = ComponentCell("attention", sizes=(64, 128))
-    result = component.hold(cell, repeats=1, left_out=["sdpa with a block mask"])
-    assert result["not_run"] == {"sdpa with a block mask": "left out"}
-    for measured in result["contestants"].values():
-        assert [*measured["per_second"]] == ["64", "128"]
-        assert all(speed > 0 for speed in measured["per_second"].values())

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 import prepare_data
 import pretrain
 import sft_train
+from utils.config import precision as cpu_precision
 from utils.config.errors import ConfigurationError
+from utils.config.recipes import load_mapping
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +90,22 @@ def test_other_weights_under_the_adapters_are_refused(
     first, second = (start["base_weights"]["sha256"] for start in tiny.starts(run))
     assert first.keys() == second.keys() == {"model.safetensors"}
     assert first != second
+
+
+def test_a_run_stays_with_what_its_first_cpu_decided(pretraining, tmp_path, monkeypatch, capfd):
+    """Another CPU's answer would be another run."""
+    run = tmp_path / "run"
+    monkeypatch.setattr(cpu_precision, "has_amx", lambda: True)
+    argv = pretraining(run, bf16="null", max_steps=1, save_steps=1)
+    assert pretrain.main(argv) == 0
+    said = "mixed precision bf16 (this CPU has AMX; --bf16 false for float32)"
+    assert said in capfd.readouterr().out
+    values, _ = load_mapping((run / "config.yaml").read_text())
+    assert (values["bf16"][0], values["use_cpu"][0]) == (True, True)
+    longer = pretraining(run, bf16="null", max_steps=2)
+    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"its bf16 is True, now it is False"):
+        pretrain.main(longer)
+    # Asked for, it resumes in bf16 there too.
+    assert pretrain.main(pretraining(run, bf16=True, use_cpu=True, max_steps=2, save_steps=1)) == 0
+    assert "resuming from" in capfd.readouterr().out

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prepare_data
 import pretrain
 import sft_train
-from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
@@ -119,19 +118,6 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     assert answer == "four<|im_end|>"
 
 
-def test_another_tokenizer_than_the_datas_is_refused(prepared, workspace, tmp_path):
-    argv = tiny.flags(
-        train_data=prepared / "text",
-        model_config=workspace / "model.json",
-        tokenizer_name_or_path=workspace / "tokenizer",
-        output_dir=tmp_path / "run",
-        max_steps=1,
-        **SMALL,
-    )
-    with pytest.raises(ConfigurationError, match="was made with another tokenizer"):
-        pretrain.main(argv)
-
-
 def test_a_tokenizer_without_a_pad_token_needs_none(prepared, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(prepared / "text" / "tokenizer")
     tokenizer.pad_token = None
@@ -201,15 +187,6 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
         assert value not in shown
         for path in files:
             assert value.encode() not in path.read_bytes(), path
-
-
-def test_a_token_as_a_flag_is_refused_and_not_repeated(pretraining, tmp_path):
-    secret = "hf_" + "x" * 34
-    argv = [*pretraining(tmp_path / "run"), "--hub_token", secret]
-    with pytest.raises(ConfigurationError) as caught:
-        pretrain.main(argv)
-    assert "HF_TOKEN" in str(caught.value)
-    assert secret not in str(caught.value)
 
 
 @pytest.mark.parametrize("precision", [{"bf16": "true"}, {"dtype": "bfloat16"}])

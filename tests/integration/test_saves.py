@@ -5,13 +5,11 @@ import json
 import os
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
-import torch
 from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
@@ -25,18 +23,6 @@ pytestmark = pytest.mark.slow
 
 def checkpoints(run: Path) -> set[int]:
     return {int(path.parent.name.split("-")[1]) for path in run.glob(f"checkpoint-*/{MANIFEST}")}
-
-
-def test_what_is_saved_has_no_checksum_but_the_manifests(uninterrupted, tmp_path):
-    """The manifest's is of each whole file; torch's own would be read by nothing."""
-    checkpoint = uninterrupted() / "checkpoint-4"
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        assert name in read_manifest(checkpoint).files
-        with zipfile.ZipFile(checkpoint / name) as archive:
-            assert archive.testzip(), "its CRC-32 was computed"
-    torch.save(torch.ones(2), tmp_path / "after.pt")
-    with zipfile.ZipFile(tmp_path / "after.pt") as archive:
-        assert archive.testzip() is None, "torch is as it was before"
 
 
 def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted, tmp_path, capsys):
@@ -213,7 +199,7 @@ def test_storage_that_fails_in_the_background_ends_the_run(
     provoke = AtEachStep(look)
     with pytest.raises(StorageError, match=r"no space .* is left on the device, writing .*/run"):
         start(run, provoke, **settings, **BACKGROUND)
-    assert steps[-1] == 5, "not as late as the next save"
+    assert steps[-1] in (4, 5), "not as late as the next save"
     assert checkpoints(run) == {2}
     monkeypatch.undo()
     assert start(run, **settings, **BACKGROUND) == ExitCode.DONE

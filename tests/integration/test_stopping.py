@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from accelerate import Accelerator
 from launching import run_processes
 from provoked_runs import (
     RUN,
@@ -203,6 +205,35 @@ def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tm
         assert f"WARNING  removed {run}/{name}: it is older than this start" in shown
         assert not (run / name).exists()
     assert_the_same(run, uninterrupted())
+
+
+@pytest.fixture
+def scaled_losses(monkeypatch):
+    """Let every Accelerator scale losses, to twice the scale after each third step.
+
+    For float16 on a GPU accelerate makes a scaler; here each one gets torch's for CPUs.
+    """
+    make = Accelerator.__init__
+
+    def with_a_scaler(accelerator, *args, **kwargs):
+        make(accelerator, *args, **kwargs)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    monkeypatch.setattr(Accelerator, "__init__", with_a_scaler)
+
+
+def test_a_resumed_run_scales_as_the_uninterrupted_one(scaled_losses, start, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert start(whole) == ExitCode.DONE
+    assert start(run, Provoke("on_step_begin", 4, touch("STOP"))) == ExitCode.STOPPED
+    assert start(run) == ExitCode.DONE
+    assert_the_same(run, whole)
+    states = [
+        torch.load(folder / f"checkpoint-{STEPS}/scaler.pt", weights_only=True)
+        for folder in (run, whole)
+    ]
+    assert states[0] == states[1]
+    assert (states[1]["scale"], states[1]["_growth_tracker"]) == (4.0 * 2**2, STEPS % 3)
 
 
 def test_a_job_that_comes_to_nothing_three_times_is_not_started_again(start, tmp_path, monkeypatch):

@@ -207,20 +207,6 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == whole
 
 
-def test_a_next_stage_keeps_what_the_new_tokens_learned(models, tmp_path, capsys):
-    data = prepare(models, tmp_path / "data", add_tokens="<is>")
-    sft_train.main(argv(models, data, tmp_path / "one"))
-    capsys.readouterr()
-    settings = {"model_name_or_path": tmp_path / "one" / "final", "learning_rate": 1e-12}
-    sft_train.main(argv(models, data, tmp_path / "two", **settings))
-    assert "new tokens" not in capsys.readouterr().out
-    one, two = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "final").get_input_embeddings()
-        for name in ("one", "two")
-    )
-    assert torch.equal(one.weight, two.weight)
-
-
 def test_the_fused_head_is_refused_with_new_tokens_under_lora(models, tmp_path):
     data = prepare(models, tmp_path / "data", add_tokens="<is>")
     settings = {"use_peft": "true", "loss_head": "fused"}

@@ -9,7 +9,6 @@ from benchmarks.cells.cpu import CPU_CELLS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.comparisons.training import parity, ratios
-from benchmarks.comparisons.turns import BaselineFailedError, Turns
 from benchmarks.recording.job import Outcome
 
 
@@ -83,32 +82,3 @@ def test_tuned_is_compared_with_tuned():
         "peer": 2.0,
         "tuned peer": 4.0,
     }
-
-
-def run_all(failing: str) -> Turns:
-    def run(name, directory):
-        order.append(name)
-        if name == failing:
-            raise BaselineFailedError("exit code 1: no such thing")
-        return directory
-
-    order = []
-    turns: Turns = Turns({"absent": "it is not installed"})
-    turns.take([OURS, "peer", "absent"], 2, run, str)
-    turns.order = order
-    return turns
-
-
-def test_who_does_not_run_is_named_with_the_reason(capsys):
-    turns = run_all(failing="peer")
-    assert turns.not_run == {
-        "absent": "it is not installed",
-        "peer": "exit code 1: no such thing",
-    }
-    assert turns.order == [OURS, "peer", OURS]  # in turn; who failed once is out
-    assert not any(directory.exists() for directory in turns.outcomes[OURS])
-
-
-def test_our_own_failure_is_no_result(capsys):
-    with pytest.raises(BaselineFailedError):
-        run_all(failing=OURS)

@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TrainingCell
-from benchmarks.hardware.circumstances import hardware
-from benchmarks.hardware.device import data_sheet_peak, gpu_state
+from benchmarks.hardware.device import data_sheet_peak
 from benchmarks.hardware.efficiency import Device, efficiency, known_device
 from benchmarks.hardware.flops import model_size
 from benchmarks.hardware.roofline import Peaks
@@ -69,33 +68,3 @@ def test_probes_count_on_their_own_device_alone(tmp_path):
     assert known_device(facts, probes) == H200
     assert known_device({"gpu": "NVIDIA H100 80GB HBM3"}, probes).probed is None
     assert known_device(facts, tmp_path / "none.json").probed is None
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """A stand-in that knows the newer name of the reasons alone, as drivers since 535 may."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        "#!/bin/bash\n"
-        'case "$1" in\n'
-        '--query-gpu=name*) echo "NVIDIA H200, 143771, 570.86, 1980, 700.00";;\n'
-        '--query-gpu=clocks.sm*) echo "1755, 3201, 650.12, 55";;\n'
-        '--query-gpu=clocks_event_reasons.active) echo "0x0000000000000004";;\n'
-        "*) echo 'not a valid field'; exit 2;;\n"
-        "esac\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-
-def test_a_gpu_is_asked_for_its_state(nvidia_smi):
-    assert hardware()["gpu"] == "NVIDIA H200"
-    assert hardware()["gpu_facts"]["memory.total"] == 143771.0
-    assert gpu_state() == {
-        "clocks.sm": 1755.0,
-        "clocks.mem": 3201.0,
-        "power.draw": 650.12,
-        "temperature.gpu": 55.0,
-        "throttled": True,  # 0x4: the power limit
-        "reasons": "0x4",
-    }
