@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.checkpoints.files import MANIFEST, file_problems, flush
@@ -19,8 +19,6 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a copy for another number of ranks, there while it is loaded
 SHOWN_PROBLEMS = 5
-# Files of a model's configuration and a tokenizer; no tensors are among them.
-DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 
 
 def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -56,10 +54,7 @@ def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def set_aside(directory: Path, prefix: str) -> Path:
-    """Rename a directory so that nothing takes it for a checkpoint; return its new name.
-
-    One of that name that was set aside before stays if it was damaged, and goes if incomplete.
-    """
+    """Rename a directory so that nothing takes it for a checkpoint; an older damaged one stays."""
     target = directory.with_name(prefix + directory.name)
     if prefix == INCOMPLETE:
         delete_if_possible(target)
@@ -102,57 +97,63 @@ def leftovers(output_dir: Path, *prefixes: str) -> Sequence[Path]:
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
     """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
 
-    Every file is read and compared with the manifest. What was not committed is set aside under
-    incomplete., what is not as it was committed under damaged. A `dry_run` moves nothing and reads
-    just the DESCRIPTIONS. Rank 0 alone calls it. Raises StorageError, with nothing moved, when all
-    committed ones are damaged: to start at step 0 again is for a person to decide. Raises
-    ConfigurationError for a checkpoint of another run.
+    Every file is read and compared with the manifest; uncommitted and damaged checkpoints are set
+    aside. A `dry_run` moves nothing and reads no contents of large files. Rank 0 alone calls it.
+    Raises StorageError, with nothing moved, when all committed checkpoints are damaged: to train
+    from step 0 again is for a person to decide.
     """
     if not dry_run:
         for directory in leftovers(output_dir, DELETING, RESHARDED):
             delete_if_possible(directory)
     uncommitted = uncommitted_checkpoints(output_dir)
-    damaged: dict[Path, list[str]] = {}
+    damaged: dict[Path, str] = {}
     found = None
     for step, directory in numbered_checkpoints(output_dir):
         if directory in uncommitted:
             continue
         begun = time.monotonic()
-        problems = checkpoint_problems(directory, step, run_id, DESCRIPTIONS if dry_run else None)
+        problems = checkpoint_problems(directory, step, run_id, large_files=not dry_run)
         if not problems:
             found = directory
             break
-        damaged[directory] = problems
+        damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS])
     if damaged and found is None:
-        raise StorageError(_all_damaged(damaged))
-    for directory in [] if dry_run else uncommitted:
-        logger.warning(
-            "%s was not committed (the run ended while it was written): set aside as %s",
-            directory,
-            set_aside(directory, INCOMPLETE).name,
+        raise StorageError(
+            [
+                *(f"{host_name()}: {path}: {problems}." for path, problems in damaged.items()),
+                "no committed checkpoint of this run is whole: check the storage and restore one "
+                "of them; or move them away to start again at step 0.",
+            ]
         )
-    for directory, problems in damaged.items():
-        logger.warning(
-            "%s is damaged (%s): %s; see whether the storage is sound",
-            directory,
-            _shown(problems),
-            f"{found} is used instead"
-            if dry_run
-            else f"set aside as {set_aside(directory, DAMAGED).name}",
-        )
-    if found is not None and not dry_run:
+    if dry_run:
+        for directory, shown in damaged.items():
+            logger.warning("%s is damaged (%s): %s is used instead", directory, shown, found)
+        return found
+    _set_all_aside(uncommitted, damaged)
+    if found is not None:
         logger.info("%s verified in %.1f s", found, time.monotonic() - begun)
         logger.info("resuming from %s", found)
     return found
 
 
-def checkpoint_problems(
-    directory: Path, step: int, run_id: str, suffixes: Collection[str] | None = None
-) -> list[str]:
-    """Return what is wrong with a committed checkpoint, by reading all of it; none: it is whole.
+def _set_all_aside(uncommitted: Sequence[Path], damaged: Mapping[Path, str]) -> None:
+    for directory in uncommitted:
+        name = set_aside(directory, INCOMPLETE).name
+        reason = "was not committed (the run ended while it was written)"
+        logger.warning("%s %s: set aside as %s", directory, reason, name)
+    for directory, shown in damaged.items():
+        name = set_aside(directory, DAMAGED).name
+        logger.warning(
+            "%s is damaged (%s): set aside as %s; check the storage", directory, shown, name
+        )
 
-    With `suffixes` only the files that end so are read. Raises ConfigurationError when it belongs
-    to another run.
+
+def checkpoint_problems(
+    directory: Path, step: int, run_id: str, *, large_files: bool = True
+) -> list[str]:
+    """Return what is wrong with a committed checkpoint; empty: it is whole.
+
+    Raises ConfigurationError when it belongs to another run.
     """
     try:
         manifest = read_manifest(directory)
@@ -163,20 +164,6 @@ def checkpoint_problems(
             )
         if manifest.step != step:
             return [f"{MANIFEST} is of step {manifest.step:,}"]
-        return file_problems(directory, manifest.files, suffixes)
+        return file_problems(directory, manifest.files, large_files=large_files)
     except (DamagedCheckpointError, OSError) as error:
         return [str(error)]
-
-
-def _all_damaged(damaged: Mapping[Path, list[str]]) -> list[str]:
-    found = [f"{host_name()}: {path}: {_shown(problems)}." for path, problems in damaged.items()]
-    return [
-        *found,
-        "no committed checkpoint of this run is whole: see whether the storage is sound and "
-        "restore one of them; or move them away to start again at step 0.",
-    ]
-
-
-def _shown(problems: list[str]) -> str:
-    more = len(problems) - SHOWN_PROBLEMS
-    return "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
-UNITS = ("KiB", "MiB", "GiB")
+SMALL_BYTES = 2**24  # what a dry run reads: configurations and tokenizers, hardly a tensor
 # One SHA-256 keeps a core busy at about a gigabyte a second, so several cores hash parts.
 PART_BYTES = 2**26
 THREADS = 8  # parallel file systems like several readers
@@ -46,17 +46,13 @@ class FileRecord:
 
 
 def readable(size_bytes: float) -> str:
-    """Write a size out in its largest unit, to one decimal.
+    """Write a size in KiB, MiB or GiB.
 
     >>> readable(1000), readable(5 * 2**20), readable(1.5 * 2**40)
     ('1.0 KiB', '5.0 MiB', '1,536.0 GiB')
     """
-    size = size_bytes / 1024
-    for unit in UNITS:
-        if size < 1023.95 or unit == UNITS[-1]:
-            break
-        size /= 1024
-    return f"{size:,.1f} {unit}"
+    power = 1 + (size_bytes >= 1023.95 * 2**10) + (size_bytes >= 1023.95 * 2**20)
+    return f"{size_bytes / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def owner(name: str) -> int:
@@ -66,9 +62,9 @@ def owner(name: str) -> int:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the paths within `directory` of all files in it, sorted, but the manifest itself.
+    """Return the relative paths of all files but the manifest, sorted.
 
-    What NFS keeps of deleted files that are still open (.nfsXXXX) does not count.
+    NFS keeps deleted files that are still open as .nfsXXXX; they do not count.
     """
     names = []
     for folder, folders, files in os.walk(directory):
@@ -81,10 +77,9 @@ def list_files(directory: Path) -> list[str]:
 
 
 def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring files, and the folders they are in, to stable storage; return what they hold.
+    """Flush files and their folders to stable storage; return what the files hold.
 
-    A file is hashed while it is on its way, so hashing costs little where the disk is slower.
-    Raises OSError.
+    Files are hashed meanwhile. Raises OSError.
     """
     names = list(names)
     folders = {(directory / name).parent for name in names} | {directory}
@@ -102,10 +97,7 @@ def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRec
 
 
 def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Copy files into `target`, to stable storage with their folders; return what they hold.
-
-    Raises OSError.
-    """
+    """Copy files into `target` on stable storage; return what they hold; raises OSError."""
     names = list(names)
     folders = {(target / name).parent for name in names} | {target}
     for folder in folders:
@@ -119,12 +111,11 @@ def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[st
 
 
 def file_problems(
-    directory: Path, records: Mapping[str, FileRecord], suffixes: Collection[str] | None = None
+    directory: Path, records: Mapping[str, FileRecord], *, large_files: bool = True
 ) -> list[str]:
     """Compare the files of a checkpoint with what was committed; return what differs.
 
-    Names and sizes come first: most damage shows there, without reading. With `suffixes` only the
-    files that end so are read then.
+    Names and sizes come first: most damage shows there, without reading.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -138,7 +129,7 @@ def file_problems(
             problems.append(
                 f"{name} has {path.stat().st_size:,} bytes, not {records[name].size_bytes:,}"
             )
-        elif suffixes is None or path.suffix in suffixes:
+        elif large_files or records[name].size_bytes <= SMALL_BYTES:
             whole.append(name)
     if problems:
         return problems

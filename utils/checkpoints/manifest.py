@@ -27,10 +27,10 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed checkpoint: of which run and step, made by what, from what, and its files.
+    """What a committed checkpoint holds, and which run made it.
 
-    `samples` and `tokens` (real ones, no padding) are those consumed since step 0. `fingerprints`
-    has the digests of data, tokenizer and settings, `versions` those of the packages.
+    `samples` and `tokens` (without padding) count from step 0. `fingerprints` are digests of data,
+    tokenizer and settings; `versions` are the packages'.
     """
 
     run_id: str
@@ -52,11 +52,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Commit the checkpoint in `directory`, whose files are on stable storage already.
-
-    The manifest appears in one step: a kill leaves a checkpoint that is committed or is not.
-    Raises OSError.
-    """
+    """Commit the checkpoint in `directory`, whose files are flushed already; raises OSError."""
     flush(directory.parent)  # the entry of the directory itself
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)))
     flush(directory)
@@ -65,8 +61,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
-    Raises DamagedCheckpointError for one that is not as it was written, to the last bit; OSError
-    for one that cannot be read; ConfigurationError for one of a later version of Stoker.
+    Raises DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
+    ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     if path.is_symlink():
@@ -92,17 +88,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _text(committed: Mapping[str, Any]) -> str:
-    """Write a checkpoint's facts out, with their own digest, in the one way there is."""
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
     content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError for a checkpoint that `strategy` (LaunchFacts) cannot load.
-
-    The libraries end in a traceback about missing files, after the model was built on all ranks.
-    """
+    """Raise ConfigurationError for a checkpoint that `strategy` cannot load."""
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return
@@ -115,27 +107,22 @@ def check_layout(checkpoint: Path, strategy: str) -> None:
 
 def earlier_starts(path: Path) -> list[dict[str, Any]]:
     """Return the starts in a file that `write_provenance` wrote; none where there is no file."""
-    content = _content(path)
-    return [] if content is None else content["starts"]
+    return _provenance(path)["starts"]
 
 
 def known_run_id(path: Path) -> str | None:
-    """Return what tells this run from all others, made at its first start; None before that."""
-    content = _content(path)
-    return None if content is None else content.get("run_id")
+    """Return the run's id, made at its first start; None before that."""
+    return _provenance(path).get("run_id")
 
 
-def _content(path: Path) -> dict[str, Any] | None:
+def _provenance(path: Path) -> dict[str, Any]:
     if not path.exists():
-        return None
+        return {"starts": []}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content["starts"][:]
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{path} is not the JSON that an earlier start wrote ({error}): move it away."
+            f"{path} is not the JSON that an earlier start wrote ({error!r}): move it away."
         ) from error
-    if not isinstance(content, dict) or not isinstance(content.get("starts"), list):
-        raise ConfigurationError(
-            f"{path} holds something else than the list of this run's starts: move it away."
-        )
     return content

@@ -1,8 +1,8 @@
-"""Nothing in a checkpoint is unpickled but known classes, whichever library loads it.
+"""Only known classes in a checkpoint are unpickled, whichever library loads it.
 
-Loading a pickle calls whatever it names. Trainer loads with weights_only=True; DeepSpeed and
-torch.distributed.checkpoint without, which a variable of torch overrules. The metadata of sharded
-checkpoints, which torch unpickles by itself, is read here first, by a list of names.
+Trainer loads with weights_only=True; DeepSpeed and torch.distributed.checkpoint do not, which a
+variable of torch overrules. torch unpickles the metadata of sharded checkpoints without a guard:
+it is read here first.
 """
 
 import io
@@ -55,20 +55,12 @@ def guard_loading(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError for a checkpoint that names anything but known classes.
-
-    Nothing it names is run. It is not set aside for an older one: a person has to know of it.
-    """
+    """Raise ConfigurationError for a checkpoint that names anything but known classes."""
     strategy = read_manifest(checkpoint).strategy
     found = {name: forbidden(checkpoint / name, strategy) for name in list_files(checkpoint)}
     if problems := [f"{checkpoint / name} {reason}" for name, reason in found.items() if reason]:
-        raise ConfigurationError(
-            [
-                *problems,
-                f"nothing of {checkpoint} was loaded. Find out who wrote it; move it away to "
-                "resume from the checkpoint before.",
-            ]
-        )
+        hint = "Find out who wrote it; move it away to resume from the checkpoint before."
+        raise ConfigurationError([*problems, f"nothing of {checkpoint} was loaded. {hint}"])
 
 
 def forbidden(path: Path, strategy: str = "single") -> str | None:
@@ -92,7 +84,6 @@ def forbidden(path: Path, strategy: str = "single") -> str | None:
 
 
 def _allow_known_classes(strategy: str) -> None:
-    """Let torch load numpy's random states and DeepSpeed's values, which do nothing."""
     # Not torch's context manager of that name: at its end it forgets what was known before, too.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
@@ -105,8 +96,6 @@ def _allow_known_classes(strategy: str) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what is on the list, see "Restricting Globals" in the documentation of pickle."""
-
     def find_class(self, module: str, name: str) -> Any:
         if name not in METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not on the list")

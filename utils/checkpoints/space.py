@@ -30,27 +30,22 @@ Committed = Sequence[tuple[Path, Manifest]]  # newest first
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return how many checkpoints storage has to hold while the last of `saves` is written.
+    """Return how many checkpoints storage holds while the last of `saves` is written.
 
-    Older ones beyond the newest `keep` go before a save if its room is needed, but LEAST_KEPT stay
-    until it is committed: with a limit of 2 as with one of 3, three are there for a moment.
+    LEAST_KEPT stay until it is committed: with a limit of 2 there are three for a moment.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints (None: all stay) and the best one.
-
-    Only committed checkpoints of this run are looked at, by step, never by a file's time. What
-    cannot be deleted is logged, and training continues.
-    """
+    """Delete this run's committed checkpoints but the newest `keep` (None: all) and the best."""
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
         delete_if_possible(directory)
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Check that the next checkpoint fits; delete as much of `deletable` as that takes, if any.
+    """Delete as much of `deletable` as the next checkpoint needs.
 
     Raises StorageError, with nothing deleted, if all of it is not enough.
     """
@@ -66,13 +61,13 @@ def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: 
     if room < needed:
         staying = len({path for path, _ in committed} - set(doomed))
         damaged = leftovers(output_dir, DAMAGED)
-        hint = f", such as {damaged[0]} if you do not need it any more" if damaged else ""
+        hint = f", such as {damaged[0]} if you do not need it" if damaged else ""
         raise StorageError(
             f"{host_name()}: the next checkpoint takes {readable(needed)}, {output_dir} has "
             f"{readable(free)} free, {readable(room - free)} more once old ones are deleted "
             f"({staying} stay until it is there): {readable(needed - room)} are missing. Remove "
-            f"files there{hint}, or have your quota raised, then start the same command again: it "
-            "resumes from the newest checkpoint, and none was touched."
+            f"files there{hint}, then start the same command again: it resumes from the newest "
+            "checkpoint."
         )
     for directory in doomed:
         logger.warning("%s is deleted before the save: its room is needed", directory)
@@ -80,10 +75,10 @@ def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: 
 
 
 def deletable(output_dir: Path, committed: Committed, keep: int | None) -> Sequence[Path]:
-    """Return what may be deleted before the next checkpoint is there, in the order to go.
+    """Return what may go before the next save, in this order.
 
-    That is what killed starts left behind, then what `rotate` would delete after the next commit,
-    the oldest first, as long as LEAST_KEPT committed ones stay.
+    What killed starts left behind, then what `rotate` would delete after the next commit, oldest
+    first, as long as LEAST_KEPT committed ones stay.
     """
     spare = _spare(committed, None if keep is None else keep - 1)
     most = max(0, len(committed) - LEAST_KEPT)
@@ -112,15 +107,9 @@ def _spare(committed: Committed, keep: int | None) -> Sequence[Path]:
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]
-    best = _best_checkpoint(newest_first[0])
-    return [path for path in reversed(newest_first[keep:]) if path.name != best]
-
-
-def _best_checkpoint(checkpoint: Path) -> str | None:
-    """Return the name of the best checkpoint so far, as a committed one has it."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        best = state["best_model_checkpoint"]
+        state = json.loads((newest_first[0] / "trainer_state.json").read_text(encoding="utf-8"))
+        best = Path(state["best_model_checkpoint"] or "none").name
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # whoever loads it says what is wrong with it
-    return None if best is None else Path(best).name
+        best = "none"  # a resume says what is wrong with it
+    return [path for path in reversed(newest_first[keep:]) if path.name != best]

@@ -25,10 +25,9 @@ GROUP_TIMEOUT_S = 24 * 3600
 
 
 class Staging:
-    """The directory of one rank of a run, made at its first use, gone with `close`.
+    """One rank's directory in memory, from the first `open` to `close`.
 
-    Each rank has its own, so that ranks on one node and on several do the same. It is locked while
-    its process lives: a killed one leaves its directory to the next start on that node.
+    It is locked while its process lives; the next start on the node removes an unlocked one.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -77,42 +76,31 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove the staged checkpoints of this user's processes that were killed on this node.
-
-    They are in no checkpoint and would keep memory from all jobs. The directory of a living process
-    is locked, and left alone.
-    """
+    """Remove what this user's killed processes staged on this node: it keeps memory from jobs."""
     for directory in sorted(MEMORY.glob(f"{PREFIX}*")):
         try:
-            if directory.lstat().st_uid == os.getuid():
-                _remove_unless_locked(directory)
-        except FileNotFoundError:
-            continue  # another rank was faster
+            if directory.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)
+            finally:
+                os.close(lock)
+            logger.warning("%s was left in memory by a run that was killed: removed", directory)
+        except (FileNotFoundError, BlockingIOError):
+            continue  # another rank was faster, or its process lives
         except OSError as error:
             logger.warning("%s could not be removed: %s", directory, error)
-
-
-def _remove_unless_locked(directory: Path) -> None:
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory)
-        logger.warning("%s was left in memory by a run that was killed: removed", directory)
-    except BlockingIOError:
-        pass  # its process lives
-    finally:
-        os.close(lock)
 
 
 class BackgroundWriter:
     """A thread of each rank that copies what it staged, and commits with the other ranks' threads.
 
-    The threads have a group of their own, so that their collectives never mix with training's. All
-    methods are for the main thread, but `own_files`.
+    The threads have a process group of their own: their collectives never mix with training's.
     """
 
     def __init__(self, run_id: str, rank: int):
-        """Make the group; collective over ranks. Raises UnfitClusterError."""
         self.rank = rank
         self.staging = Staging(run_id, rank)
         self.group = cpu_group(GROUP_TIMEOUT_S)
@@ -121,19 +109,19 @@ class BackgroundWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Whether a checkpoint is being written."""
         return self.thread is not None and self.thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether the last one did not get there on this rank; `wait` raises why."""
+        """Whether the last write failed on this rank; `wait` raises why."""
         return self.error is not None
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return the directory in memory for this rank's checkpoint; None if a node has no room.
 
-        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: not known,
-        a node has to have room for all).
+        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
+        then its node needs `all_bytes`).
         """
         rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
         for host in dict.fromkeys(host for host, _, _ in rooms):
@@ -151,8 +139,8 @@ class BackgroundWriter:
         return on_every_rank(self.staging.open)[self.rank]
 
     def start(self, work: Callable[[], None]) -> None:
-        """Let `work` be done; the one before must have been waited for."""
-        assert self.thread is None, "one at a time"
+        """Do `work` in the thread."""
+        assert self.thread is None, "one at a time: wait first"
         self.thread = threading.Thread(
             target=self._do, args=[work], name="checkpoint writer", daemon=True
         )
@@ -169,17 +157,14 @@ class BackgroundWriter:
             raise error
 
     def close(self) -> None:
-        """Give memory and group up; nothing may be under way. All ranks call it."""
+        """Release memory and group; all ranks call it, with no work under way."""
         self.staging.close()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return which of the files that it staged this rank has to copy.
-
-        Collective over the threads of the ranks; raises StorageError.
-        """
+        """Return which of its staged files this rank copies; collective over the threads."""
         return own_share(on_every_rank(lambda: list_files(staged), self.group), self.rank)
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -190,10 +175,7 @@ class BackgroundWriter:
 
 
 def own_share(names_by_rank: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Return the files that a rank has to copy of those that each rank staged.
-
-    A file that several staged is its owner's; any other one is whose that has it.
-    """
+    """Return the files that a rank copies: its own, and those that no owner staged."""
     writers: dict[str, int] = {}
     for writer, names in enumerate(names_by_rank):
         for name in names:

@@ -1,11 +1,9 @@
 """The checkpoints of a run: room before a save, the commit after it, then rotation.
 
-Trainer writes its files as it always does. Then all ranks meet, each brings its own files to
-stable storage and hashes them, and rank 0 writes the manifest last. No directory is renamed: in the
-designs that upstream took back twice, ranks raced for one name (transformers #28364, #36112).
-
-In the background the same happens to what Trainer wrote into memory: each rank's thread copies its
-files to where they belong, and the manifest follows.
+Trainer writes its files as it always does. Then each rank flushes and hashes its own files, and
+rank 0 writes the manifest last. No directory is renamed: when transformers did that, ranks raced
+for one name (#28364, #36112). In the background Trainer writes into memory, and each rank's thread
+copies its files to where they belong before the manifest is written.
 """
 
 import datetime
@@ -40,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What every manifest of a start says of the run, see `Manifest`."""
+    """What is the same in every manifest of a start, see `Manifest`."""
 
     run_id: str
     world_size: int
@@ -52,12 +50,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Save:
-    """A committed checkpoint of this start, and what it took."""
+    """A committed checkpoint of this start, and how long it took."""
 
     step: int
     size_bytes: int
-    stall_s: float  # in which training stood still
-    write_s: float  # after that, in the background
+    stall_s: float  # training waited
+    write_s: float  # in the background, after that
 
     @property
     def total_s(self) -> float:
@@ -90,7 +88,7 @@ class Checkpoints:
         self.own_bytes: int | None = None  # that this rank wrote the last time
 
     def directory(self, step: int) -> Path:
-        """Return where the checkpoint of a step belongs."""
+        """Return the path of the checkpoint of a step."""
         return self.output_dir / f"checkpoint-{step}"
 
     def is_committed(self, step: int) -> bool:
@@ -99,12 +97,12 @@ class Checkpoints:
 
     @property
     def staged(self) -> bool:
-        """Whether the checkpoint that was begun goes through memory."""
+        """Whether the checkpoint that was begun is staged in memory."""
         return self.run_dir != self.output_dir
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written in the background, on this rank."""
+        """Whether this rank is writing a checkpoint in the background."""
         return self.background is not None and self.background.writing
 
     @property
@@ -113,17 +111,17 @@ class Checkpoints:
         return self.background is not None and self.background.failed
 
     def begin(self, step: int) -> bool:
-        """Wait for the save before, and see that this one has room; False: the step is committed.
+        """Wait for the save before, and make room; False: the step is committed already.
 
-        Raises on all ranks StorageError, and ConfigurationError where the directory was lost.
+        Raises StorageError, or ConfigurationError if another job took the directory, on all ranks.
         """
         self.begun = time.monotonic()
         self.finish()
         self.check_ownership()
         if self.is_committed(step):
             return False
-        facts = self.facts
-        on_rank_0(lambda: make_room(self.output_dir, facts.run_id, self.keep, self.estimated_bytes))
+        run_id = self.facts.run_id
+        on_rank_0(lambda: make_room(self.output_dir, run_id, self.keep, self.estimated_bytes))
         staged = None
         if self.background is not None:
             size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
@@ -135,7 +133,7 @@ class Checkpoints:
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Make what was written for this step a checkpoint, then rotate; raises StorageError."""
+        """Commit what Trainer wrote for this step, then rotate; raises StorageError."""
         background = self.background if self.staged else None
         if background is None:
             size_bytes = self._commit_files(step, tokens, self._own_records)
@@ -161,24 +159,24 @@ class Checkpoints:
             self.background.wait()
 
     def close(self) -> None:
-        """Give up what writing in the background takes."""
+        """Release what writing in the background needs."""
         if self.background is not None:
             self.background.close()
 
     def check_ownership(self) -> None:
-        """Raise ConfigurationError on all ranks when another job took the directory meanwhile."""
+        """Raise ConfigurationError on all ranks if another job took the directory."""
         on_rank_0(self._check_ownership)
 
     def check(self, directory: Path) -> None:
-        """See that a committed checkpoint is still whole; raises StorageError on all ranks."""
+        """Raise StorageError on all ranks if a committed checkpoint is damaged."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
             problems = checkpoint_problems(directory, step, self.facts.run_id)
             if problems:
+                shown = "; ".join(problems)
                 raise StorageError(
-                    f"{host_name()}: {directory} is damaged ({'; '.join(problems)}): see whether "
-                    "the storage is sound."
+                    f"{host_name()}: {directory} is damaged ({shown}): check the storage."
                 )
             refuse_code(directory)
 
@@ -191,17 +189,25 @@ class Checkpoints:
         record: Callable[[Path], dict[str, FileRecord]],
         group: Any = None,
     ) -> int:
-        """Let every rank record its files, commit them all, rotate; return their bytes."""
+        """Record every rank's files, commit, rotate; return their bytes."""
         directory = self.directory(step)
         records: dict[str, FileRecord] = {}
         by_rank = on_every_rank(lambda: record(directory), group)
         for own in by_rank:
             records |= own
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
-        on_rank_0(lambda: self._commit(directory, self._manifest(step, tokens, records)), group)
+        manifest = Manifest(
+            **vars(self.facts),
+            step=step,
+            samples=step * self.facts.global_batch_size,
+            tokens=tokens,
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            files=records,
+        )
+        on_rank_0(lambda: self._commit(directory, manifest), group)
         if self.rank == 0:
             rotate(self.output_dir, self.facts.run_id, self.keep)
-        return sum(file.size_bytes for file in records.values())
+        return manifest.size_bytes
 
     def _note(self, save: Save) -> None:
         self.saves.append(save)
@@ -230,14 +236,3 @@ class Checkpoints:
             )
         self._check_ownership()
         write_manifest(directory, manifest)
-
-    def _manifest(self, step: int, tokens: int, records: Mapping[str, FileRecord]) -> Manifest:
-        facts = self.facts
-        return Manifest(
-            **vars(facts),
-            step=step,
-            samples=step * facts.global_batch_size,
-            tokens=tokens,
-            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            files=records,
-        )

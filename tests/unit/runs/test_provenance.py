@@ -74,13 +74,11 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [("{", "is not the JSON"), ("[]", "something else"), ("{}", "else")]
-)
-def test_a_file_that_is_something_else_is_not_overwritten(tmp_path, content, message):
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_file_that_is_something_else_is_not_overwritten(tmp_path, content):
     path = tmp_path / "provenance.json"
     path.write_text(content)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match="is not the JSON"):
         write(path)
     assert path.read_text() == content
 
