@@ -17,7 +17,11 @@ def test_a_config_has_only_keys_that_accelerate_reads(name):
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    assert text.startswith("# "), "when to use it"
+    assert f"accelerate launch --config_file accelerate_configs/{name}.yaml" in text
+    content = yaml.safe_load(text)
+    assert content["mixed_precision"] == "no", "precision is left to the recipe"
     # Unknown keys at the top are refused by accelerate itself ...
     config = ClusterConfig.from_yaml_file(CONFIGS / f"{name}.yaml")
     assert config.num_machines == 1
@@ -30,15 +34,3 @@ def test_a_config_has_only_keys_that_accelerate_reads(name):
         assert not unknown
     # These two count on the command line only, so here they would be settings that do nothing.
     assert not {"rdzv_backend", "same_network"} & set(content)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_precision_is_left_to_the_recipe(name):
-    assert yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["mixed_precision"] == "no"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_config_says_when_to_use_it_and_how(name):
-    text = (CONFIGS / f"{name}.yaml").read_text()
-    assert text.startswith("# ")
-    assert f"accelerate launch --config_file accelerate_configs/{name}.yaml" in text

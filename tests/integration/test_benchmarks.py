@@ -1,12 +1,96 @@
-"""A comparison of two, in real processes: the same losses, everything measured."""
+"""A comparison in real processes, and the cells for a GPU as toys in this process."""
+
+import importlib
+import math
+import os
+import re
+from unittest import mock
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
 
-from benchmarks.cells.kinds import OURS, STOKER, Baseline, TrainingCell
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.cells.kinds import OURS, STOKER, TUNED_STOKER, Baseline, TrainingCell
+from benchmarks.cells.toy import toy
 from benchmarks.comparisons import training
-from benchmarks.workloads.workload import LLAMA_11M, Workload
+from benchmarks.comparisons.training import job_of, parity
+from benchmarks.recording.job import STARTED_AT, CannotRunError
+from benchmarks.workloads.first_loss import first_losses
+from benchmarks.workloads.workload import LLAMA_11M, Workload, make_workload
 
 pytestmark = pytest.mark.slow
+
+ORIGINAL_STEP, ORIGINAL_STEP_END = Trainer.training_step, CallbackHandler.on_step_end
+TOYS = {cell.name: toy(cell) for cell in GPU_CELLS}
+LACKS = r"is not installed|no module named|needs? a GPU|needs a process|on a CPU"
+# Without compilation --compile trains as without it, which one cell of each kind shows.
+REPEATED = ("qwen3_600m_pretrain", "llama_8b_lora")
+TRAINED = {name: cell for name, cell in TOYS.items() if isinstance(cell, TrainingCell)}
+del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and precision as others
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own():
+    """What a baseline changes in its process is as before for the next one."""
+    variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
+    # Compiling takes longer than all else here; tests/integration/test_compiled_runs.py does it.
+    with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
+        yield
+    put_back()
+
+
+def put_back():
+    Trainer.training_step, CallbackHandler.on_step_end = ORIGINAL_STEP, ORIGINAL_STEP_END
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(cell, baseline, workload, scratch):
+    """Train as the baseline's own process would."""
+    put_back()
+    module = importlib.import_module(f"benchmarks.baselines.{baseline.module}")
+    scratch.mkdir()
+    return module.train(job_of(cell, baseline, workload, scratch))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=[] if name in REPEATED else pytest.mark.exhaustive, id=name)
+        for name, cell in TRAINED.items()
+    ],
+)
+def test_everybody_trains_the_same_model(cell, tmp_path):
+    (tmp_path / "workload").mkdir()
+    workload = make_workload(cell.workload, tmp_path / "workload")
+    outcomes = {}
+    for number, baseline in enumerate(cell.baselines):
+        if baseline.reason_not_to_run() or (baseline is TUNED_STOKER and cell.name in REPEATED):
+            continue
+        try:
+            outcome = train(cell, baseline, workload, tmp_path / str(number))
+        except CannotRunError as error:
+            assert re.search(LACKS, str(error))  # noqa: PT017 - who can run here does
+            continue
+        assert all(math.isfinite(loss) for loss in outcome.losses)
+        assert outcome.window_tokens >= outcome.window_loss_tokens > 0
+        assert len(outcome.losses) == len(outcome.step_s) + 1 == cell.steps
+        assert bool(outcome.notes.get("kernels")) is cell.trace
+        outcomes[baseline.name] = [outcome]
+    assert len(outcomes) >= 2
+    expected = {}
+    if cell.workload.kind == "sft":
+        firsts = {name: runs[0].first_documents for name, runs in outcomes.items()}
+        assert all(firsts.values())
+        expected = first_losses(workload, cell.precision, firsts)
+    found = parity(cell, outcomes, expected)
+    assert max(found["differences"].values()) <= found["limit"], found
+    assert found["compared_steps"] == (3 if cell.workload.kind == "pretrain" else 1)
+    # Toys see few documents, whose prompts are rounded to whole tokens.
+    assert max(found["loss_share_differences"].values()) < 0.08, found
+
 
 SMALL = LLAMA_11M | {
     "hidden_size": 32,

@@ -77,19 +77,6 @@ def test_a_published_model_comes_back_as_it_was_published(
     assert {file.name: file.read_bytes() for file in final.iterdir()} == before
 
 
-def test_the_type_is_a_setting(published, fine_tuning, tmp_path):
-    sft_train.main(
-        fine_tuning(
-            tmp_path / "run",
-            model_name_or_path=published,
-            max_steps=1,
-            save_steps=1,
-            save_dtype="float32",
-        )
-    )
-    assert set(_types(tmp_path / "run" / "final").values()) == {"F32"}
-
-
 def test_a_model_from_scratch_generates_with_a_cache(pretraining, tmp_path):
     pretrain.main(pretraining(tmp_path / "run", max_steps=1, save_steps=1))
     final = tmp_path / "run" / "final"

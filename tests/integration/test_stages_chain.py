@@ -138,22 +138,6 @@ MISFITS = (
 )
 
 
-def test_weights_that_do_not_fit_are_named_all_at_once(first, next_stage, tmp_path):
-    directory = misfit(first, tmp_path / "misfit")
-    with pytest.raises(ConfigurationError) as caught:
-        pretrain.main(next_stage(tmp_path / "run", directory))
-    assert caught.value.problems == [text.format(directory) for text in MISFITS]
-
-
-def test_tied_weights_are_not_missing(pretraining, next_stage, tmp_path):
-    tied = tiny.make_model_config(tmp_path / "tied.json", tie_word_embeddings=True)
-    run, after = tmp_path / "run", tmp_path / "after"
-    pretrain.main(pretraining(run, model_config=tied, max_steps=1))
-    argv = next_stage(after, run, max_steps=1)
-    pretrain.main(argv)
-    assert "lm_head.weight" not in load_file(run / "final" / "model.safetensors")
-
-
 def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     first, fine_tuning, next_stage, tmp_path
 ):
