@@ -14,11 +14,6 @@ class Precision:
     mixed: bool
     trained_bytes: int
 
-    @property
-    def frozen_bytes(self) -> int:
-        """Those of a parameter that no optimizer steps."""
-        return 2 if self.weights == "bfloat16" else 4
-
 
 PRECISIONS = {
     "fp32": Precision("float32", mixed=False, trained_bytes=4),

@@ -11,8 +11,8 @@ import tiny
 from kernel_calls import Starts, fsdp2_environment
 from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
 
+from utils.checkpoints.discovery import RESERVE_BYTES
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.space import RESERVE_BYTES
 from utils.config.errors import ExitCode
 
 AT_ONCE = 2  # starts

@@ -12,9 +12,8 @@ from typing import Any
 import tiny
 from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing, hit, killing
 
-from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoints
+from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, numbered_checkpoints
 from utils.checkpoints.files import list_files
-from utils.checkpoints.space import LEAST_KEPT
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 # Of a checkpoint: they hold times, random names and the path of the run.

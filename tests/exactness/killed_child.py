@@ -33,7 +33,7 @@ import utils.runs.preflight
 import utils.runs.start
 import utils.training.trainer
 from utils.callbacks.stop import StopWatch
-from utils.checkpoints import space as rotation
+from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
 from utils.checkpoints import staging as background
 from utils.launch.script import run_script

@@ -15,9 +15,8 @@ import tiny
 from kernel_calls import Call, Ending, Starts, killing
 from kill_scenes import STEPS, Scene, committed
 
-from utils.checkpoints.discovery import numbered_checkpoints
+from utils.checkpoints.discovery import RESERVE_BYTES, numbered_checkpoints, taken_bytes
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.space import RESERVE_BYTES, taken_bytes
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,6 @@ store      a save: room, Trainer's files, each rank's digests, the manifest last
 staging    saves in the background, through a directory in this node's memory
 files      who writes which file, digests, copies, flushes
 manifest   the file that makes a directory a checkpoint
-space      free bytes, and which checkpoints stay
-discovery  the checkpoint to resume from; what is damaged or incomplete is set aside
+discovery  the checkpoint to resume from, which stay, free space; damaged ones are set aside
 pickles    no code in a checkpoint is run
 """

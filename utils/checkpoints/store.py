@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.discovery import checkpoint_problems
+from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, make_room, rotate
 from utils.checkpoints.files import (
     MANIFEST,
     FileRecord,
@@ -26,7 +26,6 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.space import LEAST_KEPT, make_room, rotate
 from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError
 from utils.support.collectives import on_every_rank, on_rank_0

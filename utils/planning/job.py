@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.callbacks.journal import FILE_NAME, duration, read_journal
+from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
-from utils.checkpoints.space import most_at_once
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from utils.checkpoints.discovery import committed_checkpoints, uncommitted_checkpoints
-from utils.checkpoints.files import readable
-from utils.checkpoints.manifest import CONFIG, FINAL, PROVENANCE, known_run_id
-from utils.checkpoints.space import (
+from utils.checkpoints.discovery import (
     LEAST_KEPT,
     RESERVE_BYTES,
+    committed_checkpoints,
     deletable,
     free_bytes,
     most_at_once,
     next_bytes,
     taken_bytes,
+    uncommitted_checkpoints,
 )
+from utils.checkpoints.files import readable
+from utils.checkpoints.manifest import CONFIG, FINAL, PROVENANCE, known_run_id
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts, call_within
 from utils.planning.job import Saves
