@@ -105,7 +105,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
 
     Every file is read and compared with the manifest; uncommitted and damaged checkpoints are set
-    aside. A `dry_run` moves nothing and reads no contents of large files. Rank 0 alone calls it.
+    aside. A `dry_run` moves nothing and reads no tensors. Rank 0 alone calls it.
     Raises StorageError, with nothing moved, when all committed checkpoints are damaged: to train
     from step 0 again is for a person to decide.
     """
@@ -119,7 +119,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
         if directory in uncommitted:
             continue
         begun = time.monotonic()
-        problems = checkpoint_problems(directory, step, run_id, large_files=not dry_run)
+        problems = checkpoint_problems(directory, step, run_id, tensors=not dry_run)
         if not problems:
             found = directory
             break
@@ -156,7 +156,7 @@ def _set_all_aside(uncommitted: Sequence[Path], damaged: Mapping[Path, str]) -> 
 
 
 def checkpoint_problems(
-    directory: Path, step: int, run_id: str, *, large_files: bool = True
+    directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
     """Return what is wrong with a committed checkpoint; empty: it is whole.
 
@@ -171,7 +171,7 @@ def checkpoint_problems(
             )
         if manifest.step != step:
             return [f"{MANIFEST} is of step {manifest.step:,}"]
-        return file_problems(directory, manifest.files, large_files=large_files)
+        return file_problems(directory, manifest.files, tensors=tensors)
     except (DamagedCheckpointError, OSError) as error:
         return [str(error)]
 

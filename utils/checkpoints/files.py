@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
-SMALL_BYTES = 2**24  # what a dry run reads: configurations and tokenizers, hardly a tensor
+# Files of a model's configuration and a tokenizer; no tensors are among them.
+DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One SHA-256 keeps a core busy at about a gigabyte a second, so several cores hash parts.
 PART_BYTES = 2**26
 THREADS = 8  # parallel file systems like several readers
@@ -111,11 +112,12 @@ def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[st
 
 
 def file_problems(
-    directory: Path, records: Mapping[str, FileRecord], *, large_files: bool = True
+    directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
     """Compare the files of a checkpoint with what was committed; return what differs.
 
-    Names and sizes come first: most damage shows there, without reading.
+    Names and sizes come first: most damage shows there, without reading. Without `tensors` the
+    contents of DESCRIPTIONS alone are read.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -129,7 +131,7 @@ def file_problems(
             problems.append(
                 f"{name} has {path.stat().st_size:,} bytes, not {records[name].size_bytes:,}"
             )
-        elif large_files or records[name].size_bytes <= SMALL_BYTES:
+        elif tensors or path.suffix in DESCRIPTIONS:
             whole.append(name)
     if problems:
         return problems

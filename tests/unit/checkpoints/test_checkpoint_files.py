@@ -46,7 +46,7 @@ def test_files_are_listed_at_any_depth_without_the_manifest(tmp_path):
     assert list_files(directory) == sorted(FILES)
 
 
-def test_what_differs_is_named(tmp_path, monkeypatch):
+def test_what_differs_is_named(tmp_path):
     directory = write_files(tmp_path, 1)
     records = flush_and_record(directory, FILES)
     assert file_problems(directory, records) == []
@@ -56,8 +56,7 @@ def test_what_differs_is_named(tmp_path, monkeypatch):
     content[77] ^= 1
     (directory / "optimizer.pt").write_bytes(content)
     assert file_problems(directory, records) == ["optimizer.pt has other contents"]
-    monkeypatch.setattr(module, "SMALL_BYTES", 100)
-    assert file_problems(directory, records, large_files=False) == []
+    assert file_problems(directory, records, tensors=False) == []
     (directory / "trainer_state.json").unlink()
     (directory / "adapter_model.bin").touch()
     (directory / "more").symlink_to(tmp_path)

@@ -71,8 +71,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(tmp_path, caplog
     assert "manifest.json is of step 6" in caplog.text
 
 
-def test_a_dry_run_reads_small_files_and_moves_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("utils.checkpoints.files.SMALL_BYTES", 100)
+def test_a_dry_run_reads_no_tensors_and_moves_nothing(tmp_path, caplog):
     commit(tmp_path, 4, 6)
     write_files(tmp_path, 8)
     damage(tmp_path / "checkpoint-6")
