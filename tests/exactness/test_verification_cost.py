@@ -5,9 +5,7 @@ import itertools
 import json
 import os
 import statistics
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,9 +15,8 @@ import tiny
 import pretrain
 from utils.callbacks.journal import read_journal
 from utils.checkpoints import files
-from utils.checkpoints import files as digests
 from utils.checkpoints.discovery import checkpoint_problems
-from utils.checkpoints.files import in_place_of_crc32, list_files
+from utils.checkpoints.files import in_place_of_crc32
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ExitCode
 from utils.training import resume_state
@@ -121,40 +118,10 @@ def verifications(run: Path, step: int) -> tuple[float, float]:
     run_id = json.loads((run / "provenance.json").read_text())["run_id"]
     checkpoint = run / f"checkpoint-{step}"
     cpu_begun = time.process_time()
-    verified = [timed(lambda: problems(checkpoint, step, run_id)) for _ in range(REPEATS)]
+    found: list[str] = []
+    verified = [
+        timed(lambda: found.extend(checkpoint_problems(checkpoint, step, run_id)))
+        for _ in range(REPEATS)
+    ]
+    assert not found
     return statistics.median(verified), (time.process_time() - cpu_begun) / REPEATS
-
-
-def problems(checkpoint: Path, step: int, run_id: str) -> None:
-    assert checkpoint_problems(checkpoint, step, run_id) == []
-
-
-def test_each_part_is_hashed_once_and_two_at_a_time(pretraining, tmp_path, monkeypatch):
-    """By a save, and by the start that finds it: the first two parts wait for each other."""
-    part_bytes = 2**15
-    monkeypatch.setattr(digests, "PART_BYTES", part_bytes)
-    real, hashed, counting = digests._part, [], threading.Lock()
-    two = threading.Barrier(2)
-
-    def part(path, begin):
-        with counting:
-            hashed.append((path, begin))
-            waits = len(hashed) <= 2
-        if waits:
-            two.wait(timeout=60)
-        return real(path, begin)
-
-    monkeypatch.setattr(digests, "_part", part)
-    run = tmp_path / "run"
-    checkpoint = run / "checkpoint-6"
-    for _ in range(2):  # the second start finds a finished run
-        hashed.clear()
-        assert pretrain.main(pretraining(run, save_steps=6)) == ExitCode.DONE
-        sizes = {name: (checkpoint / name).stat().st_size for name in list_files(checkpoint)}
-        parts = [
-            (checkpoint / name, begin)
-            for name, size in sizes.items()
-            for begin in range(0, size, part_bytes)
-        ]
-        assert len(parts) > len(sizes), "some file has several"
-        assert Counter(hashed) == Counter(parts)
