@@ -101,7 +101,7 @@ def recovering(starts, command, longer, slots) -> Scene:
 
 @pytest.fixture(scope="session")
 def background(starts, command, longer, slots) -> Scene:
-    """Checkpoints of steps 6 and 8, each staged in memory and written while training goes on."""
+    """Checkpoints of steps 6 and 8, each staged in memory and written while training continues."""
     prepared = slots / "prepared_aside"
     options = {"staged_within": "memory"}
 

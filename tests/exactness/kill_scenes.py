@@ -139,7 +139,7 @@ class Scene:
     def losses_of_checkpoints(self, directory: Path, ended: bool = False) -> list[str]:
         """Which committed checkpoints are gone, or not as they were, but by rotation.
 
-        With `ended` the start went on to its end: what begins has all that a whole run leaves.
+        With `ended` the start ran to its end: what begins has all that a whole run leaves.
         """
         before = committed(self.prepared) if self.prepared else []
         left = committed(directory)

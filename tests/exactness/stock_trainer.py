@@ -26,7 +26,7 @@ def rows(workspace: Path) -> datasets.Dataset:
 
 
 def masked_rows(workspace: Path) -> datasets.Dataset:
-    """The workspace's chats, one a row, padded; what bears no loss is masked in the labels."""
+    """The workspace's chats, one a row, padded; what is not trained on is masked in the labels."""
     chats = datasets.load_from_disk(str(workspace / "chats"))
 
     def pad(chat: dict[str, list[int]]) -> dict[str, list[int]]:

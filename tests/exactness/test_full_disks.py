@@ -1,7 +1,7 @@
 """A run on file systems of many sizes: it ends well, or with 74 and every checkpoint whole.
 
-With more room the same command goes on to the uninterrupted run's end, bit for bit. One that was
-killed inside a save goes on where it is, wherever the undisturbed run had room.
+With more room the same command resumes to the uninterrupted run's end, bit for bit. One that was
+killed inside a save resumes on the same disk, wherever the undisturbed run had room.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A run of two ranks, killed at random times again and again: each start goes on, none needs help.
+"""A run of two ranks, killed at random times again and again: each start resumes, none needs help.
 
 Most lives are forked from a process that has imported everything, so that kills land in the run
 and not in the imports; some are started by accelerate's launcher, which is killed with its ranks.

@@ -172,6 +172,6 @@ def touch_stop_once_resumed(run: Path) -> None:
     give_up_at = time.monotonic() + 300
     journal = run / "metrics.jsonl"
     while '"event": "resumed"' not in journal.read_text():
-        assert time.monotonic() < give_up_at, "the run does not go on"
+        assert time.monotonic() < give_up_at, "the run does not resume"
         time.sleep(0.05)
     (run / "STOP").touch()

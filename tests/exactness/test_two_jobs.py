@@ -151,7 +151,7 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path, capsys):
-    """In the process that goes on, a notebook for one, as in one that ends."""
+    """In a process that continues, a notebook for one, as in one that ends."""
     import pretrain
 
     run = tmp_path / "run"

@@ -19,7 +19,7 @@ from utils.config.recipes import load_mapping
 
 pytestmark = pytest.mark.slow
 
-ONCE = {"max_steps": 3}  # then a run of six goes on from its checkpoint
+ONCE = {"max_steps": 3}  # then a run of six resumes from its checkpoint
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_one_token_changed_in_place_is_refused(prepared, pretraining, tmp_path, 
     description.rename(tmp_path / "kept.json")
     with pytest.raises(ConfigurationError, match=r"its train_data \(content fingerprint\) is"):
         pretrain.main(again)
-    # The way out that was told: with the old contents it goes on.
+    # With the old contents it resumes, as the message says.
     (tmp_path / "kept.json").rename(description)
     file.write_bytes(before)
     pretrain.main(again)

@@ -73,7 +73,7 @@ def test_fine_tuning(adapters, fine_tuning, tmp_path, readings):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("script", ["pretraining", "fine_tuning"])
-@pytest.mark.parametrize("asked", [{}, {"compile": False}], ids=["compiled unasked", "eager"])
+@pytest.mark.parametrize("asked", [{}, {"compile": False}], ids=["compiled by default", "eager"])
 def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
     """The driver's own word: what would wait raises, from the end of step 1 to that of step 5."""
     on_step_end = CallbackHandler.on_step_end

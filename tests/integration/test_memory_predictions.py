@@ -29,7 +29,7 @@ def test_a_cpu_takes_what_was_predicted(name, choice):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
     ("name", "choice"),
-    # What compiled layers compute again is counted as others do: more, so that none is held to it.
+    # What compiled layers compute again is counted as others do, which is more: not compared.
     [(name, choice) for name in SHAPES for choice in CHOICES if (name, choice) not in OVERCOUNTED],
 )
 def test_a_gpu_takes_what_was_predicted(name, choice):

@@ -48,7 +48,7 @@ def documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
 
 
 def masked(rows: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Prompts of a third of each document: the rest bears loss."""
+    """Prompts of a third of each document: the rest is trained on."""
     masks = [[int(place >= max(1, len(row) // 3)) for place in range(len(row))] for row in rows]
     return {"input_ids": rows, "completion_mask": masks}
 
