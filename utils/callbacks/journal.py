@@ -197,17 +197,12 @@ def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float |
     if line["event"] == "eval":
         split = line.get("split")
         prefix = f"eval_{split}_" if split else "eval_"
-        formats = {
-            f"{prefix}loss": lambda value: f"loss {_number(value, '.4f')}",
-            f"{prefix}perplexity": lambda value: f"perplexity {_number(value, '.4g')}",
-        }
-        name = f"eval {split}" if split else "eval"
-        return "  ".join([name, *_figures(line, formats), f"(step {line['step']})"])
+        figures = _figures({key.removeprefix(prefix): value for key, value in line.items()}, _EVAL)
+        return "  ".join([f"eval {split}" if split else "eval", *figures, f"(step {line['step']})"])
     if line["event"] in ("summary", "stopped"):
         ended = "stopped" if line["event"] == "stopped" else "finished"
         text = f"{ended} at step {line['step']} after {duration(line['train_runtime'])}"
-        mean = {"train_loss": lambda value: f"mean loss {_number(value, '.4f')}"}
-        return "  ".join([text, *_figures(line, mean)])
+        return "  ".join([text, *_figures(line, {"train_loss": ("mean loss {}", ".4f")})])
     width = len(str(max_steps))
     parts = [f"step {line['step']:>{width}}/{max_steps}", *_figures(line, _TRAINING)]
     if seconds_left is not None:
@@ -215,25 +210,27 @@ def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float |
     return "  ".join(parts)
 
 
-_TRAINING: dict[str, Callable[[Any], str]] = {
-    "loss": lambda value: f"loss {_number(value, '.4f')}",
-    "learning_rate": lambda value: f"lr {_number(value, '.2e')}",
-    "grad_norm": lambda value: f"grad {_number(value, '.3f')}",
-    "tokens_per_s": lambda value: f"{_number(value, ',.0f')} tokens/s",
-    "step_time_s": lambda value: f"{_number(value, '.3g')} s/step",
-    "data_wait_s": lambda value: f"wait {_number(value, '.2g')} s",
-    "memory_peak_train_gib": lambda value: f"peak {_number(value, '.2f')} GiB",
-    "first_step_time_s": lambda value: f"first step {_number(value, '.1f')} s",
+# How each figure is shown, and the format of its number.
+_EVAL = {"loss": ("loss {}", ".4f"), "perplexity": ("perplexity {}", ".4g")}
+_TRAINING = {
+    "loss": ("loss {}", ".4f"),
+    "learning_rate": ("lr {}", ".2e"),
+    "grad_norm": ("grad {}", ".3f"),
+    "tokens_per_s": ("{} tokens/s", ",.0f"),
+    "step_time_s": ("{} s/step", ".3g"),
+    "data_wait_s": ("wait {} s", ".2g"),
+    "memory_peak_train_gib": ("peak {} GiB", ".2f"),
+    "first_step_time_s": ("first step {} s", ".1f"),
 }
 
 
-def _figures(line: Mapping[str, Any], formats: Mapping[str, Callable[[Any], str]]) -> list[str]:
-    return [shown(line[key]) for key, shown in formats.items() if key in line]
-
-
-def _number(value: Any, spec: str) -> str:
-    """Format a number; text (a loss that is not a number, say) stays as it is."""
-    return format(value, spec) if isinstance(value, int | float) else str(value)
+def _figures(line: Mapping[str, Any], shown: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Format the figures that a line holds; text (a loss that is not a number) stays as it is."""
+    return [
+        text.format(format(line[key], spec) if isinstance(line[key], int | float) else line[key])
+        for key, (text, spec) in shown.items()
+        if key in line
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -46,13 +46,14 @@ OTHER_TENSORS = frozenset(
         "lora_modules_to_save",
     }
 )  # fmt: skip
-# A changed value of these names other things, or the same ones elsewhere: the contents decide.
 WEIGHTS = ("model_name_or_path", "init_from")
-SAME = {
-    "train_data": "the same contents",
-    "tokenizer_name_or_path": "the same tokenizer",
-    "model_config": "the same contents",
-    **dict.fromkeys([*WEIGHTS, "model_revision"], "the same weights"),
+# A changed value of these names other things, or the same ones elsewhere: the contents decide.
+# Each one's key in provenance.json, and how equal contents are called.
+CONTENTS = {
+    "train_data": ("data", "the same contents"),
+    "tokenizer_name_or_path": ("tokenizer_sha256", "the same tokenizer"),
+    "model_config": ("model_config", "the same contents"),
+    **dict.fromkeys([*WEIGHTS, "model_revision"], ("base_weights", "the same weights")),
 }
 PATHS = frozenset({*WEIGHTS, "model_config", "tokenizer_name_or_path", "output_dir"})
 SAME_OPTIMIZER = frozenset({"adamw_torch", "adamw_torch_fused"})
@@ -87,11 +88,9 @@ class Snapshot:
         return (base / value).resolve() if name in PATHS else value
 
     def contents(self, name: str) -> Any:
-        """Return what one of the settings in SAME held; None or empty: not known."""
-        if name == "train_data":
-            return self.facts.get("data", {}).get("train")
-        facts = {"tokenizer_name_or_path": "tokenizer_sha256", "model_config": "model_config"}
-        return self.facts.get(facts.get(name, "base_weights"))
+        """Return what one of the settings in CONTENTS held; None or empty: not known."""
+        held = self.facts.get(CONTENTS[name][0])
+        return (held or {}).get("train") if name == "train_data" else held
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,9 @@ class Change:
     dangerous: bool = False
     impossible: str = ""
 
-    @property
-    def title(self) -> str:
-        """What changed, for a reader."""
-        return self.what or self.name
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"  {self.what or self.name}: {self.old} -> {self.new}{note}"
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
@@ -136,40 +134,39 @@ def accepted_changes(
     that makes another run and was not accepted, and for what its checkpoints cannot continue with.
     """
     starts = earlier_starts(output_dir / PROVENANCE)
-    changes: list[Change] = []
-    problems: list[str] = []
-    record: dict[str, Any] = {}
-    accepted = list(dict.fromkeys(settings.run.accept_changes))
-    if starts:
-        if starts[-1]["script"] != facts["script"]:
-            raise ConfigurationError(
-                f"{output_dir} holds a run of {starts[-1]['script']}: name another --output_dir."
-            )
-        before = in_force(output_dir, starts)
-        # A setting that came with a later version of Stoker had its default before.
-        declared = settings.values.declared
-        new = {name: declared[name].default for name in declared.keys() - before.settings.keys()}
-        before = dataclasses.replace(before, settings={**new, **before.settings})
-        now = Snapshot(settings.resolved, dict.fromkeys(settings.resolved, facts["cwd"]), facts)
-        checkpoint = own_checkpoint(str(output_dir))
-        changes = list(compare(before, now, None if checkpoint is None else str(checkpoint)))
-        problems = [
-            _problem(output_dir, change)
-            for change in changes
-            if change.impossible or (change.dangerous and change.name not in accepted)
-        ]
-        if checkpoint is not None:
-            problems += _other_shapes(output_dir, before.facts, facts)
+    if not starts:
+        return {}
+    if starts[-1]["script"] != facts["script"]:
+        raise ConfigurationError(
+            f"{output_dir} holds a run of {starts[-1]['script']}: name another --output_dir."
+        )
+    before = in_force(output_dir, starts)
+    # A setting that came with a later version of Stoker had its default before.
+    declared = settings.values.declared
+    new = {name: declared[name].default for name in declared.keys() - before.settings.keys()}
+    before = dataclasses.replace(before, settings={**new, **before.settings})
+    now = Snapshot(settings.resolved, dict.fromkeys(settings.resolved, facts["cwd"]), facts)
+    checkpoint = own_checkpoint(str(output_dir))
+    changes = list(compare(before, now, None if checkpoint is None else str(checkpoint)))
     if changes:
-        logger.warning("changed since the last start in %s:\n%s", output_dir, table(changes))
-        record["changed"] = {name: now.settings[name] for name in differing(before, now)}
-        record["accepted"] = sorted({change.name for change in changes if change.dangerous})
-    for name in accepted:
-        if name not in {change.name for change in changes}:
-            logger.warning("accept_changes names %s, which did not change", name)
+        table = "\n".join(map(str, changes))
+        logger.warning("changed since the last start in %s:\n%s", output_dir, table)
+    accepted = settings.run.accept_changes
+    problems = [
+        _problem(output_dir, change)
+        for change in changes
+        if change.impossible or (change.dangerous and change.name not in accepted)
+    ]
+    if checkpoint is not None:
+        problems += _other_shapes(output_dir, before.facts, facts)
     if problems:
         raise ConfigurationError(problems)
-    return record
+    if not changes:
+        return {}
+    return {
+        "changed": {name: now.settings[name] for name in differing(before, now)},
+        "accepted": sorted({change.name for change in changes if change.dangerous}),
+    }
 
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> Snapshot:
@@ -208,7 +205,7 @@ def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator
     for name in differing(before, now):
         old, new = before.settings[name], now.settings[name]
         note, dangerous, impossible = "", name in IDENTITY, ""
-        if name in SAME:
+        if name in CONTENTS:
             note = _same_contents(name, before, now, checkpoint)
             dangerous = not note
         elif name in ("max_steps", "num_train_epochs"):
@@ -263,7 +260,7 @@ def _same_contents(name: str, before: Snapshot, now: Snapshot, checkpoint: str |
         if old != new:
             return ""
     known = before.contents(name)
-    return SAME[name] if known and known == now.contents(name) else ""
+    return CONTENTS[name][1] if known and known == now.contents(name) else ""
 
 
 def _data_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
@@ -308,15 +305,6 @@ def _model_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
     yield Change(name, digests[0], digests[1], f"{name}: {files[0]} (SHA-256)", note, True)
 
 
-def table(changes: Sequence[Change]) -> str:
-    """Write changes out, one a line: name, old -> new, and what follows from it."""
-    return "\n".join(
-        f"  {change.title}: {change.old} -> {change.new}"
-        + (f" ({change.note})" if change.note else "")
-        for change in changes
-    )
-
-
 def shown(value: Any) -> str:
     """Write a value out for a reader."""
     if isinstance(value, list):
@@ -331,7 +319,7 @@ def _short(digests: Iterable[str]) -> str:
 
 
 def _problem(output_dir: Path, change: Change) -> str:
-    changed = f"its {change.title} is {change.old}, now it is {change.new}"
+    changed = f"its {change.what or change.name} is {change.old}, now it is {change.new}"
     if change.impossible:
         return (
             f"{output_dir} cannot resume: {changed}. {change.impossible} Give the old value, or "
@@ -346,9 +334,7 @@ def _problem(output_dir: Path, change: Change) -> str:
 def _other_shapes(output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Say which tensor the model would have in another shape than the checkpoints, if any."""
     old, new = before.get("model_config"), now["model_config"]
-    if old is None or new is None or old == new:
-        return []
-    difference = first_other_shape(old, new)
+    difference = first_other_shape(old, new) if old and new and old != new else None
     if difference is None:
         return []
     return [

@@ -163,11 +163,6 @@ def test_all_refusals_come_at_once(runs):
     }
 
 
-def test_an_accepted_name_that_did_not_change_is_logged(runs, caplog):
-    runs.start(accept=["seed", "packing"], seed=7)
-    assert warned(caplog)[1:] == ["accept_changes names packing, which did not change"]
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("learning_rate", 1e-3), ("weight_decay", 0.1), ("adam_beta2", 0.9)]
 )
