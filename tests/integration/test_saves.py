@@ -80,6 +80,14 @@ def test_a_stop_at_a_new_best_changes_nothing(
     assert_the_same_end(run, whole)
 
 
+def test_a_save_requested_at_a_new_best_is_no_extra_one(start, tmp_path):
+    run = tmp_path / "run"
+    start(run, Provoke("on_step_begin", 1, touch("SAVE")), **OVERSHOOTING, max_steps=4)
+    state = trainer_state(run, 4)
+    assert state["stateful_callbacks"]["stoker"]["extra_saves"] == []
+    assert state["best_model_checkpoint"] == str(run / "checkpoint-2")
+
+
 @pytest.mark.parametrize(
     "rhythm", [{"save_steps": 5}, {"save_strategy": "epoch", "save_steps": None}]
 )
@@ -87,7 +95,7 @@ def test_the_last_step_has_a_checkpoint_whatever_the_rhythm(rhythm, pretraining,
     import pretrain
 
     run = tmp_path / "run"
-    argv = pretraining(run, max_steps=3, save_minutes=0, **rhythm)
+    argv = pretraining(run, max_steps=3, save_minutes="null", **rhythm)
     assert pretrain.main(argv) == ExitCode.DONE
     assert checkpoints(run) == {3}
 
@@ -178,6 +186,29 @@ def test_training_continues_while_a_checkpoint_is_written(
     assert checkpoints(run) == {4, STEPS}
     assert slow.most == 1, "never two at once"
     assert_the_same_end(run, whole)
+
+
+def test_a_stop_waits_for_the_checkpoint_before(start, uninterrupted, tmp_path, monkeypatch):
+    run, whole = tmp_path / "run", uninterrupted()
+    slow = Slow(monkeypatch, seconds=0.7)
+    stop = Provoke("on_step_begin", 4, touch("STOP"))
+    assert start(run, stop, **BACKGROUND) == ExitCode.STOPPED
+    assert checkpoints(run) == {4, 5}
+    assert slow.most == 1, "never two at once"
+    assert start(run, **BACKGROUND) == ExitCode.DONE
+    assert_the_same_end(run, whole)
+
+
+def test_an_error_waits_for_the_checkpoint_before_it(start, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    Slow(monkeypatch, seconds=0.7)
+
+    def fail(_provoke):
+        raise RuntimeError("the step failed")
+
+    with pytest.raises(RuntimeError, match="the step failed"):
+        start(run, Provoke("on_step_begin", 4, fail), **BACKGROUND)
+    assert checkpoints(run) == {4}
 
 
 def test_storage_that_fails_in_the_background_ends_the_run(

@@ -113,6 +113,20 @@ def test_a_leftover_that_cannot_be_deleted_ends_no_start(prefix, tmp_path, monke
     assert names(tmp_path) == ["checkpoint-4"]
 
 
+def test_an_incomplete_one_that_cannot_be_deleted_ends_no_start(tmp_path, monkeypatch, caplog):
+    """Both stay, under names that the next rotation knows."""
+    commit(tmp_path, 4)
+    write_files(tmp_path, 6).rename(tmp_path / "incomplete.checkpoint-6")
+    write_files(tmp_path, 6)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
+    assert "incomplete.checkpoint-6 could not be deleted: [Errno 5]" in caplog.text
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 3
+    rotate(tmp_path, RUN, None)
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
 def refuse(*_args, **_options):
     raise OSError(errno.EIO, "Input/output error")
 
