@@ -103,25 +103,6 @@ def test_products_by_onednn_are_attention_by_its_definition(monkeypatch, lengths
     assert blocks == ([2, 1, 1, 1, 1] if len(lengths) > 2 else [1, 1]), "all but 1,100 tokens"
 
 
-def test_a_window_counts_the_querys_own_token():
-    inputs = states(sum(LENGTHS))
-    alone = per_document_sdpa(*inputs, documents(), ScoreTerms(window=1))
-    torch.testing.assert_close(alone, inputs[2].repeat_interleave(HEADS // KV_HEADS, dim=1))
-
-
-def test_documents_of_one_length_share_one_call(monkeypatch):
-    calls = []
-    run = per_document.causal_sdpa
-    monkeypatch.setattr(per_document, "causal_sdpa", lambda *a: calls.append(a[0].shape) or run(*a))
-    per_document_sdpa(*states(sum(LENGTHS)), documents(), ScoreTerms())
-    assert [tuple(shape[:3]) for shape in calls] == [
-        (2, HEADS, 5),
-        (1, HEADS, 1),
-        (1, HEADS, 9),
-        (1, HEADS, 4),
-    ]
-
-
 @pytest.mark.parametrize("terms", [ScoreTerms(dropout=0.5), ScoreTerms(dropout=0.5, softcap=50.0)])
 def test_dropout_drops_weights_and_keeps_the_mean(terms):
     query, key, value = states(200)
@@ -129,11 +110,6 @@ def test_dropout_drops_weights_and_keeps_the_mean(terms):
     output = per_document_sdpa(query, key, ones, documents((200,)), terms)
     assert output.std() > 0.01
     assert abs(output.mean() - 1) < 0.05
-
-
-def test_uncovered_tokens_are_our_own_bug():
-    with pytest.raises(AssertionError, match="cover every token"):
-        per_document_sdpa(*states(30), documents(), ScoreTerms())
 
 
 def torch_like(enable_gqa):

@@ -225,12 +225,3 @@ def test_a_cuda_kernel_gives_way_on_the_cpu_and_says_so(caplog):
     expected, _ = packed_varlen(Attention(), *states(), cu_seq_lens_q=ends)
     torch.testing.assert_close(output, expected)
     assert "fast kernel does not run on cpu in torch.float32" in caplog.text
-
-
-def test_values_narrower_than_keys_keep_their_width():
-    query, key, value = states()
-    ends = torch.tensor([0, 6], dtype=torch.int32)
-    output, _ = packed_varlen(Attention(), query, key, value[..., :5], cu_seq_lens_q=ends)
-    full, _ = packed_varlen(Attention(), query, key, value, cu_seq_lens_q=ends)
-    assert output.shape == (1, 6, 4, 5)
-    torch.testing.assert_close(output, full[..., :5])

@@ -54,20 +54,6 @@ def test_on_the_cpu_documents_go_one_by_one(requested):
 BOTH = ("flash_attn", "flash_attn_interface")
 
 
-@pytest.mark.parametrize(
-    ("capability", "packages", "kernel"),
-    [
-        ((9, 0), BOTH, "flash_attention_3"),
-        ((8, 0), BOTH, "flash_attention_2"),
-        ((9, 0), (), "torch_varlen"),
-    ],
-)
-def test_on_a_gpu_auto_takes_the_best_kernel(gpu, capability, packages, kernel):
-    gpu(capability, packages)
-    choice = choose_attention("auto", LLAMA, "cuda", BF16)
-    assert (choice.name, choice.kernel) == ("packed_varlen", kernel)
-
-
 def test_mixed_precision_decides_over_the_weights_dtype(gpu):
     gpu((9, 0), BOTH)
     assert choose_attention("auto", LLAMA, "cuda", FP32, BF16).kernel == "flash_attention_3"
@@ -182,13 +168,6 @@ def test_terms_that_transformers_would_drop_are_refused(gpu):
     sinks = transformers.GptOssConfig(**GROUPED)
     refuse("does not compute attention sinks", "flash_attention_2", sinks)
     refuse("GptOssForCausalLM does not support it", "flash_attention_2", sinks)
-
-
-def test_all_problems_are_told_at_once(gpu):
-    gpu((8, 0), ())
-    with pytest.raises(ConfigurationError) as refusal:
-        choose_attention("flash_attention_3", LLAMA, "cuda", FP32)
-    assert len(refusal.value.problems) == 3
 
 
 def test_attention_that_the_model_does_not_support_is_refused():

@@ -77,12 +77,6 @@ def test_a_proof_that_does_not_run_is_no_traceback(monkeypatch):
         choose_loss_head("fused", LLAMA)
 
 
-def test_logits_are_taken_as_requested():
-    choice = choose_loss_head("logits", LLAMA)
-    assert choice.name == "logits"
-    assert "as requested" in choice.reason
-
-
 def test_a_last_layer_under_lora_keeps_all_logits():
     choice = choose_loss_head("auto", LLAMA, adapted=True)
     assert choice.name == "logits"

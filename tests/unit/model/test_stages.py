@@ -110,11 +110,6 @@ def test_what_is_no_stage_is_refused_with_the_way_out(name, tmp_path):
         find_stage(str(directory))
 
 
-def test_a_stage_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="none: there is no such directory"):
-        find_stage(str(tmp_path / "none"))
-
-
 def test_a_runs_own_checkpoint_takes_the_place_of_the_stage(tmp_path):
     stage = model_directory(tmp_path / "stage", *WHOLE, "tokenizer.json")
     run = run_directory(tmp_path / "run")
@@ -245,14 +240,6 @@ def test_the_origin_of_a_final_model_is_its_run_and_digests(tmp_path):
         "run_id": "run-7",
         "sha256": {"model.safetensors": digest},
     }
-
-
-def test_the_origin_of_a_checkpoint_is_its_run_and_step(tmp_path):
-    directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE)
-    origin = weights_origin(settings(directory), "single", None)
-    assert origin is not None
-    assert (origin["run_id"], origin["step"]) == ("run-7", 9)
-    assert list(origin["sha256"]) == ["model.safetensors"]
 
 
 def test_a_damaged_checkpoint_is_no_stage(tmp_path):

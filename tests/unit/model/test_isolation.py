@@ -58,12 +58,6 @@ def test_packed_varlen_keeps_documents_apart(name, dtype):
     assert report.model_type == config_of(name).model_type
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_block_masks_keep_documents_apart(name, attention):
-    check_isolation(config_of(name), attention, "cpu", torch.float32)
-
-
 def leaking(module, query, key, value, attention_mask=None, **kwargs):
     """Attend causally over whole rows, whatever documents they hold."""
     output = functional.scaled_dot_product_attention(
@@ -102,27 +96,6 @@ def test_an_attention_that_passes_nothing_on_proves_nothing():
     AttentionInterface.register("blind", blind)
     with pytest.raises(ConfigurationError, match="nothing can be said about leaks"):
         check_isolation(config_of("llama"), "blind", "cpu", torch.float32)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8),
-        transformers.RecurrentGemmaConfig(
-            hidden_size=64, num_attention_heads=2, head_dim=32, lru_width=64, intermediate_size=96
-        ),
-        transformers.JambaConfig(
-            hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96
-        ),
-    ],
-    ids=["mamba", "recurrent_gemma", "jamba"],
-)
-def test_a_recurrent_model_is_refused(config):
-    config.use_cache = False
-    with pytest.raises(
-        ConfigurationError, match=r"see each other.*--packing none.*or install the k"
-    ):
-        check_isolation(config, "eager", "cpu", torch.float32)
 
 
 # What packed batches do not do for, at their published sizes or near.
@@ -239,25 +212,11 @@ def test_a_probe_is_small_whatever_the_architecture(name):
     assert sum(weight.numel() for weight in probe.parameters()) < 6e7
 
 
-def test_a_model_that_cannot_be_cut_is_not_tried():
-    config = transformers.OpenAIGPTConfig(n_embd=8192, n_head=1, n_layer=2, afn="no such function")
-    with pytest.raises(ConfigurationError, match="no small model could be built"):
-        probe_config(config)
-
-
 def test_masks_blinded_by_the_cache_are_refused():
     config = config_of("llama")
     config.use_cache = True
     with pytest.raises(ConfigurationError, match="set use_cache to false"):
         check_isolation(config, "sdpa", "cpu", torch.float32)
-
-
-def test_a_model_that_takes_no_packed_batches_is_refused():
-    config = transformers.Qwen3NextConfig(
-        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, use_cache=False
-    )
-    with pytest.raises(ConfigurationError, match=r"'qwen3_next' does not take packed|see each"):
-        check_isolation(config, "eager", "cpu", torch.float32)
 
 
 def test_an_attention_that_computes_something_else_is_refused():
@@ -314,10 +273,6 @@ def test_the_probe_keeps_what_attention_sees():
 )
 def test_what_a_model_asks_of_its_attention_is_seen(name, needs):
     assert observe_attention(probe_config(config_of(name))) == needs
-
-
-def test_a_model_without_the_attention_interface_is_seen_as_such():
-    assert observe_attention(probe_config(transformers.MambaConfig(hidden_size=64))) is None
 
 
 def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
