@@ -4,7 +4,7 @@ Each table has a reason or our name, then the names that it answers, one string 
 """
 
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -78,8 +78,9 @@ REFUSED_MODEL_SETTINGS = _by_name({
     "it is always CAUSAL_LM": "lora_task_type",
 })  # fmt: skip
 
-# Our name of a setting, and what argparse scripts, TRL, axolotl, LLaMA-Factory, torchtitan,
-# nanochat, litgpt and Megatron call it.
+# What argparse scripts, TRL, axolotl, LLaMA-Factory, torchtitan, nanochat, litgpt and Megatron call
+# a setting: our name of it, or what to do instead.
+_TOKENIZED = "prepare_data.py --sources tokenizes it once, then train_data names its folder"
 OTHER_NAMES = _by_name({
     "per_device_train_batch_size": "batch_size device_batch_size local_batch_size micro_batch_size "
     "per_device_batch_size per_gpu_train_batch_size",
@@ -121,10 +122,6 @@ OTHER_NAMES = _by_name({
     "run_name": "run",
     "seed": "random_seed",
     "dataloader_num_workers": "num_workers",
-})  # fmt: skip
-_TOKENIZED = "prepare_data.py --sources tokenizes it once, then train_data names its folder"
-# What to do instead, where no single setting is meant.
-ADVICE = _by_name({
     _TOKENIZED: "dataset dataset_config dataset_dir dataset_mixer dataset_name dataset_path "
     "dataset_train_split datasets max_samples max_train_samples train_file train_files",
     "eval_data: NAME=DIR": "dataset_test_split",
@@ -138,11 +135,8 @@ ADVICE = _by_name({
     "gas grad_accum_steps grad_accumulation_steps gradient_accumulation",
     "global_batch_size (in sequences)": "total_batch_size",
     "global_batch_size (over all ranks) or per_device_train_batch_size": "train_batch_size",
-    "max_steps or num_train_epochs": "duration",
     "lr_scheduler_kwargs: {min_lr: ...} with lr_scheduler_type: cosine_with_min_lr": "min_lr",
     "warmup_steps (below 1 it is a share of all steps)": "warmup_ratio",
-    "model_config: a file with it; sequence_length is the tokens of a sequence": ""
-    "max_position_embeddings",
     "output_dir (checkpoints are in it), or init_from for weights to start from": "checkpoint_dir",
     "--use_peft true for LoRA": "finetuning_type adapter",
     "lora_target_modules: all-linear": "lora_target_linear",
@@ -156,13 +150,10 @@ ADVICE = _by_name({
     "mixed_precision precision",
     "dtype: bfloat16, with stochastic_rounding: true": "pure_bf16",
     "save_best: true keeps the best checkpoint; touch STOP ends the run": "early_stopping_patience",
-    "eval_strategy: epoch, or eval_steps": "evals_per_epoch",
-    "save_strategy: epoch, or save_steps": "saves_per_epoch",
     "every evaluation reads all of its split: give a smaller one": ""
     "limit_val_batches max_eval_batches max_eval_samples eval_iters",
     "--report_to wandb; the project is WANDB_PROJECT in the environment": ""
     "use_wandb wandb wandb_project",
-    "metrics.jsonl in output_dir has every logged loss": "plot_loss",
     "name another output_dir: nothing is overwritten": "overwrite_output_dir",
     "a run resumes by itself from the last checkpoint in its output_dir": ""
     "resume auto_resume_from_checkpoints",
@@ -170,44 +161,22 @@ ADVICE = _by_name({
     "num_gpus nproc nproc_per_node",
     "accelerate launch --config_file accelerate_configs/FILE sets the strategy": ""
     "deepspeed_config strategy data_parallel_shard_degree fsdp_version",
-    "generation settings come from the model's generation_config.json": "do_sample",
-    "pretrain.py and sft_train.py are the stages": "stage",
     "gone: a step that is not finite ends the run and names its documents": ""
     "on_nonfinite nonfinite_limit",
 })  # fmt: skip
 
-SIMILAR = 0.75  # likeness of two words, one of which may be a typing error
-
 
 def unknown_name(shown: str, name: str, known: Iterable[str]) -> str:
-    """Say that a setting is unknown, and what was meant.
-
-    That is our name of what another toolkit calls so, or the setting whose words are the same but
-    for typing errors. Likeness of the whole is no reason: `per_device_batch_size` looks most like
-    `per_device_eval_batch_size`.
-    """
+    """Say that a setting is unknown, and what was meant: another toolkit's name, a typing error."""
     known = list(known)
     name = name.rpartition(".")[2]  # torchtitan's --training.steps
     dashes = "--" if shown.startswith("--") else ""
-    advice, ours = ADVICE.get(name), OTHER_NAMES.get(name)
+    advice = OTHER_NAMES.get(name)
     if advice == _TOKENIZED and "sources" in known:  # prepare_data.py's own setting
-        ours = "sources"
-    if ours in known:
-        advice = f"here it is {dashes}{ours}"
-    if advice is None:
-        nearest = [candidate for candidate in known if _is_typing_error(name, candidate)]
-        nearest.sort(key=lambda candidate: -SequenceMatcher(None, name, candidate).ratio())
+        advice = "sources"
+    if advice in known:
+        advice = f"here it is {dashes}{advice}"
+    elif advice is None or advice.isidentifier():
+        nearest = get_close_matches(name, known, n=1, cutoff=0.8)
         advice = f"did you mean {dashes}{nearest[0]}?" if nearest else "--help lists all settings"
     return f"unknown setting {shown}: {advice}"
-
-
-def _is_typing_error(name: str, candidate: str) -> bool:
-    """Whether two names have the same words, but for letters of one or two of them."""
-    if name.replace("_", "") == candidate.replace("_", ""):
-        return True
-    words, others = name.split("_"), candidate.split("_")
-    if len(words) != len(others):
-        return False
-    pairs = [(word, other) for word, other in zip(words, others, strict=True) if word != other]
-    wrong = [SequenceMatcher(None, *pair).ratio() for pair in pairs]
-    return len(wrong) <= 2 and all(ratio >= SIMILAR for ratio in wrong)
