@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from requests.utils import get_netrc_auth
 
 from utils.checkpoints.manifest import earlier_starts, read_manifest
 from utils.config.errors import ConfigurationError
@@ -93,6 +92,8 @@ def _offline_reason() -> str | None:
 
     Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
     """
+    from requests.utils import get_netrc_auth
+
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     host = server.hostname or "api.wandb.ai"
     if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(f"https://{host}") is None:
