@@ -30,6 +30,7 @@ import utils.planning.plan
 import utils.planning.run_data
 import utils.runs.finish
 import utils.runs.preflight
+import utils.runs.preview
 import utils.runs.start
 import utils.training.trainer
 from utils.callbacks.stop import StopWatch
@@ -42,7 +43,8 @@ from utils.support import run_lock
 HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
 
 torch.set_num_threads(1)
-for name in ("deepspeed", "wandb"):  # accelerate and transformers look for them on the way
+# What is imported on the way: accelerate and transformers look for the first two.
+for name in ("deepspeed", "wandb", "dotenv.main"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
