@@ -15,8 +15,7 @@ from resumed_runs import add_models
 import pretrain
 import sft_train
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.manifest import known_run_id
+from utils.checkpoints.files import MANIFEST, known_run_id
 
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import pretrain
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import read_manifest
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
 

@@ -13,8 +13,7 @@ import tiny
 from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
-from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import MANIFEST, read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
 from utils.config.errors import ExitCode, StorageError
 

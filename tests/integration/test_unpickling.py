@@ -14,8 +14,7 @@ import torch
 
 import pretrain
 import sft_train
-from utils.checkpoints.files import flush_and_record, list_files
-from utils.checkpoints.manifest import read_manifest, write_manifest
+from utils.checkpoints.files import flush_and_record, list_files, read_manifest, write_manifest
 from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow

@@ -2,8 +2,7 @@
 
 store      a save: room, Trainer's files, each rank's digests, the manifest last, rotation
 staging    saves in the background, through a directory in this node's memory
-files      who writes which file, digests, copies, flushes
-manifest   the file that makes a directory a checkpoint
+files      who writes which file, digests, copies, and the manifest that makes it a checkpoint
 discovery  the checkpoint to resume from, which stay, free space; damaged ones are set aside
 pickles    no code in a checkpoint is run
 """

@@ -9,8 +9,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from utils.checkpoints.files import MANIFEST, MARGIN, file_problems, flush, readable
-from utils.checkpoints.manifest import DamagedCheckpointError, Manifest, read_manifest
+from utils.checkpoints.files import (
+    MANIFEST,
+    MARGIN,
+    DamagedCheckpointError,
+    Manifest,
+    file_problems,
+    flush,
+    read_manifest,
+    readable,
+)
 from utils.config.errors import ConfigurationError, StorageError
 from utils.support.host import host_name
 

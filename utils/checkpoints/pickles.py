@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.serialization import add_safe_globals, skip_data
 
-from utils.checkpoints.files import list_files
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import list_files, read_manifest
 from utils.config.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

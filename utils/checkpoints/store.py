@@ -18,13 +18,14 @@ from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, make_ro
 from utils.checkpoints.files import (
     MANIFEST,
     FileRecord,
+    Manifest,
     copy_and_record,
     flush_and_record,
     list_files,
     owner,
     readable,
+    write_manifest,
 )
-from utils.checkpoints.manifest import Manifest, write_manifest
 from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError

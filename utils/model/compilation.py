@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from utils.checkpoints.manifest import PROVENANCE, earlier_starts
+from utils.checkpoints.files import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts

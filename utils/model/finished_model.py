@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from utils.checkpoints.manifest import PROVENANCE, earlier_starts
+from utils.checkpoints.files import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset

@@ -17,13 +17,15 @@ from utils.checkpoints.discovery import (
     numbered_checkpoints,
     resume_point,
 )
-from utils.checkpoints.files import MANIFEST, cached_digests, file_problems
-from utils.checkpoints.manifest import (
+from utils.checkpoints.files import (
     CONFIG,
     FINAL,
+    MANIFEST,
     PROVENANCE,
     DamagedCheckpointError,
+    cached_digests,
     earlier_starts,
+    file_problems,
     known_run_id,
     read_manifest,
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.manifest import CONFIG, PROVENANCE, earlier_starts
+from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
 from utils.config.arguments import eval_splits, train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_mapping

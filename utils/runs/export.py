@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from utils.checkpoints.manifest import FINAL
+from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.finished_model import name_of, set_generation_settings
 from utils.support.collectives import on_rank_0

@@ -8,8 +8,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.journal import Journal
-from utils.callbacks.memory import MemoryMonitor
-from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput
+from utils.callbacks.metrics import CompilationWatch, MemoryMonitor, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch

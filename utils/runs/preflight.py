@@ -21,8 +21,7 @@ from utils.checkpoints.discovery import (
     taken_bytes,
     uncommitted_checkpoints,
 )
-from utils.checkpoints.files import readable
-from utils.checkpoints.manifest import CONFIG, FINAL, PROVENANCE, known_run_id
+from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, known_run_id, readable
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts, call_within
 from utils.planning.job import Saves

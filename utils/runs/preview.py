@@ -21,7 +21,7 @@ from transformers.utils import (
 )
 
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.manifest import PROVENANCE, check_layout, earlier_starts, known_run_id
+from utils.checkpoints.files import PROVENANCE, check_layout, earlier_starts, known_run_id
 from utils.checkpoints.pickles import refuse_code
 from utils.config.errors import ConfigurationError, StorageError
 from utils.config.settings import RunSettings

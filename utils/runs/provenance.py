@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-
-from utils.checkpoints.manifest import earlier_starts, read_manifest
+from utils.checkpoints.files import earlier_starts, read_manifest
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
 from utils.support.files import replace_text

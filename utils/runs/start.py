@@ -13,7 +13,7 @@ from typing import Any
 
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.manifest import (
+from utils.checkpoints.files import (
     CONFIG,
     PROVENANCE,
     check_layout,

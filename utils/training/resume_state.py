@@ -28,8 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.checkpoints.files import in_place_of_crc32
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import in_place_of_crc32, read_manifest
 from utils.config.errors import ConfigurationError
 from utils.data.order import PADDING_SEQUENCE
 

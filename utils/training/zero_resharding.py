@@ -15,8 +15,7 @@ import torch
 from transformers import Trainer
 
 from utils.checkpoints.discovery import RESHARDED
-from utils.checkpoints.files import readable
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import read_manifest, readable
 from utils.config.errors import StorageError
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.host import host_name

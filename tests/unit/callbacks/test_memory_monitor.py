@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.memory import GIB, MemoryMonitor
-from utils.callbacks.metrics import gather_over_ranks
+from utils.callbacks.metrics import GIB, MemoryMonitor, gather_over_ranks
 
 
 def begin(device="cpu") -> MemoryMonitor:
@@ -47,7 +46,7 @@ class FakeDevice:
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(
-            "utils.callbacks.memory.gather_over_ranks",
+            "utils.callbacks.metrics.gather_over_ranks",
             lambda values, _device: gather_over_ranks(values, torch.device("cpu")),
         )
 

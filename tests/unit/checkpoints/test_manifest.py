@@ -4,9 +4,9 @@ import json
 import pytest
 from made import FACTS
 
-from utils.checkpoints.files import FileRecord
-from utils.checkpoints.manifest import (
+from utils.checkpoints.files import (
     DamagedCheckpointError,
+    FileRecord,
     Manifest,
     check_layout,
     read_manifest,

@@ -10,7 +10,7 @@ from made import FACTS, FILES, commit, names, store, write_files
 
 from utils.checkpoints import files as copying
 from utils.checkpoints import staging
-from utils.checkpoints.manifest import read_manifest
+from utils.checkpoints.files import read_manifest
 from utils.checkpoints.staging import BackgroundWriter
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, StorageError

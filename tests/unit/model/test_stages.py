@@ -10,8 +10,7 @@ import payloads
 import pytest
 import torch
 
-from utils.checkpoints.files import flush_and_record, list_files
-from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.files import Manifest, flush_and_record, list_files, write_manifest
 from utils.config.errors import ConfigurationError, StorageError
 from utils.model.stages import (
     find_stage,

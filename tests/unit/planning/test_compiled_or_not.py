@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
-from utils.checkpoints.manifest import PROVENANCE
+from utils.checkpoints.files import PROVENANCE
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
 from utils.model import compilation

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from utils.checkpoints.files import FileRecord
-from utils.checkpoints.manifest import PROVENANCE, Manifest, write_manifest
+from utils.checkpoints.files import PROVENANCE, FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.job import Saves

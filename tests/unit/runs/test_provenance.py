@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.files import Manifest, write_manifest
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
 from utils.runs.provenance import (

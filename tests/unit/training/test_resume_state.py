@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.files import Manifest, write_manifest
 from utils.training.resume_state import (
     derive_random_states,
     load_random_states,

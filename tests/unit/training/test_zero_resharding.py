@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.checkpoints.manifest import Manifest, write_manifest
+from utils.checkpoints.files import Manifest, write_manifest
 from utils.config.errors import StorageError
 from utils.training import zero_resharding
 from utils.training.zero_resharding import repair_stage_3, universal_checkpoint
