@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +37,8 @@ CALLS = (
 )
 RECORDING = ("-e", f"trace={CALLS}")
 # What differs from start to start in the names of files that are there for a moment.
-_CHANGING = re.compile(
-    r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)|(?<=preflight-)[\w-]+"
-)
+_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)")
+PID = "{pid}"  # in strace's flags: of the process that it is going to trace
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
 # Starting a process, multiprocessing asks for the exit codes of all others: where two threads ask
 # for one at a time the second finds nothing, and makes it 255.
@@ -50,8 +50,8 @@ class Call:
     """A call that changes something below a directory.
 
     `file` is where, relative to it; `occurrence` counts its thread's calls of this name there.
-    `number` counts all of them, for files whose names nobody knows beforehand. `aside`: made by
-    another thread than the first.
+    `number` counts all of them, for files whose names are random. `aside`: made by another thread
+    than the first.
     """
 
     name: str
@@ -64,12 +64,18 @@ class Call:
         aside = " aside" if self.aside else ""
         return f"{self.name} {self.file or '.'} #{self.occurrence}{aside}"
 
+    @property
+    def random(self) -> bool:
+        """Whether nobody knows the name of its file beforehand."""
+        return "tmp*" in self.file
+
     def selected(self, directory: Path) -> tuple[str, ...]:
-        """The flags of strace that select this call's file, if it has a name of its own."""
-        return () if "*" in self.file else ("-P", str(directory / self.file))
+        """The flags of strace that select this call's file; a draft is named after its process."""
+        file = self.file.replace("*", f"{socket.gethostname()}.{PID}")
+        return () if self.random else ("-P", str(directory / file))
 
     def when(self) -> int:
-        return self.number if "*" in self.file else self.occurrence
+        return self.number if self.random else self.occurrence
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,8 @@ class Child:
         if flags is None:
             yield
         else:
-            command = ["strace", "-y", "-s", "0", "-o", str(self.trace), *flags]
+            command = ["strace", "-y", "-s", "0", "-o", str(self.trace)]
+            command += [flag.replace(PID, str(self.pid)) for flag in flags]
             command += ["-p", str(self.pid)]
             tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
             line = tracer.stderr.readline()

@@ -52,7 +52,8 @@ def command(workspace) -> Callable[..., list[str]]:
 def resuming(starts, command, slots) -> Scene:
     """Checkpoints of steps 2 and 4, killed in step 6; the start saves that, rotates, exports."""
     whole, prepared = slots / "whole", slots / "prepared"
-    assert starts.run("stoker", command(whole)).exit_code == ExitCode.DONE
+    ending = starts.run("stoker", command(whole))
+    assert ending.exit_code == ExitCode.DONE, ending.output
     assert starts.run("stoker", command(prepared), die_at=5).exit_code == -9
     assert committed(prepared) == [2, 4]
     return Scene(starts, "stoker", command, prepared, whole)

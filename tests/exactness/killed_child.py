@@ -119,6 +119,10 @@ def stoker(argv: list[str], options: dict) -> int:
     if "host" in options:
         pretend_host(options["host"])
     utils.runs.preflight.call_within = lambda _limit_s, action: action()
+    # The files that are there for a moment have the same names in each start.
+    utils.runs.preflight.secrets = types.SimpleNamespace(
+        token_hex=lambda _: "same", token_bytes=os.urandom
+    )
     if options.get("one_thread", True):
         utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
     run = Path(argv[argv.index("--output_dir") + 1])
