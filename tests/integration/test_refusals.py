@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
-from utils.checkpoints import manifest as layout
+from utils.checkpoints import files as layout
 from utils.config.errors import ConfigurationError
 from utils.runs import preflight
 
