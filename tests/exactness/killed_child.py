@@ -118,11 +118,9 @@ def stoker(argv: list[str], options: dict) -> int:
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
     if "host" in options:
         pretend_host(options["host"])
+    else:
+        name_probes_alike()
     utils.runs.preflight.call_within = lambda _limit_s, action: action()
-    # The files that are there for a moment have the same names in each start.
-    utils.runs.preflight.secrets = types.SimpleNamespace(
-        token_hex=lambda _: "same", token_bytes=os.urandom
-    )
     if options.get("one_thread", True):
         utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
     run = Path(argv[argv.index("--output_dir") + 1])
@@ -154,6 +152,16 @@ def pretend_host(name: str) -> None:
     os.environ["SLURMD_NODENAME"] = name
     run_lock._machine = lambda: f"a boot of {name}"
     run_lock.BEAT_S, run_lock.WATCH_S = 0.1, HOST_WATCH_S
+
+
+def name_probes_alike() -> None:
+    """Give files that are there for a moment one name in every start.
+
+    Two starts at once would take each other's for their own.
+    """
+    utils.runs.preflight.secrets = types.SimpleNamespace(
+        token_hex=lambda _: "same", token_bytes=os.urandom
+    )
 
 
 def stage_within(memory: Path) -> None:
