@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,14 +39,14 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     is_folder = Path(name_or_path).is_dir()
-    if not is_folder and not _could_be_hub_name(name_or_path):
+    if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigurationError(
             f"tokenizer_name_or_path: {name_or_path}: no tokenizer can be loaded from there: "
             f"{reason} (a folder needs tokenizer.json; a Hub name needs a connection or a cached "
@@ -116,6 +116,12 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hash of what turns text into ids; the chat template is not part of it."""
+    canonical = json.dumps(_rules(tokenizer), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+    """Return all that a tokenizer goes by, and its special tokens, as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -124,9 +130,7 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
         content.pop("padding", None)
     else:
         content = tokenizer.get_vocab()
-    marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    canonical = json.dumps([content, marks], sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return [content, {name: str(value) for name, value in tokenizer.special_tokens_map.items()}]
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -149,7 +153,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
     Added tokens do not count: a chat model renames reserved ones, which no text comes to.
     """
-    mine, theirs = _words_by_id(one), _words_by_id(other)
+    mine, theirs = ({n: word for word, n in each.get_vocab().items()} for each in (one, other))
     added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
     for number in sorted(mine.keys() & theirs.keys() - added):
         if mine[number] != theirs[number]:
@@ -163,44 +167,19 @@ def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase"
     """Say what the first tokenizer has otherwise than the second: special tokens, words, rules."""
     found = []
     for name in sorted({*one.special_tokens_map, *other.special_tokens_map}):
-        if not name.endswith("_token"):
-            continue  # lists of further ones: added tokens, below
-        mine, theirs = getattr(one, name, None), getattr(other, name, None)
-        if mine != theirs:
-            found.append(f"{name} {_named(one, mine)} instead of {_named(other, theirs)}")
+        if name.endswith("_token"):  # not the lists of further ones: added tokens, below
+            mine, theirs = (
+                f"{getattr(each, name, None)} ({getattr(each, f'{name}_id', None)})"
+                for each in (one, other)
+            )
+            if mine != theirs:
+                found.append(f"{name} {mine} instead of {theirs}")
     if foreign := foreign_token(one, other):
         found.append(foreign)
-    mine, theirs = one.get_vocab(), other.get_vocab()  # once: it builds the whole mapping
-    extra = [word for word in one.get_added_vocab() if word not in theirs]
-    lacking = [word for word in other.get_added_vocab() if word not in mine]
-    for words, which in ((extra, "in addition"), (lacking, "not")):
-        if words:
-            more = ", ..." if len(words) > 3 else ""
-            found.append(f"{', '.join(map(repr, words[:3]))}{more} {which}")
-    differ = not found and (_rules(one) is None or _rules(one) != _rules(other))
-    if differ and tokenizer_sha256(one) != tokenizer_sha256(other):
+    elif words := sorted(one.get_vocab().keys() ^ other.get_vocab().keys()):
+        found.append(f"{len(words)} tokens that only one of them has ({', '.join(words[:3])})")
+    if not found and _rules(one) != _rules(other):
         found.append(
             "other rules for cutting text into tokens (normalizer, merges, added prefixes)"
         )
     return found
-
-
-def _rules(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return all that a fast tokenizer goes by: equal texts spare seconds of hashing."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return None if backend is None else backend.to_str()
-
-
-def _named(tokenizer: "PreTrainedTokenizerBase", token: object) -> str:
-    if token is None:
-        return "none"
-    return f"{token} ({tokenizer.convert_tokens_to_ids(str(token))})"
-
-
-def _words_by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    return {number: word for word, number in tokenizer.get_vocab().items()}
-
-
-def _could_be_hub_name(name: str) -> bool:
-    """Tell "org/name" from a path: it has at most one slash and starts with a name."""
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")

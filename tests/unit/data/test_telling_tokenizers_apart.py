@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import trl
+from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from utils.data.tokenizers import (
@@ -33,7 +34,7 @@ CHATS = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(iter(["one two three"] * 5), 262)
 
@@ -45,53 +46,43 @@ def test_a_template_renders_the_same_without_marks(path):
     bare = without_training_marks(template)
     assert "endgeneration" not in bare
     for prompt in (False, True):
-        rendered = [
-            render_jinja_template(
-                CHATS, chat_template=each, add_generation_prompt=prompt,
-            )[0]
+        marked, unmarked = (
+            render_jinja_template(CHATS, chat_template=each, add_generation_prompt=prompt)[0]
             for each in (template, bare)
-        ]  # fmt: skip
-        assert rendered[0] == rendered[1]
+        )
+        assert marked == unmarked
 
 
 def test_marks_keep_their_scope_and_blanks():
     marked = (
         "{% set a = 1 %}x\n {%- generation -%} \n{% set a = 2 %}{{ a }}{%+endgeneration %}{{ a }}"
     )
-    rendered = [
-        render_jinja_template([[]], chat_template=each)[0]
-        for each in (marked, without_training_marks(marked))
-    ]
-    assert rendered[0] == rendered[1] == ["x21"]
+    for template in (marked, without_training_marks(marked)):
+        assert render_jinja_template([[]], chat_template=template)[0] == ["x21"]
 
 
-def test_siblings_differ_in_their_special_tokens(tokenizer):
+def test_siblings_differ_in_their_special_tokens_or_rules(tokenizer):
     assert differences(tokenizer, tokenizer) == []
-    text = tokenizer.backend_tokenizer.to_str()
-    chat = type(tokenizer)(
-        tokenizer_object=tokenizer.backend_tokenizer.from_str(text),
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-    )
+
+    def sibling(end):
+        text = tokenizer.backend_tokenizer.to_str()
+        backend = tokenizer.backend_tokenizer.from_str(text)
+        return type(tokenizer)(tokenizer_object=backend, eos_token=end, pad_token="<|pad|>")
+
+    chat = sibling("<|im_end|>")
     chat.add_tokens(["<tool>"])
     assert differences(chat, tokenizer) == [
         "eos_token <|im_end|> (3) instead of <|endoftext|> (0)",
-        "'<tool>' in addition",
+        "1 tokens that only one of them has (<tool>)",
     ]
     assert foreign_token(chat, tokenizer) is None
+    composed = sibling("<|endoftext|>")
+    composed.backend_tokenizer.normalizer = normalizers.NFC()
+    (difference,) = differences(composed, tokenizer)
+    assert "other rules for cutting text" in difference
 
 
 def test_other_words_are_named(tokenizer):
     other = train_tokenizer(iter(["four five six seven"] * 5), 262)
     assert "token 26" in foreign_token(tokenizer, other)
     assert any("token 26" in line for line in differences(tokenizer, other))
-
-
-def test_a_vocabulary_is_built_few_times_however_many_tokens_were_added(tokenizer, monkeypatch):
-    """Gemma 3 has 6,000 added tokens and takes a quarter of a second to build one."""
-    calls = []
-    built = type(tokenizer).get_vocab
-    tokenizer.add_tokens([f"<unused{number}>" for number in range(40)])
-    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: calls.append(1) or built(self))
-    assert differences(tokenizer, tokenizer) == []
-    assert len(calls) < 12

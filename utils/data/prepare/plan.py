@@ -300,7 +300,7 @@ def _decide_formats(
 
 def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record | None:
     """Return the first record with all its columns; raises ConfigurationError at a bad row."""
-    text_column = columns_to_read(["text"], source.columns)
+    text_column = columns_to_read("text", source.columns)
     for part in (part for unit in units for part in unit.parts):
         for record in read_records(part, text_column if part.file.kind == "text" else None):
             if isinstance(record, Record):

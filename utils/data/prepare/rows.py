@@ -40,15 +40,18 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
 }
 FUNCTION_CALL = "function_call"  # LLaMA-Factory's turn whose value is a call, or several, as JSON
-
-# Names met in published datasets, for the hint of what to type.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking")
-_QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input", "user")
-_ANSWERS = ("answer", "response", "output", "solution", "completion", "target", "assistant")
-_INPUTS = ("input", "context")
-_CHATS = ("conversation", "dialogue", "dialog", "chat", "turns")
-_TEXTS = ("content", "body", "document", "article", "raw_content", "code")
+
+# Names met in published datasets, for the hint of what to type.
+_THEIR_NAMES = {
+    "prompt": ("question", "query", "problem", "instruction", "prompt", "input", "user"),
+    "completion": (
+        *("answer", "response", "output", "solution", "completion", "target", "assistant"),
+    ),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "text": ("content", "body", "document", "article", "raw_content", "code"),
+}
 
 
 class UnusableRowError(ValueError):
@@ -77,12 +80,8 @@ class RowSettings:
     @property
     def read_columns(self) -> list[str]:
         """The columns to read, by their names in the file; the format's own first."""
-        own = columns_to_read([self.row_format], self.columns)
+        own = columns_to_read(self.row_format, self.columns)
         return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
-
-    def renamed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the fields under our names."""
-        return renamed(fields, self.columns)
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether the filters select a row; raises UnusableRowError without their column."""
@@ -98,27 +97,22 @@ def _selects(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
     value = fields[name]
     if isinstance(wanted, Mapping):
         try:
-            number = float(value)
+            return wanted.get("min", -math.inf) <= float(value) <= wanted.get("max", math.inf)
         except (TypeError, ValueError):
             return False
-        return wanted.get("min", -math.inf) <= number <= wanted.get("max", math.inf)
     values = wanted if isinstance(wanted, list) else [wanted]
     # CSV holds texts alone.
     return value in values or (isinstance(value, str) and value in map(str, values))
 
 
-def columns_to_read(row_formats: Sequence[str], columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the columns that these formats read, by their names in the file."""
+def columns_to_read(row_format: str, columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the columns that a format reads, by their names in the file."""
     theirs = {ours: name for name, ours in columns}
-    needed = [name for row_format in row_formats for name in NEEDED[row_format]]
-    optional = [name for row_format in row_formats for name in OPTIONAL[row_format]]
-    return [theirs.get(name, name) for name in dict.fromkeys([*needed, *optional])]
+    return [theirs.get(name, name) for name in (*NEEDED[row_format], *OPTIONAL[row_format])]
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
     """Return the fields under our names; a field whose name is taken by another is left out."""
-    if not columns:
-        return fields
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -137,56 +131,58 @@ def naming_hint(columns: Sequence[str]) -> str:
     """Say what to type for a row whose columns are none of ours."""
     if "input_ids" in columns:
         return "it is tokenized already: give it to training as --train_data"
-
-    spelled = {name.lower(): name for name in columns}
-
-    def first(names: Sequence[str]) -> str | None:
-        return next((spelled[name] for name in names if name in spelled), None)
-
-    question, answer, chat, text = map(first, (_QUESTIONS, _ANSWERS, _CHATS, _TEXTS))
     if "chosen" in columns:
         return (
             "of preference data the chosen answers can be trained on: --columns chosen=messages, "
             "or chosen=completion where they are texts"
         )
+    spelled = {name.lower(): name for name in columns}
+    found = {
+        ours: next((spelled[name] for name in names if name in spelled), None)
+        for ours, names in _THEIR_NAMES.items()
+    }
+    question, answer = found["prompt"], found["completion"]
     if question and answer:
-        context = first([name for name in _INPUTS if spelled.get(name) != question])
-        pair = _named({question: "prompt", answer: "completion"})
-        chat = _named({question: "instruction", answer: "output", context: "input"})
-        return f"for a prompt and its completion give --columns {pair}, for chats --columns {chat}"
-    if chat:
-        return f"for chats give --columns {chat}=messages"
-    if text:
-        return f"for texts give --columns {text}=text"
+        context = f" {spelled['context']}=input" if "context" in spelled else ""
+        return (
+            f"for a prompt and its completion give --columns {question}=prompt {answer}=completion,"
+            f" for chats --columns {question}=instruction {answer}=output{context}"
+        )
+    for ours in ("messages", "text"):
+        if found[ours]:
+            return f"give --columns {found[ours]}={ours}"
     return "name yours, as in --columns question=prompt answer=completion or body=text"
 
 
-def _named(columns: Mapping[str | None, str]) -> str:
-    return " ".join(f"{name}={ours}" for name, ours in columns.items() if name and name != ours)
-
-
 def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:
-    """Return the fields of the document that a row makes: text, messages or prompt_completion.
+    """Return the checked fields of the document of a row: text, messages or prompt_completion.
 
-    What is no message or call stays as it is, for the document's own checks. Raises
-    UnusableRowError.
+    Raises UnusableRowError, with the reason, for a row that makes none.
     """
     missing = [name for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
         found = ", ".join(sorted(name for name, value in fields.items() if value is not None))
         raise UnusableRowError(
             "missing_field",
-            f"no {' and no '.join(repr(name) for name in missing)}, which the format "
-            f"{row_format} needs (columns found: {found or 'none'})",
+            f"no {' and no '.join(map(repr, missing))}, which the format {row_format} needs "
+            f"(columns found: {found or 'none'})",
         )
     if row_format == "text":
+        check_text("text", fields["text"])
         return fields
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
     if row_format == "prompt_completion":
-        pair = (fields["prompt"], fields["completion"])
-        if isinstance(pair[0], list) or isinstance(pair[1], list):
-            pair = (_messages("prompt", pair[0]), _messages("completion", pair[1]))
-        return {"prompt": pair[0], "completion": pair[1], **extras}
+        pair = {name: fields[name] for name in NEEDED[row_format]}
+        if any(isinstance(value, list) for value in pair.values()):
+            return {name: _messages(name, value) for name, value in pair.items()} | extras
+        for name, value in pair.items():
+            check_text(name, value)
+        if not pair["completion"].strip():
+            raise UnusableRowError("empty", "empty document: 'completion' has no text")
+        if any(extras.values()):
+            message = "'tools' and 'chat_template_kwargs' go with messages, but 'prompt' is a text"
+            raise UnusableRowError("wrong_type", message)
+        return pair | extras
     if row_format == "alpaca":
         messages = list(_alpaca(fields))
     else:
@@ -200,43 +196,64 @@ def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     `history` is a list of pairs (instruction, output) that came before.
     """
+    given = fields.get("input") or ""
+    for name, text in (("instruction", fields["instruction"]), ("input", given)):
+        check_text(name, text)
+    question = "\n".join(text for text in (fields["instruction"], given) if text)
     history = _decoded(fields.get("history")) or []
-    for pair in history:
+    for pair in [*history, [question, fields["output"]]]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UnusableRowError("wrong_type", "'history' must hold pairs of texts")
-        yield {"role": "user", "content": pair[0]}
-        yield {"role": "assistant", "content": pair[1]}
-    question = [fields["instruction"], fields.get("input") or ""]
-    if not all(isinstance(text, str) for text in question):
-        raise UnusableRowError("wrong_type", "'instruction' and 'input' must be strings")
-    if isinstance(fields["output"], str) and not fields["output"].strip():
+        for name, role, text in zip(
+            ("instruction", "output"), ("user", "assistant"), pair, strict=True
+        ):
+            check_text(name, text)
+            yield {"role": role, "content": text}
+    if not fields["output"].strip():
         raise UnusableRowError("empty", "empty document: 'output' has no text")
-    yield {"role": "user", "content": "\n".join(text for text in question if text)}
-    yield {"role": "assistant", "content": fields["output"]}
 
 
-def _with_system(messages: Any, system: Any) -> Any:
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
     """Put a row's own system text first; raises UnusableRowError beside another system message."""
-    if not isinstance(system, str) or not system.strip() or not isinstance(messages, list):
+    if not isinstance(system, str) or not system.strip():
         return messages
-    first = messages[0] if messages else None
-    if isinstance(first, dict) and first.get("role") == "system":
-        if first.get("content") == system:
-            return messages
+    if messages[0]["role"] != "system":
+        check_text("system", system)
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
         raise UnusableRowError(
             "two_systems", "the column 'system' and the first message give different system texts"
         )
-    return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
-def _messages(name: str, value: Any) -> Any:
+def check_text(name: str, text: Any) -> None:
+    """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise UnusableRowError("wrong_type", f"{name!r} must be a string, found {kind}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name!r} holds half a surrogate pair at character {error.start}"
+        raise UnusableRowError("invalid_utf8", message) from None
+
+
+# --- messages
+
+
+def _messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a row as templates read them; raises UnusableRowError."""
     value = _decoded(value)
     if not isinstance(value, list):
-        return value
-    return [_message(name, turn, message) for turn, message in enumerate(value)]
+        kind = type(value).__name__
+        raise UnusableRowError("wrong_type", f"{name!r} must be a list of messages, found {kind}")
+    if not value:
+        raise UnusableRowError("empty", f"empty document: {name!r} has no messages")
+    return [_message(f"message {turn} of {name!r}", message) for turn, message in enumerate(value)]
 
 
-def _message(name: str, turn: int, message: Any) -> Any:
+def _message(where: str, message: Any) -> dict[str, Any]:
     """Return one message with role, content as one text, and its calls as objects.
 
     Keys that are null are left out: JSON writers and Arrow put them where nothing was said. A
@@ -244,119 +261,107 @@ def _message(name: str, turn: int, message: Any) -> Any:
     """
     message = _decoded(message)
     if not isinstance(message, Mapping):
-        return message
-    found = {key: value for key, value in message.items() if value is not None}
-    where = f"message {turn} of {name!r}"
-    if "from" in found and "role" not in found:
-        found = {
-            "role": found["from"],
-            "content": found.get("value", found.get("content")),
-            **{key: value for key, value in found.items() if key not in ("from", "value")},
-        }
-        if found["role"] == FUNCTION_CALL:
-            calls = _decoded(found["content"])
-            found |= {"role": "assistant", "content": "", "tool_calls": calls}
-        elif found["role"] not in ROLES:
-            known = ", ".join([*ROLES, FUNCTION_CALL])
-            raise UnusableRowError(
-                "unknown_role", f"{where} is from {found['role']!r}; known are {known}"
-            )
-    found = _without_special_parts(found)
-    role = found.get("role")
-    if isinstance(role, str):
-        found["role"] = ROLES.get(role, role)
-    calls = _decoded(found.pop("tool_calls", None)) or found.pop(FUNCTION_CALL, None)
-    if calls:
-        several = calls if isinstance(calls, list) else [calls]
-        found["tool_calls"] = [_tool_call(where, call) for call in several]
+        kind = type(message).__name__
+        raise UnusableRowError("wrong_type", f"{where} must be an object, found {kind}")
+    found = _with_role(where, {key: value for key, value in message.items() if value is not None})
+    if isinstance(content := found.get("content"), list):
+        found |= _content_of_parts(where, content, found["role"])
+    elif isinstance(content, Mapping) and found["role"] == "tool":
+        found["content"] = json.dumps(content, ensure_ascii=False)
+    if calls := _decoded(found.pop("tool_calls", None)) or found.pop(FUNCTION_CALL, None):
+        found["tool_calls"] = _tool_calls(where, calls)
     if "loss_weight" in found and "weight" not in found:  # LLaMA-Factory's name for it
         found["weight"] = found.pop("loss_weight")
-    silent = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-    if found.get("content") is None and any(key in found for key in silent):
-        found["content"] = ""
-    if "content" in found:
-        found["content"] = _content(where, found["content"], found.get("role"))
+    if any(key in found for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")):
+        found.setdefault("content", "")
+    if "content" not in found:
+        raise UnusableRowError("missing_field", f"{where} has no 'content'")
+    for key in ("content", "reasoning_content"):
+        check_text(f"{key} of {where}", found.get(key, ""))
     return found
 
 
-def _without_special_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Move thoughts and calls among the parts of a content to the keys that templates read."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
-    parts = list(zip(kinds, content, strict=True))
-    thoughts = [_said_by(part, kind) for kind, part in parts if kind in _THOUGHT_PARTS]
-    calls = [_said_by(part, kind) for kind, part in parts if kind == "tool_call"]
-    if not thoughts and not calls:
-        return message
-    rest = [part for kind, part in parts if kind not in (*_THOUGHT_PARTS, "tool_call")]
-    found = {**message, "content": rest}
-    if thoughts:
-        found["reasoning_content"] = "".join(map(str, thoughts))
-    if calls:
-        found["tool_calls"] = calls
-    return found
+def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its role by OpenAI's name, and ShareGPT's `value` as content."""
+    is_sharegpt = "from" in message and "role" not in message
+    if is_sharegpt:
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    if "role" not in message:
+        raise UnusableRowError("missing_field", f"{where} has no 'role'")
+    role = message["role"]
+    check_text(f"role of {where}", role)
+    if is_sharegpt and role == FUNCTION_CALL:
+        calls = _decoded(message.get("content"))
+        return message | {"role": "assistant", "content": "", "tool_calls": calls}
+    if is_sharegpt and role not in ROLES:
+        known = ", ".join([*ROLES, FUNCTION_CALL])
+        raise UnusableRowError("unknown_role", f"{where} is from {role!r}; known are {known}")
+    return message | {"role": ROLES.get(role, role)}
 
 
-def _said_by(part: Mapping[str, Any], kind: str) -> Any:
-    """Return what a part says: under the name of its type, as text or as value."""
-    return next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
-
-
-def _content(where: str, content: Any, role: Any) -> Any:
-    """Return a list of text parts as one text, and what a tool gave as JSON."""
-    if isinstance(content, list):
-        texts = [
-            part.get("text", part.get("value")) if isinstance(part, Mapping) else part
-            for part in content
-            if not isinstance(part, Mapping) or part.get("type", "text") in _TEXT_PARTS
-        ]
-        strings = [text for text in texts if isinstance(text, str)]
-        if len(strings) == len(content):
-            return "".join(strings)
-        kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
-        if role != "tool" and kinds:
-            found = ", ".join(sorted(kinds))
+def _content_of_parts(where: str, parts: Sequence[Any], role: Any) -> dict[str, Any]:
+    """Return the text of a list of parts; thoughts and calls go to the keys that templates read."""
+    texts, thoughts, calls = [], [], []
+    for part in parts:
+        kind, said = "text", part
+        if isinstance(part, Mapping):
+            kind = part.get("type", "text")
+            names = (kind, "text", "value")
+            said = next((part[name] for name in names if part.get(name) is not None), None)
+        if kind in _THOUGHT_PARTS:
+            thoughts.append(str(said))
+        elif kind == "tool_call":
+            calls.append(said)
+        elif kind in _TEXT_PARTS and isinstance(said, str):
+            texts.append(said)
+        elif role == "tool":
+            return {"content": json.dumps(parts, ensure_ascii=False)}
+        else:
             raise UnusableRowError(
-                "not_text", f"{where} has parts of type {found}; text alone can be trained on"
+                "not_text",
+                f"{where} has a part that is no text ({part!r:.60}): text alone can be trained on",
             )
-    if role == "tool" and isinstance(content, Mapping | list):
-        return json.dumps(content, ensure_ascii=False)
-    return content
+    found: dict[str, Any] = {"content": "".join(texts)}
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    return found | ({"tool_calls": calls} if calls else {})
 
 
-def _tool_call(where: str, call: Any) -> dict[str, Any]:
-    """Return a call as {"type", "function": {"name", "arguments"}}, the arguments an object."""
-    call = _decoded(call)
-    function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UnusableRowError(
-            "wrong_type", f"{where} has a call without the name of a function: {call!r:.80}"
-        )
-    # Twice, for some datasets have encoded the JSON text once more.
-    arguments = _decoded(_decoded(function.get("arguments")))
-    found = {"name": function["name"], "arguments": arguments or {}}
-    identity = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**identity, "type": "function", "function": found}
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return calls as {"type", "function": {"name", "arguments"}}, the arguments an object."""
+    found = []
+    for call in map(_decoded, calls if isinstance(calls, list) else [calls]):
+        function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UnusableRowError(
+                "wrong_type", f"{where} has a call without the name of a function: {call!r:.80}"
+            )
+        # Twice, for some datasets have encoded the JSON text once more.
+        arguments = _decoded(_decoded(function.get("arguments"))) or {}
+        identity = {"id": call["id"]} if call.get("id") is not None else {}
+        function = {"name": function["name"], "arguments": arguments}
+        found.append({**identity, "type": "function", "function": function})
+    return found
+
+
+# --- tools and template variables
 
 
 def _tools(fields: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools of a row as OpenAI writes them, None where there are none."""
     given = fields.get("tools") or fields.get("functions")
     tools = _decoded(given)
-    if isinstance(tools, Mapping):
-        tools = [tools]
-    if isinstance(tools, str) and not tools.strip():
+    if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
-    tools = [_decoded(tool) for tool in tools] if isinstance(tools, list) else tools
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    found = [_decoded(tool) for tool in tools] if isinstance(tools, list) else []
+    if not found or not all(isinstance(tool, Mapping) for tool in found):
         raise UnusableRowError(
             "wrong_type", f"'tools' must be a list of JSON schemas, found {given!r:.80}"
         )
-    return [_tool(tool) for tool in tools]
+    return [_tool(tool) for tool in found]
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -364,21 +369,18 @@ def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if "function" not in tool and "name" in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-        tool = {**tool, "function": {**function, "parameters": _decoded(function["parameters"])}}
-    return tool
+    if not isinstance(function, Mapping) or "parameters" not in function:
+        return tool
+    return {**tool, "function": {**function, "parameters": _decoded(function["parameters"])}}
 
 
 def _template_kwargs(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    given = fields.get("chat_template_kwargs")
-    found = _decoded(given)
-    if not found:
-        return None
-    if not isinstance(found, Mapping):
+    found = _decoded(fields.get("chat_template_kwargs"))
+    if found and not isinstance(found, Mapping):
         raise UnusableRowError(
-            "wrong_type", f"'chat_template_kwargs' must be an object, found {given!r:.80}"
+            "wrong_type", f"'chat_template_kwargs' must be an object, found {found!r:.80}"
         )
-    return {key: value for key, value in found.items() if value is not None} or None
+    return {key: value for key, value in (found or {}).items() if value is not None} or None
 
 
 def _decoded(value: Any) -> Any:

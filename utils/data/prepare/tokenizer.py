@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from utils.config.errors import ConfigurationError
@@ -37,13 +38,12 @@ NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
 )
-# Chats that a template must be able to train on, one at least: some take no second turn, no plain
-# chat without tools, or no tools.
+# Chats of which a template must be able to train on one: some take no second turn, or no tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
+CALLS = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": LOOK}]
-CALLS = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 PROBES: Sequence[tuple[Any, Any]] = (
     ([*TURN, *TURN], None),
     (TURN, None),
@@ -180,54 +180,54 @@ def attach_training_template(
         tokenizer.chat_template = read_chat_template(template_file)
     if tokenizer.chat_template is None:
         raise ConfigurationError(NO_CHAT_TEMPLATE)
-    if isinstance(tokenizer.chat_template, dict):
-        # Several named templates; conversations are rendered with the default one.
-        tokenizer.chat_template = tokenizer.get_chat_template()
+    # Of several named templates the default one renders conversations.
+    tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.is_fast:
         raise ConfigurationError(
             "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
             "offsets"
         )
-    problem = _problem(tokenizer)
-    if problem is None:
-        if not ChatTemplate(tokenizer).has_markers:
-            logger.info(
-                "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
-                "derived from its renderings, and checked for every chat",
-                origin,
-            )
-        return
-    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    try:
+        _trained_probe(tokenizer)
+    except RENDERING_ERRORS as problem:
+        raise ConfigurationError(
+            f"{origin} cannot be trained with: {problem}. {_advice(tokenizer)}"
+        ) from problem
+    if masks_from(tokenizer) == "derived":
+        logger.info(
+            "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
+            "derived from its renderings, and checked for every chat",
+            origin,
+        )
+
+
+def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, loss mask) of a chat that the template can train on; raises ChatRefused."""
+    masks = ChatMasks(tokenizer)
+    refusals = []
+    for messages, tools in PROBES:
+        try:
+            return render(tokenizer, masks, messages, tools)
+        except ChatRefused as refused:
+            refusals.append(refused)
+    raise refusals[0]
+
+
+def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return what to do about a template that cannot be trained with."""
     vocabulary = tokenizer.get_vocab()
-    unknown = [token for token in written if token not in vocabulary]
-    advice = (
-        "Give another template with --chat_template (recipes/chat_templates/chatml.jinja is one), "
-        "or put {% generation %} ... {% endgeneration %} in it around the assistant's words and "
-        "the token that ends its turn"
-    )
-    if unknown:
-        advice = (
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if unknown := [token for token in written if token not in vocabulary]:
+        return (
             f"It prints {' '.join(unknown)}, and the tokenizer has no such tokens: give the "
             "template that belongs to the model with --chat_template FILE, or add them with "
             f"--add_tokens {shlex.join(unknown)}"
         )
-    raise ConfigurationError(f"{origin} cannot be trained with: {problem}. {advice}")
-
-
-def _problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return why the tokenizer's template cannot be trained with; None if it can."""
-    try:
-        masks, problem = ChatMasks(tokenizer), ""
-        for messages, tools in PROBES:
-            try:
-                render(tokenizer, masks, messages, tools)
-            except ChatRefused as refused:
-                problem = problem or str(refused)
-            else:
-                return None
-    except RENDERING_ERRORS as error:
-        return str(error)
-    return problem
+    return (
+        "Give another template with --chat_template (recipes/chat_templates/chatml.jinja is one), "
+        "or put {% generation %} ... {% endgeneration %} in it around the assistant's words and "
+        "the token that ends its turn"
+    )
 
 
 def read_chat_template(path: str) -> str:
@@ -237,10 +237,9 @@ def read_chat_template(path: str) -> str:
     try:
         template = Path(path).read_text(encoding="utf-8")
         _compile_jinja_template(template)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"chat_template: {path}: cannot be read ({error})") from error
-    except TemplateError as error:
-        raise ConfigurationError(f"chat_template: {path}: not valid Jinja ({error})") from error
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        problem = "not valid Jinja" if isinstance(error, TemplateError) else "cannot be read"
+        raise ConfigurationError(f"chat_template: {path}: {problem} ({error})") from error
     return template
 
 
@@ -249,15 +248,8 @@ def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
     return "template" if ChatTemplate(tokenizer).has_markers else "derived"
 
 
-def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the id of the last token that is trained on in a chat, which ends generation."""
-    masks = ChatMasks(tokenizer)
-    for messages, tools in PROBES[1:]:
-        try:
-            ids, mask = render(tokenizer, masks, messages, tools)
-        except ChatRefused:
-            continue
-        trained = ids[mask.astype(bool)].tolist()
-        words = [token for token in trained if str(tokenizer.decode([token])).strip()]
-        return words[-1] if words else None
-    return None
+    ids, mask = _trained_probe(tokenizer)
+    trained = ids[mask.astype(bool)].tolist()
+    return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

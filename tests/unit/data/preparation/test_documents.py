@@ -19,27 +19,46 @@ def parse(fields, document_format):
     return found
 
 
+def row(*messages, **more):
+    return {"messages": [*messages], **more}
+
+
 @pytest.mark.parametrize(
     ("document_format", "fields", "reason", "message"),
     [
-        ("text", {}, "missing_field", "no 'text', which the format text needs"),
-        ("text", {"text": None}, "missing_field", "no 'text'"),
+        ("text", {"text": None}, "missing_field", "no 'text', which the format text needs"),
         ("text", {"text": ["a"]}, "wrong_type", "'text' must be a string, found list"),
         ("text", {"text": ""}, "empty", "'text' has no text"),
         ("text", {"text": "a\ud800"}, "invalid_utf8", "half a surrogate pair at character 1"),
-        ("messages", {"text": "a"}, "missing_field", "no 'messages'"),
+        ("messages", {"text": "a"}, "missing_field", r"needs (columns found: text)"),
         ("messages", {"messages": "a"}, "wrong_type", "must be a list of messages, found str"),
-        ("messages", {"messages": []}, "empty", "'messages' has no messages"),
-        ("messages", {"messages": ["a"]}, "wrong_type", "message 0 of 'messages' must be an obj"),
-        ("messages", {"messages": [{"role": "user"}]}, "missing_field", "has no 'content'"),
-        ("messages", {"messages": [{"content": "a"}]}, "missing_field", "has no 'role'"),
+        ("messages", row(), "empty", "'messages' has no messages"),
+        ("messages", row("a"), "wrong_type", "message 0 of 'messages' must be an obj"),
+        ("messages", row({"role": "user"}), "missing_field", "has no 'content'"),
+        ("messages", row({"content": "a"}), "missing_field", "has no 'role'"),
+        ("messages", row({"role": "user", "content": 3}), "wrong_type", "string, found int"),
+        ("messages", row({**MESSAGES[1], "tool_calls": [1]}), "wrong_type", "without the name"),
+        ("messages", row(MESSAGES[0], tools="none"), "wrong_type", "'tools' must be a list"),
+        ("messages", row(*MESSAGES, chat_template_kwargs=1), "wrong_type", "must be an object"),
         (
             "messages",
-            {"messages": [{"role": "user", "content": 3}]},
-            "wrong_type",
-            "content of message 0 of messages' must be a string, found int",
+            row({"role": "user", "content": [{"type": "image_url"}, {"type": "text"}]}),
+            "not_text",
+            "has a part that is no text ({'type': 'image_url'}): text alone",
         ),
-        ("prompt_completion", {"prompt": "a"}, "missing_field", "no 'completion'"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "narrator", "value": "x"}]},
+            "unknown_role",
+            "message 0 of 'conversations' is from 'narrator'; known are human",
+        ),
+        ("alpaca", {"instruction": "i", "output": " "}, "empty", "'output' has no text"),
+        (
+            "alpaca",
+            {"instruction": "i", "output": "o", "history": [1]},
+            "wrong_type",
+            "'history' must hold",
+        ),
         ("prompt_completion", {}, "missing_field", "no 'prompt' and no 'completion'"),
         ("prompt_completion", {"prompt": 1, "completion": "a"}, "wrong_type", "'prompt' must be"),
         ("prompt_completion", {"prompt": "a", "completion": " "}, "empty", "'completion' has no"),
@@ -47,7 +66,13 @@ def parse(fields, document_format):
             "prompt_completion",
             {"prompt": "a", "completion": MESSAGES},
             "wrong_type",
-            "must both be strings or both be lists",
+            "'prompt' must be a list of messages, found str",
+        ),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]},
+            "wrong_type",
+            "go with messages",
         ),
     ],
 )

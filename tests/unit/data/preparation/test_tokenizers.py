@@ -33,50 +33,33 @@ def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(t
     assert tokenizer("<|im_start|>x<|im_end|>")["input_ids"][::2] == [2, 3]
 
 
-@pytest.mark.parametrize("content", ["def f", "    indented", "\tx", "1"])
-def test_the_line_end_before_an_answer_never_merges_with_it(content):
+def test_the_line_end_before_an_answer_never_merges_with_it():
     tokenizer = samples.tiny_tokenizer()
     opening = tokenizer("assistant\n")["input_ids"]
-    assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
+    for content in ("def f", "    indented", "\tx", "1"):
+        assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
 
 
 TRAIN_AND_PRINT = """
 import sys
 sys.path[:0] = [{repository!r}, {tests!r}]
 import preparation_samples as samples
-from utils.data.tokenizers import tokenizer_sha256, train_tokenizer
-print(tokenizer_sha256(train_tokenizer(iter(samples.sentences(300)), 320)))
+from utils.data.tokenizers import tokenizer_sha256
+print(tokenizer_sha256(samples.tiny_tokenizer()))
 """
 
 
 @pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_another_process():
     script = TRAIN_AND_PRINT.format(repository=str(REPOSITORY), tests=str(Path(__file__).parent))
-    found = {tokenizer_sha256(samples.tiny_tokenizer())}
-    for threads in ("1", "4"):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found.add(done.stdout.strip())
-    assert len(found) == 1
+    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true"}
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert found.strip() == tokenizer_sha256(samples.tiny_tokenizer())
 
 
 def test_a_vocabulary_that_the_texts_cannot_fill_is_refused_with_what_they_can():
     with pytest.raises(ConfigurationError, match="only enough for 262 tokens: give at most 262"):
         train_tokenizer(iter(["ab ab"]), 1000)
-
-
-def test_a_fault_in_the_texts_is_not_swallowed_by_the_trainer():
-    def texts():
-        yield "some text"
-        raise ConfigurationError("a.jsonl:7: malformed JSON")
-
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl:7"):
-        train_tokenizer(texts(), 300)
 
 
 def test_the_hash_tells_tokenizers_apart_and_ignores_template_and_last_call(tmp_path):
@@ -91,22 +74,18 @@ def test_the_hash_tells_tokenizers_apart_and_ignores_template_and_last_call(tmp_
     assert tokenizer_sha256(tokenizer) != before
 
 
-@pytest.mark.parametrize(("ids", "expected"), [(320, np.uint16), (1 << 16, np.uint16)])
-def test_the_smallest_type_that_holds_the_vocabulary_is_taken(ids, expected):
+def test_the_smallest_type_that_holds_the_vocabulary_is_taken():
     tokenizer = samples.tiny_tokenizer()
-    tokenizer.get_vocab = lambda: {"last": ids - 1}
-    assert id_type(tokenizer) == expected
+    tokenizer.get_vocab = lambda: {"last": (1 << 16) - 1}
+    assert id_type(tokenizer) == np.uint16
     tokenizer.get_vocab = lambda: {"last": 1 << 16}
     assert id_type(tokenizer) == np.uint32
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "data/demo/tokenizer"])
-def test_a_folder_that_is_not_there_is_named(name):
-    with pytest.raises(ConfigurationError, match=f"{name}: no such folder"):
-        load_tokenizer(name)
-
-
-def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path):
+    for name in ("./nowhere", "/nowhere", "data/demo/tokenizer"):
+        with pytest.raises(ConfigurationError, match=f"{name}: no such folder"):
+            load_tokenizer(name)
     tokenizer = samples.tiny_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
