@@ -1,15 +1,16 @@
 """Starts a script in two CPU processes with an accelerate config, as a user would."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from forked_ranks import ROOT, STRATEGIES, Launched, Ranks, rank_environment
+
 CONFIGS = ROOT / "accelerate_configs"
-STRATEGIES = Path(__file__).parent / "cpu_strategies"
 
 # What puts each config's strategy on two CPU processes, see cpu_strategies/sitecustomize.py.
 CPU_ENVIRONMENT = {
@@ -58,23 +59,48 @@ def run_processes(
     env: Mapping[str, str] | None = None,
     cpu_environment: bool = True,
     timeout_s: float = 300,
-) -> subprocess.CompletedProcess[str]:
+    torchrun: bool = False,
+) -> Launched:
     """Run `script` under `accelerate launch` with accelerate_configs/<config>.yaml on CPUs.
 
-    Output of all processes comes together in stdout. `cpu_environment=False` leaves out what makes
-    the strategy possible on CPUs, to see it refused. Raises TimeoutExpired.
+    Output of all processes comes together in stdout. The ranks are forked, see forked_ranks.py;
+    with `torchrun` they are new processes, as a user's. `cpu_environment=False` leaves out what
+    makes the strategy possible on CPUs, to see it refused. Raises TimeoutError.
     """
-    command = [
-        sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+    extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
+    if torchrun:
+        return _by_torchrun(config, processes, [str(script), *args], extra, timeout_s)
+    return start_processes(config, script, args, processes=processes, env=extra).wait(timeout_s)
+
+
+def start_processes(
+    config: str, script: Path | str, args: Sequence[str], *, env: Mapping[str, str], processes=2
+) -> Ranks:
+    """Start forked ranks, see `run_processes`; `env` is all that is added to the environment."""
+    port = free_port()
+    options = _launch_options(config, processes, port)
+    environments = [
+        rank_environment(options, quiet_environment(env), rank, processes, port)
+        for rank in range(processes)
+    ]
+    return Ranks(ROOT / script, args, environments)
+
+
+def _launch_options(config: str, processes: int, port: int) -> list[str]:
+    return [
         "--config_file", str(CONFIGS / f"{config}.yaml"),
         "--num_processes", str(processes),
-        "--main_process_port", str(free_port()),
-        str(script), *args,
+        "--main_process_port", str(port),
     ]  # fmt: skip
-    extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
-    return subprocess.run(
-        command,
-        env=quiet_environment(extra),
+
+
+def _by_torchrun(
+    config: str, processes: int, command: list[str], env: Mapping[str, str], timeout_s: float
+) -> Launched:
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    done = subprocess.run(
+        [*launcher, *_launch_options(config, processes, free_port()), *command],
+        env=quiet_environment(env),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,11 +108,10 @@ def run_processes(
         timeout=timeout_s,
         check=False,
     )
-
-
-def before_torchruns_report(shown: str) -> str:
-    """What the ranks printed: torchrun then repeats the last words of each one that failed."""
-    return shown.partition("torch.distributed.elastic.multiprocessing.errors.")[0]
+    # torchrun repeats the last words of each rank that failed.
+    shown, _, report = done.stdout.partition("torch.distributed.elastic.multiprocessing.errors.")
+    codes = map(int, re.findall(r"exitcode  : (-?\d+)", report))
+    return Launched(done.returncode, shown, tuple(codes))
 
 
 def run_two_processes(
@@ -95,6 +120,6 @@ def run_two_processes(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     **options,
-) -> subprocess.CompletedProcess[str]:
+) -> Launched:
     """`run_processes` with two of them."""
     return run_processes(config, script, args, processes=2, env=env, **options)

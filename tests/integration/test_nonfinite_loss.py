@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from launching import before_torchruns_report, run_two_processes
+from launching import run_two_processes
 from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
@@ -174,6 +174,6 @@ def test_what_one_of_two_ranks_finds_ends_both(
 def spoil_two_ranks(config: str, kind: str, argv: list[str]) -> str:
     """Run until both ranks end with 78; return what they say."""
     done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
-    assert done.stdout.count("exitcode  : 78") == 2, done.stdout[-4000:]
+    assert done.codes == (78, 78), done.stdout[-4000:]
     assert done.stdout.count("not finite (1 problem):") == 1
-    return before_torchruns_report(done.stdout)
+    return done.stdout

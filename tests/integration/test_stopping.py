@@ -1,6 +1,5 @@
 """A run stopped anywhere, by anything, and started again is the uninterrupted run, bit for bit."""
 
-import concurrent.futures
 import os
 import signal
 import time
@@ -10,7 +9,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from launching import run_processes
+from launching import CPU_ENVIRONMENT, run_processes, start_processes
 from provoked_runs import (
     RUN,
     STEPS,
@@ -285,36 +284,21 @@ def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, works
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings))
     assert done.returncode == 0, done.stdout
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        slow = {"STOKER_TEST_STEP_DELAY_S": "0.7"}
-        argv = pretraining(run, **settings)
-        started = pool.submit(run_processes, "multi_gpu", "pretrain.py", argv, env=slow)
-        os.kill(process_of_rank(1, run), signal.SIGTERM)
-        done = started.result()
-    assert ": a signal to rank" in done.stdout, done.stdout
-    at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
-    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}" in done.stdout
-    assert "exitcode  : 75" in done.stdout, "both leave with it"
-    assert "Signal" not in done.stdout, "neither was killed"
-    done = run_processes("multi_gpu", "pretrain.py", pretraining(run, **settings))
-    assert done.returncode == 0, done.stdout
-    assert f"resuming from {run}/checkpoint-{at}" in done.stdout
-    tiny.assert_same_run(run, whole)
-    assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")
-
-
-def process_of_rank(rank: int, run: Path) -> int:
-    """The process of a rank of a run, once that trains."""
+    slow = {**CPU_ENVIRONMENT["multi_gpu"], "STOKER_TEST_STEP_DELAY_S": "0.5"}
+    argv = pretraining(run, **settings)
+    ranks = start_processes("multi_gpu", "pretrain.py", argv, env=slow)
     give_up_at = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists():
         assert time.monotonic() < give_up_at, "the run does not start"
         time.sleep(0.1)
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # ended meanwhile
-        if str(run) in command and f"RANK={rank}".encode() in environment:
-            return int(process.name)
-    raise AssertionError(f"no process of rank {rank}")
+    os.kill(ranks.processes[1].pid, signal.SIGTERM)
+    done = ranks.wait(timeout_s=120)
+    assert ": a signal to rank" in done.stdout, done.stdout
+    at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
+    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}" in done.stdout
+    assert done.codes == (75, 75), "both leave with it, neither was killed"
+    done = run_processes("multi_gpu", "pretrain.py", argv)
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from {run}/checkpoint-{at}" in done.stdout
+    tiny.assert_same_run(run, whole)
+    assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")

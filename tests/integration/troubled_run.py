@@ -41,7 +41,8 @@ def trouble_batches() -> None:
         nonlocal batches
         batches += 1
         if batches == int(COUNT):
-            print(f"trouble {time.time()}", flush=True)
+            sys.stdout.write(f"trouble {time.time()}\n")  # in one write: ranks print at once
+            sys.stdout.flush()
             TROUBLES[KIND]()
         return get(self, rows)
 

@@ -85,11 +85,15 @@ class ChangeAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-# Only the workers: the launcher has no RANK yet.
-if "RANK" in os.environ:
+def wanted_changes():
+    """Return what the environment asks for: functions by the module that they change."""
     strategy = os.environ.get("STOKER_TEST_CPU_STRATEGY")
     wanted = dict(CHANGES[strategy]) if strategy else {}
     if {"STOKER_TEST_STEP_DELAY_S", "STOKER_TEST_KILL_RANK_AT_STEP"} & os.environ.keys():
         wanted["transformers.trainer_callback"] = disturb_steps
-    if wanted:
-        sys.meta_path.insert(0, ChangeAfterImport(wanted))
+    return wanted
+
+
+# Only the workers: the launcher has no RANK yet.
+if "RANK" in os.environ and (wanted := wanted_changes()):
+    sys.meta_path.insert(0, ChangeAfterImport(wanted))
