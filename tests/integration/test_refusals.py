@@ -201,7 +201,7 @@ PRETRAINING = {
         several_splits,
         (
             "empty: row 1 is empty",
-            "beyond: row 1 holds token id 9000, but the vocabulary ends at 127",
+            "beyond: holds token id 9000, but the vocabulary ends at 127",
             "/missing: no such directory",
         ),
     ),

@@ -97,20 +97,18 @@ class MixtureShares(MetricCallback):
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
             return {}
-        shares = seen.by_source / max(int(seen.by_source.sum()), 1)
+        tokens = [seen.by_name[name] for name in seen.names]
         epochs = sampler.order.epochs_before(seen.steps * sampler.global_batch_size)
         figures: dict[str, float] = {}
-        for name, tokens, share, epoch in zip(
-            seen.names, seen.by_source, shares, epochs, strict=True
-        ):
-            figures[f"tokens_seen/{name}"] = int(tokens)
-            figures[f"tokens_share/{name}"] = float(share)
+        for name, own, epoch in zip(seen.names, tokens, epochs, strict=True):
+            figures[f"tokens_seen/{name}"] = own
+            figures[f"tokens_share/{name}"] = own / max(sum(tokens), 1)
             figures[f"epochs/{name}"] = epoch
         return figures
 
     def _asked(self) -> str:
         dataset, shares = self.loader.dataset, self.loader.batch_sampler.order.shares()
-        per_sequence = np.array([plan.tokens / plan.sequences for plan in dataset.plans])
+        per_sequence = np.array([plan.sequence_tokens.mean() for plan in dataset.plans])
         of_tokens = shares * per_sequence / (shares * per_sequence).sum()
         return ", ".join(
             f"{name} {share:.1%} of the sequences (of the tokens {of_all:.1%})"

@@ -20,12 +20,12 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names under which other toolkits keep what is trained on; a prompt's mask says the opposite.
+# Names under which other toolkits keep what is trained on, or what is not.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
+    *("prompt_mask", "prompt_masks", "source_mask", "instruction_mask"),
 )
-PROMPT_MASKS = ("prompt_mask", "prompt_masks", "source_mask", "instruction_mask")
 # Columns of datasets whose rows hold several documents; read as one document each, those would
 # see each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")
@@ -82,11 +82,6 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
     `prepare_data.py`), of which `default_split` is taken.
     """
     directory = Path(path).expanduser()
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "no such directory"
-        raise ConfigurationError(
-            f"{path}: {what}; give what prepare_data.py or `datasets` save_to_disk wrote."
-        )
     for candidate in (directory, directory / default_split):
         if (candidate / STATE_FILE).is_file():
             return candidate.resolve()
@@ -96,9 +91,10 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
             f"{directory}: has no split {default_split!r}; it has {', '.join(splits)}. "
             f"Name one, for example {directory / splits[0]}."
         )
+    missing = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
     raise ConfigurationError(
-        f"{directory}: not a token dataset (no {STATE_FILE} in it or in {default_split}/). Make "
-        "one with prepare_data.py, or with `datasets`: Dataset.save_to_disk."
+        f"{directory}: {missing if directory.is_dir() else 'no such directory'}. Make one with "
+        "prepare_data.py, or with `datasets`: Dataset.save_to_disk."
     )
 
 
@@ -111,19 +107,12 @@ def data_files(directory: Path) -> list[Path]:
             "dataset and save it again."
         )
     try:
-        files = [directory / entry["filename"] for entry in state["_data_files"]]
+        return [directory / entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError):
         raise ConfigurationError(
-            f"{directory / STATE_FILE}: `_data_files` does not list file names; the dataset was "
-            "not written by `datasets` save_to_disk, or is damaged. Save it again."
+            f"{directory / STATE_FILE}: `_data_files` does not list file names; save the dataset "
+            "again with `datasets` save_to_disk."
         ) from None
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ConfigurationError(
-            f"{directory}: {len(missing)} of {len(files)} data files are missing, first "
-            f"{missing[0]}; copy the whole folder or prepare it again."
-        )
-    return files
 
 
 def read_json_object(path: Path) -> dict:
@@ -131,11 +120,9 @@ def read_json_object(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path}: cannot be read as JSON ({error}); save the dataset again."
-        ) from error
+        content = error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path}: not a JSON object; save the dataset again.")
+        raise ConfigurationError(f"{path}: not a JSON object ({content}); save the dataset again.")
     return content
 
 
@@ -186,17 +173,12 @@ def _schema_problems(names: list[str]) -> list[str]:
                 f"column {name!r} says that its rows are packed already; give one document per "
                 "row, or remove the column if that is what the rows are."
             )
-    for name in (*FOREIGN_MASKS, *PROMPT_MASKS) if not masks else ():
+    for name in FOREIGN_MASKS if not masks else ():
         if name in names:
-            rename = f"dataset.rename_column({name!r}, 'completion_mask')"
-            invert = (
-                "dataset.map(lambda row: {'completion_mask': [1 - bit for bit in "
-                f"row[{name!r}]]}}, remove_columns={name!r})"
-            )
             problems.append(
                 f"column {name!r} looks like a loss mask, but this name is not read, so every "
-                f"token would be trained on: save {invert if name in PROMPT_MASKS else rename} (1: "
-                "trained on), or remove the column if every token is meant."
+                "token would be trained on: save it as completion_mask (1: trained on, so invert "
+                "the mask of a prompt), or remove the column if every token is meant."
             )
     return problems
 
@@ -209,21 +191,17 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
     tables = []
     for file in files:
         try:
-            with file.open("rb") as stream:
-                stream.seek(-min(len(END_OF_STREAM), file.stat().st_size), 2)
-                complete = stream.read() == END_OF_STREAM
-            table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+            mapped = pa.memory_map(str(file))
+            end = mapped.read_at(len(END_OF_STREAM), max(mapped.size() - len(END_OF_STREAM), 0))
+            if end != END_OF_STREAM:
+                raise pa.ArrowInvalid("no end-of-stream mark")
+            # concat_tables compares metadata too, which says nothing about the columns.
+            tables.append(pa.ipc.open_stream(mapped).read_all().replace_schema_metadata())
         except (OSError, pa.ArrowException) as error:
             raise ConfigurationError(
-                f"{file}: cannot be read as an Arrow stream ({error}); it is damaged or cut short. "
+                f"{file}: not a whole Arrow stream ({error}); it is missing, damaged or cut short. "
                 "Copy or prepare it again."
             ) from error
-        if not complete:
-            raise ConfigurationError(
-                f"{file}: has no end-of-stream mark: it is cut short. Copy or prepare it again."
-            )
-        # concat_tables compares metadata too, which says nothing about the columns.
-        tables.append(table.replace_schema_metadata())
     if not sum(table.num_rows for table in tables):
         raise ConfigurationError(f"{directory}: holds no documents.")
     try:
@@ -240,9 +218,11 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
 
     `where` names the dataset in the ConfigurationError for other types, nulls and damage.
     """
-    if not _is_list_of_integers(column.type):
+    kind, are = column.type, pa.types
+    is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)
+    if not (is_list and are.is_integer(kind.value_type)):
         raise ConfigurationError(
-            f"{where}: column {name!r} is {column.type}; it must be a list of integers "
+            f"{where}: column {name!r} is {kind}; it must be a list of integers "
             "(uint16, uint32, int32 or int64 ids, int8 masks). Cast it and save again."
         )
     values, first_documents, lengths = [], [], []
@@ -257,54 +237,27 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
                 f"{where}: column {name!r} is damaged from row {first} on ({error}). Copy or "
                 "prepare it again."
             ) from error
-        if chunk.null_count:
-            row = first + chunk.is_null().index(True).as_py()
-            raise ConfigurationError(
-                f"{where}: row {row}: {name} is null; remove such rows and save the dataset again."
-            )
         flat = chunk.flatten()  # of a slice, its own values
-        chunk_lengths = _numbers(chunk.value_lengths())
-        if flat.null_count:
-            ends = np.cumsum(chunk_lengths, dtype=np.int64)
-            position = flat.is_null().index(True).as_py()
+        if chunk.null_count or flat.null_count:
             raise ConfigurationError(
-                f"{where}: row {first + int(np.searchsorted(ends, position, side='right'))}: "
-                f"{name} holds a null; every token needs a number."
+                f"{where}: column {name!r} holds a null, in row {first} or behind it; every token "
+                "needs a number: remove such rows and save the dataset again."
             )
-        values.append(_numbers(flat))
+        values.append(np.from_dlpack(flat))  # pyarrow's own conversion imports pandas
         first_documents.append(first)
-        lengths.append(chunk_lengths)
+        lengths.append(np.from_dlpack(chunk.value_lengths()))
         first += len(chunk)
     offsets = np.zeros(first + 1, dtype=np.int64)
     np.cumsum(np.concatenate(lengths), out=offsets[1:])
     return ListColumn(name, tuple(values), np.array(first_documents, dtype=np.int64), offsets)
 
 
-def _is_list_of_integers(kind: pa.DataType) -> bool:
-    is_list = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    return is_list and pa.types.is_integer(kind.value_type)
-
-
-def _numbers(integers: pa.Array) -> np.ndarray:
-    """Return a view of integers without nulls; pyarrow's own conversion imports pandas."""
-    kind = np.dtype(str(integers.type))
-    _, buffer = integers.buffers()
-    if buffer is None:
-        return np.empty(0, dtype=kind)
-    return np.frombuffer(buffer, kind, len(integers), integers.offset * kind.itemsize)
-
-
 def _aligned(column: ListColumn, tokens: ListColumn, where: str) -> ListColumn:
     """Return `column` sharing the offsets of `tokens`; a row of another length is refused."""
     differing = np.flatnonzero(np.diff(column.offsets) != np.diff(tokens.offsets))
     if differing.size:
-        row = int(differing[0])
-        found = int(column.offsets[row + 1] - column.offsets[row])
-        expected = int(tokens.offsets[row + 1] - tokens.offsets[row])
         raise ConfigurationError(
-            f"{where}: row {row} has {found} {column.name} for {expected} {tokens.name} "
-            f"({differing.size} such rows); every token needs exactly one."
+            f"{where}: row {differing[0]} has another number of {column.name} than of "
+            f"{tokens.name} ({differing.size} such rows); every token needs exactly one."
         )
     return replace(column, offsets=tokens.offsets)

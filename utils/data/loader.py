@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.columns import IGNORED_LABEL
-from utils.data.order import PADDING_SEQUENCE, EvalBatchSampler, GlobalBatchSampler
-from utils.data.packing import PackPlan, Segments
+from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler
+from utils.data.packing import PackPlan
 from utils.data.token_dataset import TokenDataset
 from utils.launch.signals import shield_loader_worker
 
@@ -70,20 +70,6 @@ class DocumentPart(NamedTuple):
     stop: int
 
 
-class _Located(NamedTuple):
-    """What one source has in a micro-batch.
-
-    begins: where each segment begins among the flattened tokens. indices, filled: which sequences
-    of the micro-batch are the source's own, and how many tokens each holds.
-    """
-
-    source: int
-    segments: Segments
-    begins: np.ndarray
-    indices: np.ndarray
-    filled: np.ndarray
-
-
 class PackedDataset(Dataset):
     """The sequences of one or several packed datasets, numbered through all of them.
 
@@ -135,39 +121,25 @@ class PackedDataset(Dataset):
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
         """Return how many real tokens these sequences hold of each source, int64 (sources,)."""
         tokens = np.zeros(len(self.plans), dtype=np.int64)
-        for source, indices in self._by_source(sequences):
-            own = sequences[indices] - self.first_of_source[source]
+        for source, _, own in self._by_source(sequences):
             tokens[source] = self.plans[source].sequence_tokens[own].sum()
         return tokens
 
     def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
         """Return what these sequences hold, source by source."""
-        return [
-            DocumentPart(self.datasets[located.source].path, *part)
-            for located in self._located(sequences)
-            for part in zip(*(column.tolist() for column in located.segments), strict=True)
-        ]
+        parts = []
+        for source, _, own in self._by_source(sequences):
+            _, segments = self.plans[source].segments_of(own)
+            for part in zip(*(column.tolist() for column in segments), strict=True):
+                parts.append(DocumentPart(self.datasets[source].path, *part))
+        return parts
 
-    def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (source, indices in `sequences` of its own)."""
-        if len(self.plans) == 1:
-            yield 0, (sequences != PADDING_SEQUENCE).nonzero()[0]
-            return
+    def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield (source, indices in `sequences` of its own, their numbers within the source)."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in np.unique(sources[sequences != PADDING_SEQUENCE]).tolist():
-            yield source, (sources == source).nonzero()[0]
-
-    def _located(self, sequences: np.ndarray) -> Iterator[_Located]:
-        """Yield what each source has in these sequences."""
-        for source, indices in self._by_source(sequences):
-            own = sequences[indices] - self.first_of_source[source]
-            of_sequence, segments = self.plans[source].segments_of(own)
-            filled = self.plans[source].sequence_tokens[own]
-            sequence_begins = indices * self.sequence_length
-            # Counted from the first of all these sequences, and then from where its own begins.
-            before = _sums_before(segments.lengths)
-            begins = before + (sequence_begins - _sums_before(filled))[of_sequence]
-            yield _Located(source, segments, begins, indices, filled)
+            indices = (sources == source).nonzero()[0]
+            yield source, indices, sequences[indices] - self.first_of_source[source]
 
     def _pieces(
         self, sequences: np.ndarray
@@ -179,12 +151,16 @@ class PackedDataset(Dataset):
         """
         begins, tokens, trained = [], [], []
         free = np.full(len(sequences), self.sequence_length)
-        for located in self._located(sequences):
-            ids, marks = self.datasets[located.source].pieces(located.segments)
+        for source, indices, own in self._by_source(sequences):
+            of_sequence, segments = self.plans[source].segments_of(own)
+            filled = self.plans[source].sequence_tokens[own]
+            # Counted from the first of the source's sequences, then from where each begins.
+            before = indices * self.sequence_length - _sums_before(filled)
+            begins.append(_sums_before(segments.lengths) + before[of_sequence])
+            ids, marks = self.datasets[source].pieces(segments)
             tokens += ids
             trained += marks
-            begins.append(located.begins)
-            free[located.indices] -= located.filled
+            free[indices] -= filled
         padded = free.nonzero()[0]
         begins.append((padded + 1) * self.sequence_length - free[padded])
         for length in free[padded].tolist():
@@ -207,32 +183,27 @@ class TokenCounts:
     sequences of all ranks.
 
     names      of the sources, short
-    by_source  int64 (sources,)
+    by_name    tokens of each source, of those that the run no longer has, too
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
         """`in_step` returns the tokens of a 0-based step, int64 (sources,)."""
         self.in_step, self.names = in_step, tuple(names)
-        self.by_source = np.zeros(len(names), dtype=np.int64)
-        self.former: dict[str, int] = {}  # of sources that the run no longer has
-        self.steps = 0
+        self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue from what `state` returned after this many steps."""
-        self.steps = steps
-        self.by_source = np.array([tokens.get(name, 0) for name in self.names], dtype=np.int64)
-        self.former = {name: count for name, count in tokens.items() if name not in self.names}
+        """Continue from the `by_name` of a checkpoint of this many steps."""
+        self.steps, self.by_name = steps, {**tokens}
+        for name in self.names:
+            self.by_name.setdefault(name, 0)
 
     def count(self, steps: int) -> int:
         """Count up to the end of this many steps, never fewer than before; return all tokens."""
         for step in range(self.steps, steps):
-            self.by_source += self.in_step(step)
+            for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
+                self.by_name[name] += tokens
         self.steps = max(steps, self.steps)
-        return int(self.by_source.sum()) + sum(self.former.values())
-
-    def state(self) -> dict[str, int]:
-        """Return the counts for a checkpoint."""
-        return self.former | dict(zip(self.names, self.by_source.tolist(), strict=True))
+        return sum(self.by_name.values())
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
@@ -256,7 +227,7 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
-    Iterating starts at the step given to `resume_at` and draws nothing from the global random
+    Iterating starts where its `batch_sampler` resumes and draws nothing from the global random
     state, so that a resumed run keeps the random numbers of the uninterrupted one. `wait_s` adds
     up the seconds that the consumer waited for batches; `tokens_seen` counts the run's tokens.
     """
@@ -268,7 +239,9 @@ class TrainLoader:
         self.dataset = dataset
         self.wait_s = 0.0
         names = source_names([source.path for source in dataset.datasets])
-        self.tokens_seen = TokenCounts(self.tokens_by_source, names)
+        self.tokens_seen = TokenCounts(
+            lambda step: dataset.tokens_by_source(sampler.sequences_of_step(step)), names
+        )
 
     def __len__(self) -> int:
         """Count the micro-batches of the whole run, wherever iteration starts."""
@@ -281,41 +254,28 @@ class TrainLoader:
             yield batch
             before = time.perf_counter()
 
-    def resume_at(self, step: int) -> None:
-        """Let the next iteration start with the first micro-batch of optimizer step `step`."""
-        self.batch_sampler.resume_at(step)
-
-    def tokens_by_source(self, step: int) -> np.ndarray:
-        """Return the real tokens of each source in the global batch of a step, over all ranks."""
-        return self.dataset.tokens_by_source(self.batch_sampler.sequences_of_step(step))
-
 
 def eval_loader(
     dataset: PackedDataset,
-    sampler: GlobalBatchSampler | EvalBatchSampler,
+    batches: GlobalBatchSampler | list[list[int]],
     *,
     seed: int = 0,
     num_workers: int = 0,
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a loader of a sampler's micro-batches; `options` are those of torch's DataLoader."""
+    """Return a loader of these micro-batches; `options` are those of torch's DataLoader."""
     if num_workers == 0:
         options = {}  # torch refuses settings of workers without workers
     return DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=batches,
         num_workers=num_workers,
         # Pinning speeds up copies to an accelerator; without one torch would only warn.
         pin_memory=pin_memory and torch.accelerator.is_available(),
-        collate_fn=_whole_batch,
+        collate_fn=dict,  # `PackedDataset.__getitems__` has made the batch already
         worker_init_fn=shield_loader_worker,
         # Without its own generator every iterator would take a number from the global one.
         generator=torch.Generator().manual_seed(seed),
         **options,
     )
-
-
-def _whole_batch(batch: Any) -> Any:
-    """Replace the collator: `PackedDataset.__getitems__` has made the batch already."""
-    return batch

@@ -5,18 +5,17 @@ Nothing is stored or advanced, so a run resumes at any step at once and sees the
 the same global batches for every number of ranks.
 
 From the bottom: a keyed permutation shuffles without a list of indices; `Interleaving` says which
-of several weighted sources gives a sample; `SampleOrder` turns samples into sequences; the samplers
-give each rank its micro-batches.
+of several weighted sources gives a sample; `SampleOrder` turns samples into sequences; each rank
+gets its micro-batches from `GlobalBatchSampler` and `eval_batches`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from torch.utils.data import Sampler
-
-from utils.config.errors import ConfigurationError
 
 # Small domains mix slowly: with 24 rounds all orders of 5 or 6 items are equally likely as far as a
 # chi-squared test of 48,000 draws can tell, with 8 some come twice as often as others.
@@ -92,15 +91,9 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float], seed: int):
-        wrong = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
-        if wrong:
-            raise ConfigurationError(
-                f"weight {wrong[0]} of a training dataset: weights are positive numbers; leave a "
-                "dataset out to give it no weight."
-            )
         self.weights = [Fraction(weight) for weight in weights]  # exact: no drift in long runs
         self.seed = seed
-        self._layouts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.layout = lru_cache(CACHED_BLOCKS)(self._layout)
 
     def samples_before(self, sample: int) -> list[int]:
         """Return how many of the first `sample` samples each source gives, before mixing."""
@@ -117,10 +110,9 @@ class Interleaving:
         Differs from `samples_before` inside a block only.
         """
         block, inside = divmod(sample, BLOCK)
-        sources, _ = self._layout(block)
-        drawn = np.bincount(sources[:inside], minlength=len(self.weights)).tolist()
-        whole = self.samples_before(block * BLOCK)
-        return [before + own for before, own in zip(whole, drawn, strict=True)]
+        sources, _ = self.layout(block)
+        drawn = np.bincount(sources[:inside], minlength=len(self.weights))
+        return (drawn + self.samples_before(block * BLOCK)).tolist()
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return of each sample its source, and how many samples of that source come before it."""
@@ -128,15 +120,13 @@ class Interleaving:
         blocks, indices = np.divmod(samples, BLOCK)
         for block in np.unique(blocks).tolist():
             inside = blocks == block
-            block_sources, block_ordinals = self._layout(block)
+            block_sources, block_ordinals = self.layout(block)
             sources[inside] = block_sources[indices[inside]]
             ordinals[inside] = block_ordinals[indices[inside]]
         return sources, ordinals
 
     def _layout(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `locate` of all samples of a block."""
-        if block in self._layouts:
-            return self._layouts[block]
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -146,10 +136,7 @@ class Interleaving:
         by_source = np.argsort(sources, kind="stable")
         ordinals = np.empty(BLOCK, dtype=np.int64)
         ordinals[by_source] = np.arange(BLOCK) - np.repeat(np.cumsum(counts) - counts, counts)
-        if len(self._layouts) >= CACHED_BLOCKS:
-            self._layouts.clear()
-        self._layouts[block] = sources, ordinals + before[sources]
-        return self._layouts[block]
+        return sources, ordinals + before[sources]
 
 
 class SampleOrder:
@@ -167,11 +154,7 @@ class SampleOrder:
         """`per_source`: how many sequences each source has."""
         assert len(per_source), "no sources"
         assert min(per_source) > 0, "a source without sequences"
-        if weights is not None and len(weights) != len(per_source):
-            raise ConfigurationError(
-                f"{len(weights)} weights for {len(per_source)} training datasets; give one "
-                "to each or to none."
-            )
+        assert weights is None or len(weights) == len(per_source), "checked with the settings"
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
         self.total = int(self.per_source.sum())
@@ -261,24 +244,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return step * self.global_batch_size / self.order.total
 
 
-class EvalBatchSampler(Sampler[list[int]]):
-    """The evaluation micro-batches of one rank: every sequence once, in order, over all ranks.
+def eval_batches(
+    sequences: int, micro_batch_size: int, rank: int, world_size: int
+) -> list[list[int]]:
+    """Return the evaluation micro-batches of one rank: every sequence once, in order, over ranks.
 
     All ranks get equally many micro-batches, since they reduce together; PADDING_SEQUENCE fills up.
     """
-
-    def __init__(self, sequences: int, micro_batch_size: int, rank: int, world_size: int):
-        assert 0 <= rank < world_size
-        self.sequences = sequences
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
-
-    def __len__(self) -> int:
-        return -(-self.sequences // (self.micro_batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in range(len(self)):
-            first = (index * self.world_size + self.rank) * self.micro_batch_size
-            numbers = np.arange(first, first + self.micro_batch_size)
-            yield np.where(numbers < self.sequences, numbers, PADDING_SEQUENCE).tolist()
+    together = micro_batch_size * world_size
+    numbers = np.arange(-(-sequences // together) * together)
+    numbers[sequences:] = PADDING_SEQUENCE
+    return numbers.reshape(-1, world_size, micro_batch_size)[:, rank].tolist()

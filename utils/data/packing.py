@@ -35,20 +35,15 @@ class Segments(NamedTuple):
 class PackPlan:
     """Sequence i holds segments sequence_offsets[i] to sequence_offsets[i + 1].
 
-    sequence_offsets: (sequences + 1,) int64. The counts are of documents that were split,
-    truncated, dropped, left without a trained token by truncation, or too short for a target;
-    `left_out_tokens` are those of truncated and dropped documents.
+    sequence_offsets: (sequences + 1,) int64. counts: of documents that were treated in some way
+    (the keys are words of the log), and of the tokens that were left out.
     """
 
     sequence_length: int
     sequence_offsets: np.ndarray
     segments: Segments
-    split: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    truncated_without_loss: int = 0
-    without_targets: int = 0
-    left_out_tokens: int = 0
+    counts: dict[str, int]
+    left_out_tokens: int
 
     @property
     def sequences(self) -> int:
@@ -61,20 +56,10 @@ class PackPlan:
         ends = np.concatenate([[0], np.cumsum(self.segments.lengths, dtype=np.int64)])
         return np.diff(ends[self.sequence_offsets])
 
-    @cached_property
-    def tokens(self) -> int:
-        """Real tokens in total; a token shared by two pieces of a document counts twice."""
-        return int(self.sequence_tokens.sum())
-
     @property
     def one_document_each(self) -> bool:
         """Whether no sequence holds more than one segment."""
         return len(self.segments.document) == self.sequences
-
-    @property
-    def fill(self) -> float:
-        """Share of real tokens; the rest is padding."""
-        return self.tokens / (self.sequences * self.sequence_length)
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
         """Return, per segment of these sequences in order, its index in `sequences`; and them."""
@@ -111,11 +96,12 @@ def plan_packing(
             "to truncate or drop."
         )
     used, counts = _tokens_used(lengths, long, sequence_length, on_overlong, has_targets)
+    left_out = int((lengths[long] - used[long]).sum())
     documents = np.flatnonzero(used)
     if not documents.size:
-        found = [f"{name.replace('_', ' ')}: {count}" for name, count in counts.items() if count]
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         raise ConfigurationError(
-            f"{where}: no document is left to train on; of {len(lengths)}, {', '.join(found)}."
+            f"{where}: no document is left to train on; of {len(lengths)}, {found}."
         )
     used = used[documents]
     if packing == "concat":
@@ -131,7 +117,7 @@ def plan_packing(
     narrow = (
         column.astype(np.int32) if column.max(initial=0) < 2**31 else column for column in segments
     )
-    return PackPlan(sequence_length, offsets, Segments(*narrow), **counts)
+    return PackPlan(sequence_length, offsets, Segments(*narrow), counts, left_out)
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -149,19 +135,19 @@ def _tokens_used(
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Return how many tokens of each document are used (0: left out) and the plan's counts."""
     used = np.where(lengths < 2, 0, lengths)
-    counts = {"without_targets": int(np.count_nonzero(lengths < 2))}
+    counts = {}
     if on_overlong == "split":
         counts["split"] = int(long.size)
     elif on_overlong == "drop":
         used[long] = 0
-        counts["dropped"] = int(long.size)
+        counts["dropped as too long"] = int(long.size)
     elif on_overlong == "truncate":
         lossless = long[:0] if has_targets is None else long[~has_targets(long, sequence_length)]
         used[long] = sequence_length
         used[lossless] = 0
         counts["truncated"] = int(long.size - lossless.size)
-        counts["truncated_without_loss"] = int(lossless.size)
-    counts["left_out_tokens"] = int((lengths[long] - used[long]).sum())
+        counts["dropped as truncation left no token to train on"] = int(lossless.size)
+    counts["left out with a single token"] = int(np.count_nonzero(lengths < 2))
     return used, counts
 
 

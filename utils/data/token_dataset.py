@@ -1,13 +1,13 @@
 """A pre-tokenized dataset on disk, opened without copying a token, and what is wrong with it."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from utils.config.errors import ConfigurationError
 from utils.data.columns import (
     IGNORED_LABEL,
     LABELS,
@@ -16,20 +16,17 @@ from utils.data.columns import (
     ListColumn,
     data_files,
     find_split,
-    loss_mask_among,
     open_columns,
     trained_on,
 )
 from utils.data.description import (
-    DESCRIBE_AGAIN,
     DESCRIPTION_FILE,
     Description,
     Statistics,
-    changed_files,
-    check_contents,
     measure,
     measure_once,
     read_description,
+    states_of,
     write_description,
 )
 from utils.data.packing import Segments
@@ -39,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
+PADDING_RUN = 4  # equal tokens at a row's end that may be padding
 
 
 class TokenDataset:
@@ -80,23 +78,8 @@ class TokenDataset:
     @property
     def tokenizer_path(self) -> Path | None:
         """Folder of the tokenizer that made the dataset, if known."""
-        path = (self.description.tokenizer or {}).get("path")
+        path = self.description.tokenizer.get("path")
         return (self.path / path).resolve() if path else None
-
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """Hash of that tokenizer, if known."""
-        return (self.description.tokenizer or {}).get("sha256")
-
-    @property
-    def chat_template_sha256(self) -> str | None:
-        """Hash of the template that rendered its chats, if known."""
-        return self.description.chat_template_sha256
-
-    @property
-    def end_of_turn_token_id(self) -> int | None:
-        """Token that ends a turn of its chats, if known."""
-        return (self.description.preparation or {}).get("end_of_turn_token_id")
 
     @property
     def lengths(self) -> np.ndarray:
@@ -135,57 +118,54 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     were written to or copied since then, up to READ_AGAIN_TOKENS. Under several ranks let one open
     it first: the others then find its statistics in the cache.
 
-    Raises ConfigurationError for what is no token dataset, and for contents that are not those
-    described.
+    Raises ConfigurationError for what is no token dataset.
     """
     directory = find_split(path, default_split)
     files = data_files(directory)
     columns = open_columns(directory)
-    description = read_description(directory, files)
-    if description is None:
+    described = read_description(directory)
+    if described is None:
         description = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
-    elif changed := changed_files(description, files):
-        why = f"may have changed since {DESCRIPTION_FILE} described it (first: {changed[0]})"
-        if description.statistics.tokens > READ_AGAIN_TOKENS:
-            logger.warning(
-                "%s %s, by the times of its files; it has too many tokens (%s) to read them again "
-                "before a start, so they count as described. If the tokens did change, prepare "
-                "them again. Copies that keep the times (cp -a, rsync -a) avoid this warning.",
-                directory, why, f"{description.statistics.tokens:,}",
-            )  # fmt: skip
-        else:
-            found = measure_once(directory, files, columns, why)
-            check_contents(directory, description, found, changed)
-    dataset = TokenDataset(directory, description, columns)
-    loss_mask = loss_mask_among(columns)
-    if description.loss_mask != loss_mask or description.statistics.documents != len(dataset):
-        raise ConfigurationError(
-            f"{directory}: {DESCRIPTION_FILE} describes {description.statistics.documents} "
-            f"documents with loss mask {description.loss_mask}; the files hold {len(dataset)} with "
-            f"{loss_mask}. {DESCRIBE_AGAIN}"
-        )
-    return dataset
+    else:
+        description = _checked(directory, files, columns, described)
+    return TokenDataset(directory, description, columns)
 
 
-def describe_split(
-    directory: str | Path,
-    *,
-    tokenizer: Mapping[str, Any] | None = None,
-    chat_template_sha256: str | None = None,
-    preparation: Mapping[str, Any] | None = None,
-) -> TokenDataset:
+def _checked(
+    directory: Path, files: list[Path], columns: dict[str, ListColumn], described: Description
+) -> Description:
+    """Return the description if it is of these contents, else what they are measured to be."""
+    sizes, times = states_of(files)
+    same_sizes = described.files == sizes
+    if same_sizes and list(described.modified_ns.items()) == list(times.items()):
+        return described
+    why = f"has other files, or of another time, than {DESCRIPTION_FILE} says"
+    if same_sizes and described.statistics.tokens > READ_AGAIN_TOKENS:
+        logger.warning(
+            "%s %s; they are too large to read again before a start, so the description counts. If "
+            "the tokens did change, prepare them again. Copies that keep the times (cp -a, rsync "
+            "-a) avoid this warning.", directory, why,
+        )  # fmt: skip
+        return described
+    found = measure_once(directory, files, columns, why)
+    if found.fingerprint == described.fingerprint:
+        return described
+    logger.warning(
+        "%s: %s describes other contents, so it does not count, nor does the tokenizer that it "
+        "names. Prepare the data again if nobody changed it on purpose.",
+        directory, DESCRIPTION_FILE,
+    )  # fmt: skip
+    return found
+
+
+def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
     """Measure a split that was just written, write its stoker.json and return it opened.
 
-    tokenizer: {"path": relative to `directory`, "sha256": ..., "vocabulary_size": ...}.
-    preparation: what the preparation wants remembered (sources, settings, counts); JSON values.
+    origin: tokenizer, chat_template_sha256 and preparation, as Description has them.
     """
     split = Path(directory).resolve()
     columns = open_columns(split)
-    loss_mask = loss_mask_among(columns)
-    statistics, fingerprint = measure(columns, loss_mask)
-    description = Description(
-        statistics, fingerprint, loss_mask, tokenizer, chat_template_sha256, preparation
-    )
+    description = replace(measure(columns), **origin)
     write_description(split, data_files(split), description)
     return TokenDataset(split, description, columns)
 
@@ -193,85 +173,55 @@ def describe_split(
 def dataset_problems(
     dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
 ) -> list[str]:
-    """Return what is wrong with the content of a dataset, each with its first row.
+    """Return what is wrong with the content of a dataset, most with the first row of its kind.
 
     needs_loss_tokens: every document must have a target (fine-tuning).
     """
-    found = dataset.statistics
-    problems = []
+    found, mask = dataset.statistics, dataset.loss_mask
+    without_loss = found.first_row_without_loss if needs_loss_tokens else None
+    rows = {
+        "is empty; remove empty rows and save the dataset again.": found.first_empty_row,
+        "is padded (attention_mask has a 0); packing needs bare documents: tokenize without "
+        "padding.": found.first_padded_row,
+        f"has a value other than 0 and 1 in {mask}.": found.first_bad_mask_row,
+        f"has a label that is neither {IGNORED_LABEL} nor the input id at its index; labels must "
+        "not be shifted, the model does that.": found.first_differing_label_row,
+        f"has no token to learn from: {mask} masks everything after its first token; remove such "
+        "rows, or check the chat template or masking that made them.": without_loss,
+    }
+    problems = [f"row {row} {fault}" for fault, row in rows.items() if row is not None]
     if found.max_token_id is not None and found.max_token_id >= vocabulary_size:
         problems.append(
-            f"row {found.max_token_row} holds token id {found.max_token_id}, but the vocabulary "
-            f"ends at {vocabulary_size - 1}: prepare it with the tokenizer of this model, or give "
-            "that new tokens (prepare_data.py --add_tokens)."
+            f"holds token id {found.max_token_id}, but the vocabulary ends at "
+            f"{vocabulary_size - 1}: prepare it with the tokenizer of this model, or give that new "
+            "tokens (prepare_data.py --add_tokens)."
         )
     if found.min_token_id is not None and found.min_token_id < 0:
-        problems.append(
-            f"row {found.min_token_row} holds token id {found.min_token_id}; ids start at 0."
-        )
-    if found.first_empty_row is not None:
-        problems.append(
-            f"row {found.first_empty_row} is empty ({found.empty_documents} such rows); remove "
-            "empty rows and save the dataset again."
-        )
-    if found.first_padded_row is not None:
-        problems.append(
-            f"row {found.first_padded_row} is padded (attention_mask has a 0); packing needs bare "
-            "documents: tokenize without padding."
-        )
-    problems.extend(_padding_problems(dataset))
-    if found.first_bad_mask_row is not None:
-        problems.append(
-            f"row {found.first_bad_mask_row}: {dataset.loss_mask} has a value other than 0 and 1."
-        )
-    if found.first_differing_label_row is not None:
-        problems.append(
-            f"row {found.first_differing_label_row}: a label is neither {IGNORED_LABEL} nor the "
-            "input id at its index; labels must not be shifted, the model does that."
-        )
-    if needs_loss_tokens and found.first_row_without_loss is not None:
-        problems.append(
-            f"row {found.first_row_without_loss} has no token to learn from: {dataset.loss_mask} "
-            f"masks everything after its first token ({found.documents_without_loss} such rows); "
-            "remove such rows, or check the chat template or masking that made them."
-        )
+        problems.append(f"holds token id {found.min_token_id}; ids start at 0.")
+    problems.extend(_padding_problem(dataset))
     return [f"{dataset.path}: {problem}" for problem in problems]
 
 
-def _padding_problems(dataset: TokenDataset) -> Iterator[str]:
+def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     """Detect a dataset that was padded to one length and has no attention_mask that says so.
 
-    Rows of one length, of which many end (or begin) in one token over and over: four times in a
-    twentieth of them, or twice and more in half of them. Text that was cut ends in many tokens.
+    A twentieth of its rows, two at least, end in the same token over and over, and train on it.
     """
     found = dataset.statistics
     length = found.longest_document
-    if PADDING in dataset.columns or found.documents < 2 or length < 4:
-        return
-    if length != found.shortest_document:
+    if PADDING in dataset.columns or length != found.shortest_document or length < PADDING_RUN:
         return
     rows = np.arange(0, found.documents, -(-found.documents // ROWS_LOOKED_AT))
-    tokens, masks = dataset.pieces(Segments(rows, np.zeros_like(rows), np.full_like(rows, length)))
-    for side, where in ((-1, "end"), (1, "begin")):
-        runs = {row: _run(ids[::side]) for row, ids in enumerate(tokens)}
-        repeated = [token for token, count in runs.values() if count > 1]
-        token = max(set(repeated), key=repeated.count, default=None)
-        padded = {row: count for row, (own, count) in runs.items() if count > 1 and own == token}
-        long = [row for row, count in padded.items() if count >= 4]
-        varies = len(set(padded.values())) > 1  # a doubled BOS does not
-        is_common = varies and len(padded) >= max(2, 0.5 * len(rows))
-        if len(long) < max(2, 0.05 * len(rows)) and not is_common:
-            continue
-        if side == 1 or any(masks[row][::-1][: count - 1].any() for row, count in padded.items()):
-            yield (
-                f"every row has {length} tokens and {len(padded)} of the {len(rows)} looked at "
-                f"{where} in token {token} over and over (first: row {rows[next(iter(padded))]}): "
-                "it was padded, and the padding would be trained on or attended to; tokenize "
-                "without padding. If these tokens are meant, save an attention_mask of ones."
-            )
-
-
-def _run(tokens: np.ndarray) -> tuple[int, int]:
-    """Return the first token and how many times it comes before another one."""
-    others = np.flatnonzero(tokens != tokens[0])
-    return int(tokens[0]), int(others[0]) if others.size else len(tokens)
+    starts = np.full_like(rows, length - PADDING_RUN)
+    tokens, masks = map(np.stack, dataset.pieces(Segments(rows, starts, starts + PADDING_RUN)))
+    repeated = (tokens == tokens[:, :1]).all(axis=1)
+    values, counts = np.unique(tokens[repeated, 0], return_counts=True)
+    if not counts.size or counts.max() < max(2, 0.05 * len(rows)):
+        return
+    token = values[counts.argmax()]
+    if masks[repeated & (tokens[:, 0] == token)].any():
+        yield (
+            f"every row has {length} tokens and {counts.max()} of the {len(rows)} looked at end in "
+            f"token {token} over and over: it was padded, and the padding would be trained on; "
+            "tokenize without padding. If these tokens are meant, save an attention_mask of ones."
+        )

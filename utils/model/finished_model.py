@@ -67,7 +67,8 @@ def finished_generation(
     """Return the settings of a model that stops where this data taught it to."""
     if not model.can_generate():
         return None
-    ends = [tokenizer.eos_token_id, *(each.end_of_turn_token_id for each in data.datasets)]
+    turns = [each.description.preparation.get("end_of_turn_token_id") for each in data.datasets]
+    ends = [tokenizer.eos_token_id, *turns]
     return with_stops(model.generation_config, [end for end in ends if end is not None])
 
 

@@ -150,7 +150,7 @@ def _tokenizer_problems(dataset: TokenDataset, run: _Vocabulary) -> list[str]:
         "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
         f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
     )
-    if dataset.tokenizer_sha256 not in (None, run.sha256):
+    if dataset.description.tokenizer.get("sha256") not in (None, run.sha256):
         found, ends, folder = "", "", dataset.tokenizer_path
         if folder is not None and folder.is_dir():
             made_by = load_tokenizer(str(folder))
@@ -160,7 +160,7 @@ def _tokenizer_problems(dataset: TokenDataset, run: _Vocabulary) -> list[str]:
             f"{dataset.path} was made with another tokenizer than the one at {used}{found}.{ends} "
             f"{hint}"
         ]
-    template = dataset.chat_template_sha256
+    template = dataset.description.chat_template_sha256
     if template not in (None, chat_template_sha256(run.tokenizer)):
         return [
             f"the chats of {dataset.path} were rendered with another chat template than that of "
@@ -207,22 +207,16 @@ def _packed(name: str, rows: list[tuple[TokenDataset, PackPlan]], padding: int) 
 def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     """Write out what packing made of a dataset: documents, tokens, rows, and what was left out."""
     found = dataset.statistics
+    fill = plan.sequence_tokens.mean() / plan.sequence_length
     line = (
         f"{_shortened(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
-        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({plan.fill:.1%} filled)"
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
     )
     if dataset.loss_mask is None:
         line += ", every token trained on"
     else:
         line += f", {found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
-    counts = {
-        "split": plan.split,
-        "truncated": plan.truncated,
-        "dropped as too long": plan.dropped,
-        "dropped as truncation left no token to train on": plan.truncated_without_loss,
-        "left out with a single token": plan.without_targets,
-    }
-    told = [f"{count:,} {what}" for what, count in counts.items() if count]
+    told = [f"{count:,} {what}" for what, count in plan.counts.items() if count]
     if told:
         line += f"; documents {', '.join(told)}"
     if plan.left_out_tokens:

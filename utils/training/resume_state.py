@@ -109,7 +109,7 @@ class ResumeState(TrainerCallback):
         step = trainer.state.global_step
         loader: Any = trainer.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
-        values: dict[str, Any] = {"tokens": loader.tokens_seen.state()}
+        values: dict[str, Any] = {"tokens": dict(loader.tokens_seen.by_name)}
         unlogged = step - trainer._globalstep_last_logged
         if unlogged:
             values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": self._unlogged_losses()}
@@ -125,7 +125,7 @@ class ResumeState(TrainerCallback):
     ) -> None:
         """Restore what the checkpoint holds."""
         saved, loader = _saved(state), kwargs["train_dataloader"]
-        loader.resume_at(state.global_step)
+        loader.batch_sampler.resume_at(state.global_step)
         if "tokens" in saved:
             loader.tokens_seen.resume(state.global_step, saved["tokens"])
         if sums := saved.get("unlogged_loss_sums"):

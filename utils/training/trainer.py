@@ -23,7 +23,7 @@ from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
-from utils.data.order import EvalBatchSampler
+from utils.data.order import eval_batches
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
 from utils.model.finished_model import finished_generation, set_generation_settings
@@ -125,13 +125,13 @@ class PackedTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader that visits each sequence of a split once, shared between the ranks."""
         sequences = self.eval_splits[eval_dataset]
-        sampler = EvalBatchSampler(
+        batches = eval_batches(
             len(sequences),
             self.args.per_device_eval_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
-        return eval_loader(sequences, sampler, **self._workers)
+        return eval_loader(sequences, batches, **self._workers)
 
     @property
     def _workers(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def mixture(names: list[str], tokens: list[int]) -> SimpleNamespace:
         sources, _ = order.interleaving.locate(np.arange(4 * step, 4 * step + 4))
         return np.bincount(sources, minlength=len(tokens)) * np.array(tokens)
 
-    plans = [SimpleNamespace(tokens=10 * number, sequences=10) for number in tokens]
+    plans = [SimpleNamespace(sequence_tokens=np.full(10, number)) for number in tokens]
     paths = [Path("/data", name) for name in names]
     return SimpleNamespace(
         batch_sampler=SimpleNamespace(order=order, global_batch_size=4),
@@ -122,7 +122,7 @@ def test_a_mixture_logs_its_shares_alike_in_resumed_and_uninterrupted_runs(caplo
     )
     assert asked in caplog.text
     after(whole, 5)
-    state = whole.loader.tokens_seen.state()
+    state = dict(whole.loader.tokens_seen.by_name)
     last = after(whole, 8)
     loader = mixture(["web", "code"], [100, 300])
     loader.tokens_seen.resume(5, state)

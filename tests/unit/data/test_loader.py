@@ -2,8 +2,6 @@
 
 import pickle
 import random
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,10 @@ from utils.data.loader import (
     TokenCounts,
     TrainLoader,
     eval_loader,
-    longest_segment,
     model_inputs,
     source_names,
 )
-from utils.data.order import PADDING_SEQUENCE, EvalBatchSampler, GlobalBatchSampler, SampleOrder
+from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler, SampleOrder, eval_batches
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
 
@@ -97,15 +94,10 @@ def check_batch(rows, numbers):
     assert bound == T or bound < 2 * longest
     assert batch["max_length_k"] == bound
     assert isinstance(bound, int)
+    predicting = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).flatten()
+    assert batch["loss_positions"].tolist() == predicting.nonzero().flatten().tolist()
+    assert not (batch["labels"][:, 0] != -100).any()
     return batch
-
-
-@pytest.mark.parametrize(
-    ("ends", "bound"),
-    [([0, 1], 1), ([0, 3], 4), ([0, 4, 12], 8), ([0, 9, 12], 16), ([0, 17], 24), ([0, 24], 24)],
-)
-def test_the_bound_of_segments_is_one_of_few(ends, bound):
-    assert longest_segment(torch.tensor(ends, dtype=torch.int32), sequence_length=24) == bound
 
 
 # ---- one batch
@@ -167,20 +159,6 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
-def test_packed_targets_are_those_of_the_single_documents(tmp_path, packing):
-    rows = packed(tmp_path / "d", packing=packing)
-    batch = assembled(rows, list(range(len(rows))))
-    inputs, labels = batch["input_ids"][:, :-1], batch["labels"][:, 1:]  # as the model shifts them
-    learned = labels != -100
-    found = Counter(zip(inputs[learned].tolist(), labels[learned].tolist(), strict=True))
-    expected = Counter(pair for document in documents(30, seed=0) for pair in pairwise(document))
-    assert found == expected
-    assert not (batch["labels"][:, 0] != -100).any()
-    predicting = torch.nn.functional.pad(learned, (0, 1)).flatten()
-    assert batch["loss_positions"].tolist() == predicting.nonzero().flatten().tolist()
-
-
 # ---- loaders
 
 
@@ -229,18 +207,17 @@ def test_a_resumed_loader_gives_the_rest_of_the_uninterrupted_one(tmp_path):
     rows = packed(tmp_path / "d")
     whole = list(loader(rows))
     resumed = loader(rows)
-    resumed.resume_at(4)
+    resumed.batch_sampler.resume_at(4)
     same(list(resumed), whole[16:])
     assert len(resumed) == len(whole) == 24
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_loading_draws_nothing_from_the_global_random_state(tmp_path, workers):
+def test_loading_draws_nothing_from_the_global_random_state(tmp_path):
     rows = packed(tmp_path / "d")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = pickle.dumps(np.random.get_state())
-    list(loader(rows, num_workers=workers, pin_memory=True))
-    list(eval_loader(rows, EvalBatchSampler(len(rows), 4, 0, 1), num_workers=workers))
+    list(loader(rows, pin_memory=True))
+    list(eval_loader(rows, eval_batches(len(rows), 4, 0, 1)))
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert pickle.dumps(np.random.get_state()) == numpy_state
@@ -252,7 +229,7 @@ def test_tokens_of_a_step_are_those_its_ranks_load(tmp_path):
     for step in range(6):
         batches = [batch for rank in ranks for batch in rank[2 * step : 2 * step + 2]]
         real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches)
-        assert loader(rows).tokens_by_source(step).tolist() == [real]
+        assert loader(rows).tokens_seen.in_step(step).tolist() == [real]
 
 
 def test_waiting_is_the_time_of_the_loader_not_of_the_consumer(tmp_path, monkeypatch):
@@ -272,11 +249,11 @@ def test_waiting_is_the_time_of_the_loader_not_of_the_consumer(tmp_path, monkeyp
     assert loading.wait_s == pytest.approx(len(loading) * 0.5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
     rows = packed(tmp_path / "d")
-    samplers = [EvalBatchSampler(len(rows), 4, rank, world_size) for rank in range(world_size)]
-    ranks = [list(eval_loader(rows, sampler)) for sampler in samplers]
+    plans = [eval_batches(len(rows), 4, rank, world_size) for rank in range(world_size)]
+    ranks = [list(eval_loader(rows, plan)) for plan in plans]
     assert len({len(rank) for rank in ranks}) == 1
     loaded = [
         row for turn in zip(*ranks, strict=True) for b in turn for row in b["input_ids"].tolist()
@@ -291,47 +268,25 @@ def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
 # ---- tokens seen
 
 
-class Steps:
-    """Step k holds 100 + k tokens of the first source and 10 of the second."""
+def test_every_step_is_counted_once_over_all_starts():
+    asked = []
 
-    def __init__(self):
-        self.asked: list[int] = []
-
-    def __call__(self, step: int) -> np.ndarray:
-        self.asked.append(step)
+    def in_step(step: int) -> np.ndarray:
+        asked.append(step)
         return np.array([100 + step, 10])
 
-
-def test_every_step_is_counted_once_whoever_asks():
-    steps = Steps()
-    seen = TokenCounts(steps, ["web", "code"])
-    assert seen.count(0) == 0
-    assert seen.count(2) == 100 + 101 + 20
-    assert seen.count(2) == seen.count(1) == 221
-    assert seen.count(3) == 221 + 102 + 10
-    assert steps.asked == [0, 1, 2]
-    assert seen.by_source.tolist() == [303, 30]
-
-
-def test_a_start_resumes_from_what_its_checkpoint_carries():
-    whole = TokenCounts(Steps(), ["web", "code"])
-    whole.count(5)
-    state = whole.state()
-    assert state == {"web": 510, "code": 50}
-    steps = Steps()
-    resumed = TokenCounts(steps, ["web", "code"])
-    resumed.resume(5, state)
-    assert resumed.count(8) == whole.count(8)
-    assert resumed.state() == whole.state()
-    assert steps.asked == [5, 6, 7], "a long run is not counted again from its start"
-
-
-def test_tokens_of_a_source_that_went_still_count():
-    seen = TokenCounts(Steps(), ["web", "books"])
-    seen.resume(5, {"web": 510, "code": 50})
-    assert seen.by_source.tolist() == [510, 0]
-    assert seen.count(6) == 560 + 105 + 10
-    assert seen.state() == {"code": 50, "web": 615, "books": 10}
+    whole = TokenCounts(in_step, ["web", "code"])
+    assert whole.count(0) == 0
+    assert whole.count(2) == whole.count(1) == 100 + 101 + 20
+    state = dict(whole.by_name)
+    assert state == {"web": 201, "code": 20}
+    assert whole.count(3) == 221 + 102 + 10
+    assert asked == [0, 1, 2]
+    resumed = TokenCounts(in_step, ["web", "books"])  # another source than before
+    resumed.resume(2, state)
+    assert resumed.count(3) == whole.count(3)
+    assert resumed.by_name == {"web": 303, "code": 20, "books": 10}
+    assert asked == [0, 1, 2, 2], "a long run is not counted again from its start"
 
 
 @pytest.mark.parametrize(

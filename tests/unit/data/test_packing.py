@@ -62,19 +62,12 @@ def test_every_target_of_every_document_is_there_exactly_once(packing, lengths, 
     for row in rows:
         assert 0 < sum(stop - start for _, start, stop in row) <= row_length
         assert all(stop - start >= 2 for _, start, stop in row), "no place without a target"
-    assert packed.without_targets == sum(length < 2 for length in lengths)
-    assert packed.split == sum(length > row_length for length in lengths)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@given(lengths=LENGTHS, row_length=ROW_LENGTH)
-def test_a_plan_counts_its_own_tokens(packing, lengths, row_length):
-    packed = plan(lengths, row_length, packing)
-    rows = rows_of(packed)
+    assert packed.counts == {
+        "split": sum(length > row_length for length in lengths),
+        "left out with a single token": sum(length < 2 for length in lengths),
+    }
     tokens = [sum(stop - start for _, start, stop in row) for row in rows]
     assert packed.sequence_tokens.tolist() == tokens
-    assert packed.tokens == sum(tokens)
-    assert packed.fill == pytest.approx(sum(tokens) / (len(rows) * row_length))
     chosen = np.array([packed.sequences - 1, 0, packed.sequences // 2])
     indices, segments = packed.segments_of(chosen)
     found = [[] for _ in chosen]
@@ -116,59 +109,44 @@ def test_concat_keeps_documents_in_order_and_rows_full(lengths, row_length):
     assert (packed.sequence_tokens[:-1] >= row_length - 1).all()
 
 
-def test_a_plan_is_the_same_every_time_with_ties_by_document():
-    first, second = plan([3, 3, 3, 3], 6), plan([3, 3, 3, 3], 6)
-    assert rows_of(first) == rows_of(second) == [[(0, 0, 3), (1, 0, 3)], [(2, 0, 3), (3, 0, 3)]]
-
-
-def test_none_gives_each_piece_its_row():
-    assert rows_of(plan([3, 6, 1, 2], 4, "none")) == [
-        [(0, 0, 3)],
-        [(1, 0, 4)],
-        [(1, 3, 6)],
-        [(3, 0, 2)],
-    ]
+def test_plans_written_out():
+    assert rows_of(plan([3, 3, 3, 3], 6)) == [[(0, 0, 3), (1, 0, 3)], [(2, 0, 3), (3, 0, 3)]]
+    packed = plan([3, 6, 1, 2], 4, "none")
+    assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(1, 3, 6)], [(3, 0, 2)]]
+    assert packed.one_document_each
+    assert plan([8, 8], 8).one_document_each
+    assert not plan([5, 8, 3], 8).one_document_each
 
 
 # ---- documents longer than a row
 
 
-def test_overlong_documents_can_be_truncated():
-    packed = plan([3, 9, 4, 7], 4, "none", "truncate")
-    assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)], [(3, 0, 4)]]
-    assert (packed.truncated, packed.left_out_tokens, packed.split, packed.dropped) == (2, 8, 0, 0)
-
-
-def test_a_truncated_document_without_loss_is_left_out_and_counted():
+def test_overlong_documents_can_be_truncated_but_not_to_nothing_to_learn():
     asked = []
 
     def has_targets(documents, stop):
         asked.append((documents.tolist(), stop))
         return documents != 3
 
+    packed = plan([3, 9, 4, 7], 4, "none", "truncate")
+    assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)], [(3, 0, 4)]]
+    assert (packed.counts["truncated"], packed.left_out_tokens) == (2, 8)
     packed = plan([3, 9, 4, 7], 4, "none", "truncate", has_targets=has_targets)
     assert asked == [([1, 3], 4)], "only truncated documents are looked at"
     assert rows_of(packed) == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)]]
-    assert (packed.truncated, packed.truncated_without_loss) == (1, 1)
+    assert packed.counts["truncated"] == 1
+    assert packed.counts["dropped as truncation left no token to train on"] == 1
     assert packed.left_out_tokens == 5 + 7
 
 
-def test_overlong_documents_can_be_dropped():
+def test_overlong_documents_can_be_dropped_or_refused():
     packed = plan([3, 9, 4, 7], 4, "none", "drop")
     assert rows_of(packed) == [[(0, 0, 3)], [(2, 0, 4)]]
-    assert (packed.dropped, packed.left_out_tokens) == (2, 16)
-
-
-def test_overlong_documents_can_be_refused():
+    assert (packed.counts["dropped as too long"], packed.left_out_tokens) == (2, 16)
     with pytest.raises(ConfigurationError, match=r"data/x: row 1 has 9 tokens.*4 \(2 such rows\)"):
         plan([3, 9, 4, 7], 4, on_overlong="error", where="data/x")
-    assert plan([3, 4, 4], 4, on_overlong="error").split == 0
-
-
-def test_a_plan_without_rows_is_refused():
-    with pytest.raises(ConfigurationError, match=r"of 2, without targets: 2\."):
-        plan([1, 0], 4)
-    with pytest.raises(ConfigurationError, match=r"no document is left.*dropped: 1.*tokens: 9"):
+    assert plan([3, 4, 4], 4, on_overlong="error").sequences == 3
+    with pytest.raises(ConfigurationError, match=r"no document is left.*of 1, 1 dropped as too"):
         plan([9], 4, on_overlong="drop")
 
 
@@ -177,13 +155,4 @@ def test_a_million_documents_are_planned_in_seconds_and_fill_the_rows():
     before = time.process_time()
     packed = plan_packing(lengths, 4096)
     assert time.process_time() - before < 5, "about 0.5 s on a quiet core"
-    assert packed.fill > 0.9995
-    assert packed.tokens - (len(packed.segments.document) - np.count_nonzero(lengths >= 2)) == (
-        lengths[lengths >= 2].sum()
-    )
-
-
-def test_sequences_of_one_document_each():
-    assert plan([5, 8, 3], 8, "none").one_document_each
-    assert plan([8, 8], 8).one_document_each
-    assert not plan([5, 8, 3], 8).one_document_each
+    assert packed.sequence_tokens.mean() > 0.9995 * 4096
