@@ -228,7 +228,7 @@ PRETRAINING = {
     "optimizer's package": ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes"),
     "optimizer's states": ({"optim": "sgd", "optim_states": "int8"}, "has no effect: optim sgd"),
     "unknown setting": ({"epochs": 3}, "here it is --num_train_epochs"),
-    "fp16 on a CPU": ({"fp16": "true"}, "fp16 True (--fp16) needs a GPU"),
+    "fp16 on a CPU": ({"fp16": "true"}, "fp16 true (--fp16) needs a GPU"),
     "never evaluated": ({"eval_steps": 5}, "eval_steps 5 (--eval_steps) has no effect"),
     "no such split": (
         {"eval_data": "a=/none", "eval_strategy": "epoch"},
@@ -268,7 +268,7 @@ FINE_TUNING = {
         lambda place: place.data(input_ids=[[5, 6], [5, 6]], completion_mask=[[0, 1], [0, 0]]),
         "row 1 has no token to learn from",
     ),
-    "LoRA without use_peft": ({"lora_r": 4}, "has no effect: use_peft False"),
+    "LoRA without use_peft": ({"lora_r": 4}, "has no effect: use_peft false"),
 }
 CASES = {
     **{name: (pretrain, *case) for name, case in PRETRAINING.items()},

@@ -38,8 +38,8 @@ def run(environment):
     return call
 
 
-def states(sweep: Sweep) -> list[str]:
-    return [sweep.state(point) for point in sweep.points]
+def finished(sweep: Sweep) -> list[bool]:
+    return [sweep.is_finished(name) for name in sweep.points]
 
 
 def starts(run_directory) -> int:
@@ -57,24 +57,23 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(slurm, jobs, run, idle
         "eval_steps": 2,
     }
     documents = str(jobs.files / "documents")
-    points = [{"seed": 1, "train_data": documents}, {"seed": 2, "train_data": str(late)}]
     content = {
         "script": "pretrain.py",
         "settings": settings,
-        "list": points,
+        "grid": {"train_data": [documents, str(late)]},
         "output_dir": str(tmp_path / "runs of it"),
     }
     file = tmp_path / "my sweep.yaml"
     file.write_text(dump_yaml(content))
     sweep = read_sweep(str(file))
-    directories = [sweep.run_directory(point) for point in sweep.points]
+    directories = [sweep.output_dir / name for name in sweep.points]
     log = f"--output={tmp_path}/%a.log"
 
     # One index more than there are points.
     done = run("sbatch", *OPTIONS, log, "--array=0-2", "slurm/sweep_job.sh", str(file))
     assert done.returncode == 2, "sbatch --wait returns the worst code of the array"
     logs = [(tmp_path / f"{index}.log").read_text() for index in range(3)]
-    assert states(sweep) == ["finished", "not started"]
+    assert finished(sweep) == [True, False]
     assert (directories[0] / "final").is_dir(), logs
     assert f"refused to run: {late}: no such directory" in logs[1].splitlines()[-1]
     assert not directories[1].exists()
@@ -86,7 +85,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(slurm, jobs, run, idle
     assert done.returncode == 0, done.stderr
     assert "1 of 2 points left to run" in done.stderr
     assert f"log:     {tmp_path}/%a.log" in done.stderr
-    assert states(sweep) == ["finished"] * 2
+    assert finished(sweep) == [True, True]
     assert [starts(path) for path in directories] == [1, 1]
 
     # Nothing is left: nothing is submitted.

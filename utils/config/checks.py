@@ -6,14 +6,10 @@ another one are in utils/config/settings.py.
 """
 
 import importlib.util
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
-
-from accelerate.utils.environment import str_to_bool
 
 from utils.config.arguments import (
     TrainSource,
@@ -24,6 +20,8 @@ from utils.config.arguments import (
 )
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.errors import ConfigurationError
+from utils.config.precision import is_true
+from utils.config.unknown_names import unknown_name
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
@@ -39,9 +37,8 @@ def check_run(values: SettingValues) -> Iterator[str]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:
         if name not in values:
-            nearest = get_close_matches(name, values, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all settings"
-            yield f"accept_changes ({values.source('accept_changes')}): no setting {name}: {hint}"
+            source = values.source("accept_changes")
+            yield f"accept_changes ({source}): {unknown_name(name, name, values)}"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
@@ -53,7 +50,7 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     import torch
 
-    on_cpu = values["use_cpu"] or str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "0"))
+    on_cpu = values["use_cpu"] or is_true("ACCELERATE_USE_CPU")
     if not on_cpu and (values["dry_run"] or torch.accelerator.is_available()):
         return
     why = "this run is on the CPU" if on_cpu else "and no accelerator is visible here"
@@ -84,31 +81,28 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if values["eval_strategy"] == "steps" and values["eval_steps"] is None and splits:
-        yield f"{values.shown('eval_strategy')} needs eval_steps: otherwise each log would evaluate"
     if values["save_strategy"] == "best":
         yield (
             f"{values.shown('save_strategy')} saves nothing while the model does not improve, and "
             "nothing at the end: a crash loses all steps since. Give save_best: true beside "
             "save_steps"
         )
-    metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
-    known = f"one of {', '.join(metrics)}"
-    metric = values["metric_for_best_model"]
     if not splits:
         return
+    if values["eval_strategy"] == "steps" and values["eval_steps"] is None:
+        yield f"{values.shown('eval_strategy')} needs eval_steps: otherwise each log would evaluate"
+    metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
+    metric, known = values["metric_for_best_model"], f"one of {', '.join(metrics)}"
     if metric is None:
-        by_metric = values["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
-        judges = ["lr_scheduler_type"] if by_metric else []
-        judges += [name for name in ("load_best_model_at_end", "save_best") if values[name]]
+        judges = [name for name in ("load_best_model_at_end", "save_best") if values[name]]
+        if values["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
+            judges.append("lr_scheduler_type")
         for judge in judges:
             yield f"{values.shown(judge)} needs metric_for_best_model: {known}"
     elif f"eval_{metric.removeprefix('eval_')}" not in metrics:
         yield f"{values.shown('metric_for_best_model')}: no such metric is logged; give {known}"
-    elif metric.endswith("perplexity") and values["greater_is_better"] is not False:
-        yield "a lower perplexity is better: add greater_is_better: false"
-    elif metric.endswith("loss") and values["greater_is_better"]:
-        yield f"{values.shown('greater_is_better')}: a lower loss is better"
+    elif values["greater_is_better"]:
+        yield f"{values.shown('greater_is_better')}: a lower loss or perplexity is better"
 
 
 # Numbers by the range they have to lie in; NaN lies in none.
@@ -156,102 +150,70 @@ def check_global_batch(values: SettingValues) -> Iterator[str]:
 
 
 def check_schedule(values: SettingValues) -> Iterator[str]:
-    """Refuse keywords that the schedule does not take, and a schedule without those it needs.
+    """Refuse keywords that the schedule does not take, and a schedule without those it needs."""
+    fault = schedule_fault(values["lr_scheduler_type"], values["lr_scheduler_kwargs"])
+    if fault is not None:
+        keywords = values.shown("lr_scheduler_kwargs")
+        yield f"lr_scheduler_type {values['lr_scheduler_type']} does not take {keywords}: {fault}"
 
-    Trainer makes the schedule after the weights are loaded: a wrong key would fail that late.
+
+def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str | None:
+    """Return the error of a schedule with these keywords, made as Trainer makes it; None: it works.
+
+    Trainer makes it after the weights are loaded: a wrong keyword would fail that late.
     """
-    kind, given = values["lr_scheduler_type"], values["lr_scheduler_kwargs"] or {}
-    accepted, required, is_open_ended = schedule_keywords(kind)
-    for key in given:
-        if not is_open_ended and key not in accepted:
-            known = ", ".join(accepted) or "none"
-            yield f"lr_scheduler_kwargs: {kind} takes no {key!r}; it takes: {known}"
-    for key in required:
-        if key not in given:
-            yield f"lr_scheduler_type {kind} needs lr_scheduler_kwargs: {{{key}: ...}}"
-    minimum = {"min_lr", "min_lr_rate"}
-    if minimum <= set(accepted) and len(minimum & given.keys()) != 1:
-        yield f"lr_scheduler_type {kind} needs lr_scheduler_kwargs with min_lr or min_lr_rate"
+    import torch
+    from transformers import get_scheduler
+
+    if kind in ("constant", "constant_with_warmup"):  # Trainer would ignore them
+        return f"it takes none, but {', '.join(keywords)} is given" if keywords else None
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    try:
+        get_scheduler(kind, optimizer, 1, 10, dict(keywords or {}))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
-def schedule_keywords(kind: str) -> tuple[list[str], list[str], bool]:
-    """Return the keywords a schedule takes, those it needs, and whether it takes any other."""
-    from transformers import SchedulerType
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-
-    if kind in ("constant", "constant_with_warmup"):
-        return [], [], False
-    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
-    passed_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    own = {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name not in passed_by_trainer
-    }
-    named = {name: each for name, each in own.items() if each.kind is not each.VAR_KEYWORD}
-    required = [name for name, each in named.items() if each.default is each.empty]
-    return list(named), required, len(named) < len(own)
-
-
-# The package of what is not named as its package is.
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-REPORTERS = {"azure_ml": "azureml", "flyte": "flytekit"}
-# By a part of the optimizer's name, in this order (transformers/trainer_optimizer.py).
+# Modules that may be missing, by a part of the name of what needs them.
+REPORTERS = {
+    name: name for name in ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+}
 OPTIMIZERS = {
-    "torch_4bit": "torchao", "torch_8bit": "torchao", "torch_npu": "torch_npu",
-    "torch_xla": "torch_xla", "anyprecision": "torchdistx", "galore": "galore_torch",
-    "apollo": "apollo_torch", "lomo": "lomo_optim", "grokadamw": "grokadamw",
-    "schedule_free": "schedulefree", "stable_adamw": "optimi", "8bit": "bitsandbytes",
+    "torch_4bit": "torchao", "torch_8bit": "torchao", "galore": "galore_torch",
+    "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
     "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
 }  # fmt: skip
-PIP_NAMES = {
-    "azureml": "azureml-sdk",
-    "flash_attn_interface": "flash-attn",
-    "optimi": "torch-optimi",
-}
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what needs a package that is not installed, and say what else could be done."""
+    """Refuse trackers and optimizers whose package is not installed; Trainer would, but late."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
     reporters = values["report_to"] or []
-    for name in [reporters] if isinstance(reporters, str) else reporters:
-        if name in ("none", "all"):
-            continue
-        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-        if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to {name}: expected {', '.join(INTEGRATION_TO_CALLBACK)}, all or none"
-            continue
-        yield from _missing(
-            f"report_to {name}", REPORTERS.get(name, name),
-            "leave it out: metrics.jsonl in the run's directory has every figure",
-        )  # fmt: skip
-    optimizer = str(getattr(values["optim"], "value", values["optim"]))
-    package = next((found for part, found in OPTIMIZERS.items() if part in optimizer), "torch")
-    yield from _missing(
-        f"optim {optimizer}", package,
-        "use adamw_torch (with optim_states: int8 its two moments take 2 bytes a parameter)",
-    )  # fmt: skip
-    kernel = values["attn_implementation"]
-    yield from _missing(
-        f"attn_implementation {kernel}", KERNELS.get(kernel, "torch"), "use auto, which needs none"
-    )
-    if str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "0")):
-        yield from _missing("the accelerate config", "deepspeed", "use fsdp2.yaml")
-
-
-def _missing(what: str, package: str, otherwise: str) -> Iterator[str]:
-    if not is_installed(package):
-        pip_name = PIP_NAMES.get(package, package.replace("_", "-"))
+    for reporter in [reporters] if isinstance(reporters, str) else reporters:
+        if reporter not in {*INTEGRATION_TO_CALLBACK, "none", "all"}:
+            yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
+        if module := _missing_module(REPORTERS, reporter):
+            yield (
+                f"report_to {reporter} needs {module}, which is not installed: leave it out "
+                "(metrics.jsonl in the run's directory has every figure)"
+            )
+    if module := _missing_module(OPTIMIZERS, values["optim"]):
         yield (
-            f"{what} needs {package}, which is not installed: pip install {pip_name}, or "
-            f"{otherwise}"
+            f"optim {values['optim']} needs {module}, which is not installed: use adamw_torch "
+            "(with optim_states: int8 its two moments take 2 bytes a parameter)"
         )
 
 
-def is_installed(package: str) -> bool:
-    """Whether Python would find a package; it is not imported."""
-    return importlib.util.find_spec(package) is not None
+def _missing_module(modules: Mapping[str, str], name: str) -> str | None:
+    module = next((module for part, module in modules.items() if part in name), None)
+    return module if module and not is_installed(module) else None
+
+
+def is_installed(module: str) -> bool:
+    """Whether Python would find a module; it is not imported."""
+    return importlib.util.find_spec(module) is not None
 
 
 def check_pretraining(values: SettingValues) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """Reads recipes and flags into setting values, all faults at once; prints `--help`."""
 
-import argparse
+import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, get_origin
+from typing import Any
 
 from utils.config.declarations import (
     FLAGS_RANK,
@@ -19,6 +20,7 @@ from utils.config.declarations import (
     checked_value,
     declared_settings,
     refused_settings,
+    shown,
 )
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import EXTENDS, read_recipes
@@ -30,8 +32,8 @@ _TRUTHS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
 
-# Returns the values with some put back to their defaults or derived, and notes of it.
-Settlement = Callable[[SettingValues], SettingValues]
+# Puts values back to their defaults or derives some, and notes it.
+Settlement = Callable[[SettingValues], None]
 
 
 def read_settings(
@@ -40,7 +42,7 @@ def read_settings(
     *,
     settle: Sequence[Settlement] = (),
     checks: Sequence[Check] = (),
-    prog: str | None = None,
+    prog: str = "",
     description: str | None = None,
 ) -> SettingValues:
     """Read the settings that the dataclasses declare from flags, recipes and defaults.
@@ -57,7 +59,7 @@ def read_settings(
     declared = declared_settings(argument_classes)
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print_help(declared, prog, description)
+        sys.stdout.write(help_text(declared, prog, description or ""))
         raise SystemExit(0)
     flags, problems = read_flags(argv, declared)
     recipes, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
@@ -70,15 +72,12 @@ def read_settings(
     problems += faults
     for settlement in settle:
         with suppress(UnusableSettingError):  # a fault above says why
-            values = settlement(values)
+            settlement(values)
     if complete:
-        missing = [
-            name
-            for name, declaration in declared.items()
-            if declaration.required and name not in {*values.given, *values.unusable}
-        ]
-        problems += [f"{name} is required: {declared[name].help}" for name in missing]
-        values = replace(values, unusable=values.unusable | set(missing))
+        for name, declaration in declared.items():
+            if declaration.required and name not in {*values.given, *values.unusable}:
+                problems.append(f"{name} is required: {declaration.help}")
+                values.unusable.add(name)
         for check in checks:
             with suppress(UnusableSettingError):  # a fault above says why
                 problems.extend(check(values))
@@ -100,28 +99,22 @@ def _checked(
     faulty = set()
     for name, entry in entries.items():
         is_flag = entry.rank == FLAGS_RANK
-        shown, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
-        if name not in declared:
-            problems.append(where + _unknown(shown, name, declared, refused))
-            continue
-        try:
-            value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-            given[name] = replace(entry, value=checked_value(declared[name], value))
-        except WrongValueError as error:
-            problems.append(f"{where}{shown}: {error}")
-            faulty.add(name)
+        written, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
+        if name in refused and name not in declared:
+            problems.append(f"{where}{written} cannot be set here: {refused[name]}")
+        elif name == CONFIG_FLAG:
+            problems.append(f"{where}a recipe names others with {EXTENDS}")
+        elif name not in declared:
+            problems.append(where + unknown_name(written, name, [*declared, CONFIG_FLAG]))
+        else:
+            try:
+                value = value_of_words(declared[name], entry.value) if is_flag else entry.value
+                given[name] = replace(entry, value=checked_value(declared[name], value))
+            except WrongValueError as error:
+                problems.append(f"{where}{written}: {error}")
+                faulty.add(name)
     named = set(re.findall(r"\w+", " ".join(problems))) & declared.keys()
-    return SettingValues(declared, given, frozenset(faulty | named - given.keys())), problems
-
-
-def _unknown(
-    shown: str, name: str, declared: Mapping[str, Declaration], refused: Mapping[str, str]
-) -> str:
-    if name in refused:
-        return f"{shown} cannot be set here: {refused[name]}"
-    if name == CONFIG_FLAG:
-        return f"a recipe names others with {EXTENDS}"
-    return unknown_name(shown, name, [*declared, CONFIG_FLAG])
+    return SettingValues(declared, given, faulty | (named - given.keys())), problems
 
 
 def read_flags(
@@ -133,16 +126,19 @@ def read_flags(
     """
     flags: dict[str, list[str]] = {}
     problems = []
-    for flag, *rest in _split_by_flag(argv):
-        if not flag.startswith("--"):
-            way = f"--config {flag}" if flag.endswith((".yaml", ".yml")) else "--NAME VALUE"
-            problems.append(f"unexpected argument {flag!r}: give it as {way}")
+    words: list[str] | None = None
+    for word in argv:
+        if not word.startswith("--"):
+            if words is None:
+                way = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--NAME VALUE"
+                problems.append(f"unexpected argument {word!r}: give it as {way}")
+            else:
+                words.append(word)
             continue
-        option, equals, attached = flag.removeprefix("--").partition("=")
-        name = option.replace("-", "_")
-        words = [attached, *rest] if equals else rest
+        option, equals, attached = word.removeprefix("--").partition("=")
+        name, words = option.replace("-", "_"), [attached] if equals else []
         switch = declared.get(name.removeprefix("no_"))
-        if name not in declared and switch is not None and bool in switch.types and not words:
+        if name not in declared and switch is not None and bool in switch.types and not equals:
             name, words = switch.name, ["false"]
         if name in flags:
             problems.append(f"--{name} is given twice")
@@ -157,20 +153,17 @@ def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
 
     Raises WrongValueError where the number of words is wrong.
     """
-    is_list = any(get_origin(each) is list for each in declaration.types)
-    if list(words) == ["null"]:
+    is_list = list in declaration.origins
+    empty = ("null", "none", "None") if declaration.default == [] else ("null",)
+    if len(words) == 1 and words[0] in empty:
         return None
-    if declaration.default == [] and list(words) in (["none"], ["None"]):
-        return None
-    if not words and bool in declaration.types:
-        return True
     if not words:
-        choices = ", ".join(map(str, declaration.choices or ()))
-        what = f"one of {choices}" if choices else "at least one value" if is_list else "a value"
-        raise WrongValueError(f"expected {what}")
-    values = [_value_of_word(declaration, word) for word in words]
-    if len(values) > 1 and not is_list:
+        if bool in declaration.types:
+            return True
+        raise WrongValueError(f"expected {_placeholder(declaration)}")
+    if len(words) > 1 and not is_list:
         raise WrongValueError(f"unexpected argument {words[1]!r} after its value")
+    values = [_value_of_word(declaration, word) for word in words]
     return values if len(values) > 1 else values[0]
 
 
@@ -179,60 +172,32 @@ def _value_of_word(declaration: Declaration, word: str) -> Any:
         return _TRUTHS[word.lower()]
     for number in (int, float):
         if number in declaration.types:
-            try:
+            with suppress(ValueError):
                 return number(word)
-            except ValueError:
-                continue
     return word
 
 
-def print_help(
-    declared: Mapping[str, Declaration], prog: str | None, description: str | None
-) -> None:
-    """Print every setting under the group of its class, with type, help and default."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        usage="%(prog)s [--config RECIPE.yaml ...] [--SETTING VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        f"--{CONFIG_FLAG}",
-        nargs="+",
-        metavar="RECIPE.yaml",
-        help="recipe files; later ones win over earlier ones, flags over all of them",
-    )
-    groups: dict[type, Any] = {}
-    for name, declaration in declared.items():
-        owner = declaration.owner
-        if owner not in groups:
-            title = getattr(owner, "_argument_group_name", owner.__name__)
-            groups[owner] = parser.add_argument_group(title)
-        text = declaration.help + (" (required)" if declaration.required else "")
-        if declaration.default not in (None, [], {}):
-            text += f" (default: {declaration.default})"
-        groups[owner].add_argument(
-            f"--{name}", metavar=_placeholder(declaration), help=text.replace("%", "%%")
-        )
-    parser.print_help()
+def help_text(declared: Mapping[str, Declaration], prog: str, description: str) -> str:
+    """Return every setting under the group of its class, with type, help and default."""
+    lines = [
+        f"usage: {prog} [--{CONFIG_FLAG} RECIPE.yaml ...] [--SETTING VALUE ...]\n",
+        description,
+        "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all.",
+    ]
+    for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
+        lines.append(f"\n{getattr(owner, '_argument_group_name', owner.__name__)}:")
+        for declaration in declarations:
+            text = declaration.help + (" (required)" if declaration.required else "")
+            if declaration.default not in (None, [], {}):
+                text += f" (default: {shown(declaration.default)})"
+            lines.append(f"  --{declaration.name} {_placeholder(declaration)}")
+            indent = " " * 6
+            lines.append(textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent))
+    return "\n".join(lines) + "\n"
 
 
 def _placeholder(declaration: Declaration) -> str:
     if declaration.choices is not None:
-        return "|".join(
-            str(choice) for choice in declaration.choices if choice not in (True, False)
-        )
+        return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
-    types = [get_origin(each) or each for each in declaration.types]
-    return next((word for each, word in words.items() if each in types), "TEXT")
-
-
-def _split_by_flag(argv: Sequence[str]) -> list[list[str]]:
-    """Cut the command line before every `--flag`; words before the first stand alone."""
-    groups: list[list[str]] = []
-    for word in argv:
-        if word.startswith("--") or not groups or not groups[-1][0].startswith("--"):
-            groups.append([word])
-        else:
-            groups[-1].append(word)
-    return groups
+    return next((word for each, word in words.items() if each in declaration.origins), "TEXT")

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -12,27 +13,37 @@ from utils.config.errors import ConfigurationError
 
 # Defaults that mean "nothing": null says the same.
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
-_NAMES = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
     str: "a string",
     dict: "a mapping",
+    list: "a list",
     NoneType: "null",
 }
+FLAGS_RANK = 10**6  # above any number of recipe files
+Arguments = TypeVar("Arguments")
 
 
 class WrongValueError(ValueError):
     """A value that its setting cannot take; the text says what was expected and what came."""
 
 
-@dataclasses.dataclass(frozen=True)
+class UnusableSettingError(LookupError):
+    """A check read a setting that is missing or at fault itself: the check has nothing to say."""
+
+
+@dataclass(frozen=True)
 class Declaration:
-    """One setting: a field of one argument class, with its type hint resolved."""
+    """One setting: a field of one argument class, with its type hint resolved.
+
+    types: `int | None` as its members. default: None where the setting is required.
+    """
 
     name: str
     owner: type
-    hint: Any
+    types: tuple[Any, ...]
     field: dataclasses.Field
 
     @property
@@ -57,9 +68,9 @@ class Declaration:
         return str(self.field.metadata.get("help", "see --help")).replace("%%", "%")
 
     @property
-    def types(self) -> tuple[Any, ...]:
-        """The types that a value may have: `int | None` as its members."""
-        return union_members(self.hint)
+    def origins(self) -> list[Any]:
+        """The types that a value may have, `list[str]` as list."""
+        return [get_origin(each) or each for each in self.types]
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
@@ -72,9 +83,8 @@ class Declaration:
         for member in self.types:
             if isinstance(member, type) and issubclass(member, Enum):
                 return tuple(item.value for item in member)
-        named = [member for member in self.types if member is not NoneType]
-        if all(get_origin(member) is Literal for member in named):
-            return tuple(choice for member in named for choice in get_args(member))
+        if set(self.origins) <= {Literal, NoneType}:
+            return tuple(choice for member in self.types for choice in get_args(member))
         return None
 
 
@@ -86,21 +96,17 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def union_members(hint: Any) -> tuple[Any, ...]:
-    """`X | Y` and `Optional[X]` as their members; anything else as itself alone."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
     """Return every setting the user may give, by name, in the order of the classes' fields."""
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
         refused = refused_settings([owner])
         hints = get_type_hints(owner)
-        for field in dataclasses.fields(owner):
-            if field.init and field.name not in refused:
-                assert field.name not in declared, f"two argument classes declare {field.name}"
-                declared[field.name] = Declaration(field.name, owner, hints[field.name], field)
+        for each in dataclasses.fields(owner):
+            if each.init and each.name not in refused:
+                assert each.name not in declared, f"two argument classes declare {each.name}"
+                types = union_members(hints[each.name])
+                declared[each.name] = Declaration(each.name, owner, types, each)
     return declared
 
 
@@ -113,6 +119,11 @@ def refused_settings(argument_classes: Iterable[type]) -> dict[str, str]:
     for owner in argument_classes:
         refused |= getattr(owner, "refused_settings", {})
     return refused
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """`X | Y` and `Optional[X]` as their members; anything else as itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def checked_value(declaration: Declaration, value: Any) -> Any:
@@ -128,88 +139,67 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
         if declaration.default in NOTHING:
             return declaration.default
         raise WrongValueError(f"it cannot be null; leave it out for {declaration.default}")
-    if declaration.choices is not None:
-        # 1 and true are equal, and one of them is no choice of the other.
-        if any(type(value) is type(choice) and value == choice for choice in declaration.choices):
+    choices = declaration.choices
+    if choices is not None:
+        if _is_among(value, choices):
             return value
-        allowed = ", ".join(_plain(choice) for choice in declaration.choices)
-        raise WrongValueError(f"expected one of {allowed}; got {_shown(value)}")
-    types = declaration.types
-    if dict in map(_origin, types):
-        # transformers writes `dict | str`, the string being JSON or a file: JSON alone is taken.
-        types = tuple(each for each in types if each is not str)
-    try:
-        return _as_one_of(types, value)
-    except WrongValueError:
-        expected = " or ".join(dict.fromkeys(map(_described, types)))
-        raise WrongValueError(f"expected {expected}, got {_shown(value)}") from None
+        allowed = ", ".join(map(shown, choices))
+        raise WrongValueError(f"expected one of {allowed}; got {json.dumps(value, default=str)}")
+    # transformers writes `dict | str`, the string being JSON or a file: JSON alone is taken.
+    types = [
+        each for each in declaration.types if each is not str or dict not in declaration.origins
+    ]
+    for hint in types:
+        for candidate in _readings(value, hint):
+            if _fits(candidate, hint):
+                return candidate
+    names = " or ".join(dict.fromkeys(map(_type_name, types)))
+    raise WrongValueError(f"expected {names}, got {json.dumps(value, default=str)}")
 
 
-def _as_one_of(types: Iterable[Any], value: Any) -> Any:
-    for each in types:
-        try:
-            return _as_type(each, value)
-        except WrongValueError:
-            continue
-    raise WrongValueError
-
-
-def _as_type(hint: Any, value: Any) -> Any:
-    """Return the value as the hinted type; raises WrongValueError."""
-    origin = _origin(hint)
+def _readings(value: Any, hint: Any) -> list[Any]:
+    """Return what a value may stand for where this type is expected."""
+    origin = get_origin(hint) or hint
+    if origin is float and type(value) is int:
+        return [float(value)]
     if origin is list:
-        element = union_members(*get_args(hint)) if get_args(hint) else (str,)
-        items = value if isinstance(value, list) else [value]
-        return [_as_one_of(element, item) for item in items]
+        return [value, [value]]
+    if origin is dict and isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            return [json.loads(value)]
+    return [value]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint) or hint
     if origin is Literal:
-        fits = any(type(value) is type(each) and value == each for each in get_args(hint))
-    elif origin is dict and isinstance(value, str):
-        try:
-            value = json.loads(value)  # as flags have it
-        except json.JSONDecodeError:
-            raise WrongValueError from None
-        fits = isinstance(value, dict)
-    elif origin is float and type(value) is int:
-        return float(value)
-    else:
-        fits = isinstance(value, origin) and isinstance(value, bool) == (origin is bool)
-    if not fits:
-        raise WrongValueError
-    return value
-
-
-def _origin(hint: Any) -> Any:
-    return get_origin(hint) or hint
-
-
-def _described(hint: Any) -> str:
-    origin = _origin(hint)
+        return _is_among(value, get_args(hint))
     if origin is list:
-        plurals = {str: "strings", int: "integers", float: "numbers"}
-        return f"a list of {plurals.get(next(iter(get_args(hint)), str), 'values')}"
-    if origin is Literal:
-        return " or ".join(map(_plain, get_args(hint)))
-    return _NAMES.get(origin, getattr(origin, "__name__", str(origin)))
+        elements = union_members(*(get_args(hint) or (str,)))
+        return isinstance(value, list) and all(
+            any(_fits(item, element) for element in elements) for item in value
+        )
+    return isinstance(value, origin) and isinstance(value, bool) == (origin is bool)
 
 
-def _plain(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+def _is_among(value: Any, choices: Iterable[Any]) -> bool:
+    """Whether it is one of them; 1 and true are equal, and neither stands for the other."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
-def _shown(value: Any) -> str:
-    """Write a value as a recipe would, with its type where that is not plain to see."""
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(shown, get_args(hint)))
+    return _TYPE_NAMES.get(get_origin(hint) or hint, str(hint))
+
+
+def shown(value: Any) -> str:
+    """Write a value for a message as a recipe or a flag would have it."""
     if isinstance(value, str):
-        return f"the string {value!r}"
-    kind = "the list " if isinstance(value, list) else "the mapping "
-    return (kind if isinstance(value, list | dict) else "") + json.dumps(value, default=str)
-
-
-FLAGS_RANK = 10**6  # above any number of recipe files
-Arguments = TypeVar("Arguments")
-
-
-class UnusableSettingError(LookupError):
-    """A check read a setting that is missing or at fault itself: the check has nothing to say."""
+        return value
+    if isinstance(value, list):
+        return " ".join(map(shown, value)) or "null"
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
 @dataclass(frozen=True)
@@ -225,7 +215,7 @@ class Given:
     rank: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before any object is built of them.
 
@@ -234,9 +224,9 @@ class SettingValues(Mapping[str, Any]):
     """
 
     declared: Mapping[str, Declaration]
-    given: Mapping[str, Given]
-    unusable: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
+    given: dict[str, Given]
+    unusable: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.unusable:
@@ -257,19 +247,10 @@ class SettingValues(Mapping[str, Any]):
         """Return the rank of the source of a setting: 0 where nobody gave it."""
         return self.given[name].rank if name in self.given else 0
 
-    def replaced(self, changes: Mapping[str, Given], notes: Iterable[str] = ()) -> "SettingValues":
-        """Return the values with some others, and more notes."""
-        return replace(self, given={**self.given, **changes}, notes=(*self.notes, *notes))
-
-    def derived(self, name: str, value: Any, why: str) -> "SettingValues":
-        """Return the values with one that follows from the others, and a note of it."""
-        return self.replaced({name: Given(value, why)}, [f"{name} {shown(value)}: {why}"])
-
-    def without(self, names: Iterable[str], notes: Iterable[str] = ()) -> "SettingValues":
-        """Return the values with some settings back at their defaults, and more notes."""
-        names = set(names)
-        given = {name: entry for name, entry in self.given.items() if name not in names}
-        return replace(self, given=given, notes=(*self.notes, *notes))
+    def derive(self, name: str, value: Any, why: str) -> None:
+        """Set what follows from other settings, with a line to log."""
+        self.given[name] = Given(value, why)
+        self.notes.append(f"{name} {shown(value)}: {why}")
 
     def changed(self, name: str) -> bool:
         """Whether a setting that exists has another value than its default."""
@@ -296,10 +277,3 @@ class SettingValues(Mapping[str, Any]):
 
 # What reads the values of all settings and yields a line for each fault.
 Check = Callable[[SettingValues], Iterable[str]]
-
-
-def shown(value: Any) -> str:
-    """Write a value for a message, about as a flag would have it."""
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "null"
-    return f"{value:g}" if isinstance(value, float) else str(value)

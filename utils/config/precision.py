@@ -10,50 +10,49 @@ from contextlib import contextmanager
 
 from utils.config.declarations import Given, SettingValues
 
-AMX, AVX512_BF16 = "this CPU has AMX", "this CPU has AVX512-BF16"
-FAST_BF16 = (AMX, AVX512_BF16)
+FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
-MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # What torchrun tells a process of the others; accelerate connects to them as soon as it sees it.
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
-def with_precision(values: SettingValues) -> SettingValues:
-    """Return the values with `bf16` settled, and a note where they overrule the accelerate config.
+def settle_precision(values: SettingValues) -> None:
+    """Settle `bf16` where it is open, with a note where settings overrule the accelerate config.
 
     config.yaml keeps the answer, so that a run keeps its numbers: on another CPU it is another run,
     which is refused. That file is a recipe too, and bf16 on a CPU has to be asked for: `use_cpu`
     goes with it.
     """
-    by_launch = os.environ.get(MIXED_PRECISION, "no")
+    by_launch = os.environ.get(PRECISION_VARIABLE, "no")
     if values["bf16"] is None:
-        values = values.replaced(_open_precision(values, by_launch))
-    if by_launch == "no" or values["fp16" if by_launch == "fp16" else "bf16"]:
-        return values
-    shown = values.shown("fp16" if values["fp16"] else "bf16")
-    return values.replaced(
-        {}, [f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"]
-    )
+        bf16, why = _open_precision(values, by_launch)
+        values.given["bf16"] = Given(bf16, why)
+        if why == BY_LAUNCH and not bf16:
+            values.given["fp16"] = Given(True, why)
+        if bf16 and _computes_on_cpu(values):
+            values.given["use_cpu"] = Given(True, values.source("use_cpu"))
+    if by_launch in ("bf16", "fp16") and not values[by_launch]:
+        shown = values.shown("fp16" if values["fp16"] else "bf16")
+        values.notes.append(
+            f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"
+        )
 
 
-def _open_precision(values: SettingValues, by_launch: str) -> dict[str, Given]:
-    on_cpu = {"use_cpu": Given(True, values.source("use_cpu"))} if _computes_on_cpu(values) else {}
-    fp16_is_refused = by_launch == "fp16" and values.rank("fp16") > 0
-    if by_launch in ("bf16", "fp16") and not values["fp16"] and not fp16_is_refused:
-        taken = {name: Given(name == by_launch, BY_LAUNCH) for name in ("bf16", "fp16")}
-        return taken | (on_cpu if by_launch == "bf16" else {})
-    for name in ("fp16", "dtype"):
-        if values[name] not in (None, False, "float32"):
-            return {"bf16": Given(False, values.shown(name))}
-    if not on_cpu:
-        return {"bf16": Given(False, NODE_UNKNOWN if values["dry_run"] else "default")}
-    why = fast_bf16()
-    if why is None:
-        return {"bf16": Given(False, "this CPU has neither AMX nor AVX512-BF16")}
-    return {"bf16": Given(True, why), **on_cpu}
+def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
+    """Return what `bf16: null` means here, and why."""
+    if values["fp16"]:
+        return False, values.shown("fp16")
+    if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
+        return by_launch == "bf16", BY_LAUNCH
+    if values["dtype"] not in (None, "float32"):
+        return False, values.shown("dtype")
+    if not _computes_on_cpu(values):
+        return False, NODE_UNKNOWN if values["dry_run"] else "default"
+    return has_fast_bf16(), FAST_BF16 if has_fast_bf16() else "default"
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
@@ -63,28 +62,27 @@ def _computes_on_cpu(values: SettingValues) -> bool:
     """
     import torch
 
-    if _is_true("ACCELERATE_USE_FSDP") or _is_true("ACCELERATE_USE_DEEPSPEED"):
+    if is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_DEEPSPEED"):
         return False  # that needs GPUs, and is refused without
-    if values["use_cpu"] or _is_true("ACCELERATE_USE_CPU"):
+    if values["use_cpu"] or is_true("ACCELERATE_USE_CPU"):
         return True
     if values["dry_run"] or torch.accelerator.is_available():
         return False
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def _is_true(variable: str) -> bool:
+def is_true(variable: str) -> bool:
+    """Whether a variable of the environment is true in any of the words that accelerate takes."""
     from accelerate.utils.environment import str_to_bool
 
     return bool(str_to_bool(os.environ.get(variable, "0")))
 
 
-def fast_bf16() -> str | None:
-    """Say by what this CPU multiplies bf16 several times as fast as float32; None: it does not."""
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
     import torch
 
-    if has_amx():
-        return AMX
-    return AVX512_BF16 if torch.cpu._is_avx512_bf16_supported() else None
+    return has_amx() or torch.cpu._is_avx512_bf16_supported()
 
 
 def has_amx() -> bool:
@@ -101,12 +99,11 @@ def without_launch(is_dry_run: bool) -> Iterator[None]:
     They would take that precision wherever neither bf16 nor fp16 is true, although `bf16: false`
     was given; and a dry run with WORLD_SIZE=8 stands for processes of which none is there.
     """
-    names = (MIXED_PRECISION, *(LAUNCHER_VARIABLES if is_dry_run else ()))
-    hidden = {name: os.environ.pop(name, None) for name in names}
+    names = (PRECISION_VARIABLE, *(LAUNCHER_VARIABLES if is_dry_run else ()))
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        for name, value in hidden.items():
+        for name in names:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(hidden)

@@ -10,6 +10,8 @@ import yaml
 
 from utils.config.declarations import Given
 
+EXTENDS = "extends"
+
 # What an unquoted scalar may be besides a string, and the characters it may begin with.
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -35,6 +37,21 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse keys that are given twice (PyYAML would keep the last) or are no strings."""
+        names = set()
+        for key, _ in node.value:
+            if not key.tag.endswith(":str"):
+                raise yaml.MarkedYAMLError(
+                    problem="a key has to be a plain name", problem_mark=key.start_mark
+                )
+            if key.value in names:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                )
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would take for something else."""
@@ -47,29 +64,32 @@ for _kind, (_pattern, _first) in _SCALARS.items():
         )
 
 
-def load_mapping(text: str) -> tuple[dict[str, tuple[Any, int]], list[str]]:
-    """Return each key of a YAML mapping with value and line, and ":line: fault" for bad keys.
-
-    Raises YamlError where the text cannot be read at all.
-    """
+def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
+    """Return each key of a YAML mapping with its value and line; raises YamlError."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        if root is None:
-            raise YamlError(": it is empty")
         if not isinstance(root, yaml.MappingNode):
-            raise YamlError(f":{_line(root)}: expected settings as `name: value` lines")
-        values = {
-            key.value: (loader.construct_object(value, deep=True), _line(key))
-            for key, value in root.value
-            if isinstance(key, yaml.ScalarNode)
-        }
+            raise YamlError(":1: expected settings as `name: value` lines")
+        values = loader.construct_mapping(root, deep=True)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         line = f":{mark.line + 1}" if mark else ""
+        what = getattr(error, "problem", None) or getattr(error, "reason", error)
         raise YamlError(f"{line}: not valid YAML: {what}") from error
-    return values, list(_key_faults(root))
+    return {key.value: (values[key.value], key.start_mark.line + 1) for key, _ in root.value}
+
+
+def load_file(path: Path) -> dict[str, tuple[Any, int]]:
+    """Read a file as `load_mapping` does; raises YamlError, which starts with the path."""
+    try:
+        return load_mapping(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise YamlError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise YamlError(f"{path}: not UTF-8 text") from error
+    except YamlError as error:
+        raise YamlError(f"{path}{error}") from error
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
@@ -77,33 +97,7 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _key_faults(node: yaml.Node) -> Iterator[str]:
-    """Keys that are given twice or are no strings, at any depth: PyYAML would keep the last."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _key_faults(item)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first_lines: dict[str, int] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
-            yield f":{_line(key)}: a key has to be a plain name"
-        elif key.value in first_lines:
-            first = first_lines[key.value]
-            yield f":{_line(key)}: {key.value} is given twice, first in line {first}"
-        else:
-            first_lines[key.value] = _line(key)
-        yield from _key_faults(value)
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-EXTENDS = "extends"
-
-
-def read_recipes(paths: Sequence[str | Path]) -> tuple[dict[str, Given], list[str]]:
+def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     """Return the settings of the recipes, later over earlier, and the faults of the files."""
     values: dict[str, Given] = {}
     problems: list[str] = []
@@ -119,30 +113,19 @@ def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
     """Yield what a recipe extends, depth first, then its own settings, each with its line."""
-    chain = (*parents, path.resolve())
-    if path.resolve() in parents:
-        circle = " -> ".join(map(os.path.relpath, chain[chain.index(path.resolve()) :]))
-        problems.append(f"{path}: recipes extend each other in a circle: {circle}")
+    if path in parents:
+        problems.append(f"{path}: recipes extend each other in a circle")
         return
     try:
-        settings, faults = load_mapping(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        problems.append(f"{path}: cannot read the recipe: {error.strerror}")
-        return
-    except UnicodeDecodeError as error:
-        problems.append(f"{path}: the recipe is not UTF-8 text (byte {error.start})")
-        return
+        settings = load_file(path)
     except YamlError as error:
-        problems.append(f"{path}{error}")
+        problems.append(str(error))
         return
-    problems += [f"{path}{fault}" for fault in faults]
     extended, line = settings.pop(EXTENDS, ([], 0))
-    entries = extended if isinstance(extended, list) else [extended]
-    if all(isinstance(entry, str) for entry in entries):
-        for entry in entries:
-            yield from _with_extended(Path(os.path.normpath(path.parent / entry)), chain, problems)
-    else:
-        problems.append(
-            f"{path}:{line}: extends: expected a list of recipe files, relative to this file"
-        )
+    for entry in extended if isinstance(extended, list) else [extended]:
+        if isinstance(entry, str):
+            file = Path(os.path.normpath(path.parent / entry))
+            yield from _with_extended(file, (*parents, path), problems)
+        else:
+            problems.append(f"{path}:{line}: {EXTENDS}: expected recipe files, not {entry!r}")
     yield path, settings

@@ -14,10 +14,10 @@ from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_keywords
+from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_fault
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
-from utils.config.precision import with_precision
+from utils.config.precision import settle_precision
 from utils.config.trainer_arguments import (
     FineTuneConfig,
     PretrainConfig,
@@ -62,11 +62,13 @@ def _parse(
         (RunArguments, DataArguments, ModelArguments, training_class),
         argv,
         settle=(
-            without_overruled,
+            rename_checkpointing,
+            choose_length,
+            leave_out_overruled,
             derive_batch_sizes,
             derive_evaluation,
             derive_best_metric,
-            with_precision,
+            settle_precision,
         ),
         checks=(check_effects, *checks),
         prog=prog,
@@ -82,63 +84,37 @@ def _parse(
     )
 
 
-OUR_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
 LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
 )
-RECOMPUTED, OLD_NAME = "activation_checkpointing", "gradient_checkpointing"
 WORKERS = "dataloader_persistent_workers dataloader_prefetch_factor"
-
-Condition = Callable[[Any, SettingValues], bool]  # of the cause's value, and of all
+CHECKPOINTING = "activation_checkpointing activation_checkpointing_kwargs"
 
 
 class Rule(NamedTuple):
-    """While the value of `cause` meets the condition, the settings in `moot` have no effect."""
+    """While the value of `cause` is as `applies` says, the settings in `moot` have no effect."""
 
     cause: str
-    condition: Condition
+    applies: Callable[[Any], bool]
     moot: str
 
 
-def _is(*words: object) -> Condition:
-    return lambda value, _: value in words
+def _is(*words: object) -> Callable[[Any], bool]:
+    return lambda value: value in words
 
 
-def _is_not(*words: object) -> Condition:
-    return lambda value, _: value not in words
+def _is_not(*words: object) -> Callable[[Any], bool]:
+    return lambda value: value not in words
 
 
 _is_given = _is_not(None, [], "")
 
-
-def _never_evaluates(strategy: str, values: SettingValues) -> bool:
-    return strategy == "no" and not values["eval_on_start"]
-
-
-def _recomputes_no_layers(word: bool | str | None, values: SettingValues) -> bool:
-    return word not in (True, "full") and values["gradient_checkpointing"] is not True
-
-
-def _takes_other_keywords(schedule: str, values: SettingValues) -> bool:
-    accepted, _, is_open_ended = schedule_keywords(schedule)
-    return not is_open_ended and not set(values["lr_scheduler_kwargs"] or ()) <= set(accepted)
-
-
-STEPS_COUNT = Rule("max_steps", _is_not(-1), "num_train_epochs")  # as transformers documents it
-# Both may stand in one source.
-PREFERENCES = (
-    Rule("eval_strategy", _is("no"), "eval_on_start"),
-    STEPS_COUNT,
-    Rule("num_train_epochs", _is_given, "max_steps"),
-    Rule("lr_scheduler_type", _takes_other_keywords, "lr_scheduler_kwargs"),
-)
 RULES = (
     # When to evaluate, save and log.
-    Rule("eval_strategy", _never_evaluates, "eval_data"),
     Rule("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
-    Rule("eval_strategy", _is("no"), f"eval_steps {BEST_MODEL}"),
+    Rule("eval_strategy", _is("no"), f"eval_data eval_steps eval_on_start {BEST_MODEL}"),
     Rule("eval_strategy", _is("epoch"), "eval_steps"),
     Rule("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     Rule("save_strategy", _is("epoch"), "save_steps"),
@@ -156,28 +132,54 @@ RULES = (
     Rule("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
     Rule("stochastic_rounding", _is(True), "bf16 optim_args"),
     Rule("use_cpu", _is(True), "tf32"),
-    Rule("optim", _is_not(*OUR_OPTIMIZERS), "optim_states stochastic_rounding"),
+    Rule("optim", _is_not("adamw_torch", "adamw_torch_fused"), "optim_states stochastic_rounding"),
     Rule("optim_states", _is_given, "optim_args"),
     Rule("lr_scheduler_type", _is("constant"), "warmup_steps"),
     # What is computed again in the backward pass.
-    Rule(RECOMPUTED, _is_given, f"{OLD_NAME} {OLD_NAME}_kwargs"),
-    Rule(OLD_NAME, _is_given, f"{RECOMPUTED} {RECOMPUTED}_kwargs"),
-    Rule(RECOMPUTED, _recomputes_no_layers, f"{RECOMPUTED}_kwargs {OLD_NAME}_kwargs"),
-    Rule(RECOMPUTED, _is("auto"), "activation_offloading"),
+    Rule("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
+    Rule("activation_checkpointing", _is("auto"), "activation_offloading"),
     Rule("dataloader_num_workers", _is(0), WORKERS),
 )
 
 
-def without_overruled(values: SettingValues) -> SettingValues:
-    """Return the values without what a stronger source leaves no effect, and a note for each.
+def rename_checkpointing(values: SettingValues) -> None:
+    """Move transformers' old names of activation checkpointing to the new ones."""
+    for name in CHECKPOINTING.split():
+        old = name.replace("activation", "gradient")
+        if old in values.given and values.rank(old) > values.rank(name):
+            values.given[name] = values.given.pop(old)
+        elif old in values.given:
+            values.notes.append(_no_effect(values, old, name))
+            del values.given[old]
+
+
+def choose_length(values: SettingValues) -> None:
+    """Leave out max_steps or num_train_epochs, whichever comes from the weaker source.
+
+    Where one source gives both, max_steps counts, as transformers documents it.
+    """
+    if values["max_steps"] == -1:
+        return
+    if values.rank("num_train_epochs") > values.rank("max_steps"):
+        _leave_out(values, "max_steps", "num_train_epochs")
+    elif values.changed("num_train_epochs"):
+        _leave_out(values, "num_train_epochs", "max_steps")
+
+
+def leave_out_overruled(values: SettingValues) -> None:
+    """Leave out what a stronger source leaves no effect, each with a note.
 
     Flags are stronger than recipes, later recipes than earlier ones.
     """
-    for rule in (*PREFERENCES, *RULES):
-        found = _without_effect(rule, values)
-        moot = [name for name in found if 0 < values.rank(name) < values.rank(rule.cause)]
-        values = values.without(moot, [found[name] for name in moot])
-    return values.replaced({}, _without_effect(STEPS_COUNT, values).values())
+    rank = values.rank
+    for rule in RULES:
+        for name in _moot(rule, values):
+            if 0 < rank(name) < rank(rule.cause):
+                _leave_out(values, name, rule.cause)
+    schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
+    is_overruled = 0 < rank(keywords) < rank(schedule)
+    if is_overruled and schedule_fault(values[schedule], values[keywords]) is not None:
+        _leave_out(values, keywords, schedule)
 
 
 def check_effects(values: SettingValues) -> Iterator[str]:
@@ -188,28 +190,32 @@ def check_effects(values: SettingValues) -> Iterator[str]:
     refused: set[str] = set()
     for rule in RULES:
         if rule.cause not in refused:
-            found = _without_effect(rule, values)
             # What is off or null has no effect anyway.
-            found = {name: line for name, line in found.items() if values[name]}
-            yield from (line for name, line in found.items() if name not in refused)
-            refused |= found.keys()
+            moot = [name for name in _moot(rule, values) if values[name] and name not in refused]
+            yield from (_no_effect(values, name, rule.cause) for name in moot)
+            refused.update(moot)
 
 
-def _without_effect(rule: Rule, values: SettingValues) -> dict[str, str]:
-    """Return the settings that somebody changed and a rule makes moot, each with a line."""
+def _moot(rule: Rule, values: SettingValues) -> list[str]:
+    """Return the settings that somebody changed and a rule makes moot."""
     try:
-        if not rule.condition(values[rule.cause], values):
-            return {}
-        return {
-            name: f"{values.shown(name)} has no effect: {values.shown(rule.cause)}"
-            for name in rule.moot.split()
-            if values.changed(name)
-        }
+        if not rule.applies(values[rule.cause]):
+            return []
+        return [name for name in rule.moot.split() if values.changed(name)]
     except UnusableSettingError:
-        return {}  # a fault above says why
+        return []  # a fault above says why
 
 
-def derive_batch_sizes(values: SettingValues) -> SettingValues:
+def _no_effect(values: SettingValues, name: str, cause: str) -> str:
+    return f"{values.shown(name)} has no effect: {values.shown(cause)}"
+
+
+def _leave_out(values: SettingValues, name: str, cause: str) -> None:
+    values.notes.append(_no_effect(values, name, cause))
+    del values.given[name]
+
+
+def derive_batch_sizes(values: SettingValues) -> None:
     """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
 
     A micro-batch only says how much is computed at once, so a smaller one trains the same. One
@@ -221,47 +227,41 @@ def derive_batch_sizes(values: SettingValues) -> SettingValues:
     micro_rank = values.rank("per_device_train_batch_size")
     shown = values.shown("per_device_train_batch_size")
     if total is None and micro_rank > 0 and micro > 0:
-        why = (
-            f"{shown} x {ranks} {'rank' if ranks == 1 else 'ranks'}; set it, and any number of "
-            "ranks trains the same"
-        )
-        return values.derived("global_batch_size", micro * ranks, why)
+        why = f"{shown} x {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        values.derive("global_batch_size", micro * ranks, why)
+        return
     if total is None or micro < 1 or total < 1 or total % (micro * ranks) == 0:
-        return values
-    divides_on_one_rank = total % micro == 0
+        return
     smaller = fitting_micro_batch(total, micro, ranks)
-    if not smaller or not (micro_rank < values.rank("global_batch_size") or divides_on_one_rank):
-        return values
-    why = f"{shown} does not divide " if micro_rank > 0 else "what divides "
-    why += values.shown("global_batch_size") + (f" over {ranks} ranks" if ranks > 1 else "")
-    return values.derived("per_device_train_batch_size", smaller, why)
+    may_change = micro_rank < values.rank("global_batch_size") or total % micro == 0
+    if smaller and may_change:
+        why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
+        values.derive("per_device_train_batch_size", smaller, why)
 
 
-def derive_evaluation(values: SettingValues) -> SettingValues:
+def derive_evaluation(values: SettingValues) -> None:
     """Derive when to evaluate from when checkpoints are written."""
     if not values["eval_data"]:
-        return values
+        return
     by_steps = values["save_strategy"] == "steps"
-    if values.rank("eval_strategy") == 0 and not values["eval_on_start"]:
+    if values.rank("eval_strategy") == 0:
         strategy = "steps" if by_steps or values["eval_steps"] is not None else "epoch"
-        values = values.derived("eval_strategy", strategy, f"{values.shown('eval_data')} is given")
+        values.derive("eval_strategy", strategy, f"{values.shown('eval_data')} is given")
     if values["eval_strategy"] == "steps" and values["eval_steps"] is None and by_steps:
         why = f"with each of {values.shown('save_steps')}"
-        values = values.derived("eval_steps", values["save_steps"], why)
-    return values
+        values.derive("eval_steps", values["save_steps"], why)
 
 
-def derive_best_metric(values: SettingValues) -> SettingValues:
+def derive_best_metric(values: SettingValues) -> None:
     """Derive what the best model is judged by, where there is one split, and which way round."""
     try:
         splits = list(eval_splits(values["eval_data"]))
     except ValueError:
-        return values  # check_evaluation says so
+        return  # check_evaluation says so
     judge = next((name for name in ("save_best", "load_best_model_at_end") if values[name]), None)
     if values["metric_for_best_model"] is None and judge is not None and len(splits) == 1:
         why = f"{values.shown(judge)}, and the only split"
-        values = values.derived("metric_for_best_model", f"eval_{splits[0]}_loss", why)
-    metric = values["metric_for_best_model"] or ""
-    if metric.endswith("perplexity") and values["greater_is_better"] is None:
-        values = values.derived("greater_is_better", False, f"a lower {metric} is better")
-    return values
+        values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)
+    metric = values["metric_for_best_model"]
+    if (metric or "").endswith("perplexity") and values["greater_is_better"] is None:
+        values.derive("greater_is_better", False, f"a lower {metric} is better")

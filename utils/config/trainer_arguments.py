@@ -126,11 +126,9 @@ def missing_devices(environment: Mapping[str, str], visible_gpus: int) -> str | 
     needed = processes if "TORCHELASTIC_RUN_ID" in environment else local_rank + 1
     if needed <= visible_gpus:
         return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    chosen = " is not set" if visible is None else f"={visible}"
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "not set")
     return (
         f"this host has {processes} processes (this is local rank {local_rank}), but torch sees "
-        f"{visible_gpus} GPU{'s' if visible_gpus != 1 else ''} (CUDA_VISIBLE_DEVICES{chosen}): "
-        "start as many processes as GPUs (--num_processes over all nodes), or ask Slurm for as "
-        "many GPUs (--gpus-per-node)."
+        f"{visible_gpus} GPU(s) (CUDA_VISIBLE_DEVICES: {visible}): start as many processes as GPUs "
+        "(--num_processes over all nodes), or ask Slurm for as many GPUs (--gpus-per-node)."
     )

@@ -131,11 +131,9 @@ def _json_values(text: str, where: str) -> dict[str, Any]:
 
 def _yaml_values(text: str, where: str, not_json: str | None = None) -> dict[str, Any]:
     try:
-        found, faults = load_mapping(text)
+        found = load_mapping(text)
     except YamlError as error:
         raise ConfigurationError(f"{where}{not_json or error}: it is not JSON or YAML.") from error
-    if faults:
-        raise ConfigurationError([f"{where}{fault}." for fault in faults])
     return {name: value for name, (value, _) in found.items()}
 
 

@@ -93,7 +93,7 @@ def precision_line(
     why = settings.values.source("bf16")
     parts = [f"{str(weights).removeprefix('torch.')} weights"]
     if mixed != "no":
-        chosen = f" ({why}; --bf16 false for float32)" if why in (*FAST_BF16, BY_LAUNCH) else ""
+        chosen = f" ({why}; --bf16 false for float32)" if why in (FAST_BF16, BY_LAUNCH) else ""
         parts.append(f"mixed precision {mixed}{chosen}")
     elif why == NODE_UNKNOWN:
         parts.append(f"no mixed precision ({why})")

@@ -16,7 +16,7 @@ from typing import Any
 from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
 from utils.config.arguments import eval_splits, train_sources
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import YamlError, load_mapping
+from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
 from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, first_other_shape, model_contents
@@ -172,13 +172,11 @@ def accepted_changes(
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> Snapshot:
     """Return the settings of the last start: those of the first with all changes since."""
     try:
-        saved, faults = load_mapping((output_dir / CONFIG).read_text(encoding="utf-8"))
-    except (YamlError, UnicodeDecodeError) as error:
-        saved, faults = {}, [str(error)]
-    if faults:
+        saved = load_file(output_dir / CONFIG)
+    except YamlError as error:
         raise ConfigurationError(
-            f"{output_dir / CONFIG} is not as the first start wrote it ({faults[0]}): put it back."
-        )
+            f"{output_dir / CONFIG} is not as the first start wrote it ({error}): put it back."
+        ) from error
     settings = {name: value for name, (value, _) in saved.items()}
     directories = dict.fromkeys(settings, starts[0].get("cwd"))
     for start in starts:

@@ -10,7 +10,7 @@ from utils.config import precision as cpu_precision
 def started_alone(monkeypatch, tmp_path):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
     monkeypatch.chdir(tmp_path)
 
 

@@ -5,10 +5,9 @@ import re
 import pytest
 import torch
 from command_lines import BOTH, EVALUATED, METRICS, parse, problems_of
-from transformers.training_args import OptimizerNames
 
 from utils.config import checks as contradictions
-from utils.config.checks import OPTIMIZERS, check_packages
+from utils.config.checks import check_packages
 from utils.config.errors import UnfitClusterError
 from utils.config.settings import parse_fine_tuning
 from utils.config.trainer_arguments import missing_devices
@@ -22,35 +21,35 @@ CONTRADICTIONS = [
     ({"model_config": None}, "no model: give model_name_or_path .* or model_config"),
     ({"model_name_or_path": "m"}, "model_config model.yaml .* no effect: model_name_or_path m"),
     ({"model_revision": "v2"}, "model_revision v2 .* has no effect: model_config model.yaml"),
-    ({"lora_r": "4"}, r"lora_r 4 \(--lora_r\) has no effect: use_peft False \(default\)"),
+    ({"lora_r": "4"}, r"lora_r 4 \(--lora_r\) has no effect: use_peft false \(default\)"),
     ({"use_peft": "true"}, "use_peft adapts existing weights: it does not go with model_config"),
-    ({"init_optimizer": "true"}, r"init_optimizer True .* no effect: init_from None \(default\)"),
+    ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
     ({**LORA, "init_optimizer": "true", "model_name_or_path": None, "init_from": "runs/a"},
-     "init_optimizer True .* has no effect: use_peft True"),
-    ({"bf16": "true", "fp16": "true"}, ["fp16 True .* no effect: bf16", "fp16 .* needs a GPU"]),
+     "init_optimizer true .* has no effect: use_peft true"),
+    ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "fp16 .* needs a GPU"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
-    ({"fp16": "true"}, "fp16 True .* needs a GPU, this run is on the CPU"),
+    ({"fp16": "true"}, "fp16 true .* needs a GPU, this run is on the CPU"),
     ({"bf16": "true", "use_cpu": None},
-     "bf16 True .* needs a GPU, and no accelerator is visible here: .* add use_cpu: true"),
+     "bf16 true .* needs a GPU, and no accelerator is visible here: .* add use_cpu: true"),
     ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* has no effect: optim sgd"),
     ({"optim_states": "int8", "optim_args": "a=1"}, "optim_args a=1 .* has no effect: optim_st"),
     ({"optim_states": "bfloat16", "fp16": "true", "use_cpu": None, "dry_run": "true"},
-     "optim_states bfloat16 .* has no effect: fp16 True"),
-    ({"stochastic_rounding": "true"}, "stochastic_rounding True .* has no effect: dtype None"),
+     "optim_states bfloat16 .* has no effect: fp16 true"),
+    ({"stochastic_rounding": "true"}, "stochastic_rounding true .* has no effect: dtype null"),
     ({"stochastic_rounding": "true", "dtype": "bfloat16", "bf16": "true"},
-     "stochastic_rounding True .* has no effect: bf16 True"),
+     "stochastic_rounding true .* has no effect: bf16 true"),
     ({"train_data": ["a=x"]}, "train_data 'a=x': expected DIR or DIR=weight"),
     ({"train_data": ["a=2", "b"]}, "weights to some datasets and none to b"),
     ({"eval_data": ["a.b=x"]}, "eval_data 'a.b=x': expected NAME=DIR"),
     ({"eval_data": ["a=x"], "eval_strategy": "no"}, "eval_data a=x .* no effect: eval_strategy no"),
     ({"eval_strategy": "epoch"}, r"eval_strategy epoch .* has no effect: eval_data null \(default"),
-    ({"eval_on_start": "true"}, "eval_on_start True .* has no effect: eval_data null"),
+    ({"eval_on_start": "true"}, "eval_on_start true .* has no effect: eval_data null"),
     ({"eval_steps": "5"}, r"eval_steps 5 \(--eval_steps\) has no effect: eval_data null"),
     ({**EVALUATED, "eval_steps": None, "save_strategy": "epoch"}, "eval_strategy .* needs eval_st"),
     ({"save_steps": "5", "save_strategy": "no"}, "save_steps 5 .* has no effect: save_strategy no"),
     ({"logging_steps": "5", "logging_strategy": "epoch"}, "no effect: logging_strategy epoch"),
     ({**EVALUATED, "load_best_model_at_end": "true", "save_steps": "10"},
-     f"load_best_model_at_end True .* needs metric_for_best_model: {METRICS}"),
+     f"load_best_model_at_end true .* needs metric_for_best_model: {METRICS}"),
     ({**EVALUATED, "save_best": "true"}, f"save_best .* needs metric_for_best_model: {METRICS}"),
     (PLATEAU, "lr_scheduler_type reduce_lr_on_plateau .* needs metric_for_best_model"),
     ({**EVALUATED, "save_strategy": "best", "metric_for_best_model": "a_loss"},
@@ -58,9 +57,7 @@ CONTRADICTIONS = [
     ({**EVALUATED, "metric_for_best_model": "loss"},
      f"metric_for_best_model loss .*: no such metric is logged; give {METRICS}"),
     ({**EVALUATED, "metric_for_best_model": "eval_a_perplexity", "greater_is_better": "true"},
-     "a lower perplexity is better: add greater_is_better: false"),
-    ({**EVALUATED, "metric_for_best_model": "a_loss", "greater_is_better": "true"},
-     "greater_is_better True .*: a lower loss is better"),
+     "greater_is_better true .*: a lower loss or perplexity is better"),
     ({"hang_timeout_s": "inf"}, "hang_timeout_s inf.*: it must be at least 0"),
     ({"global_batch_size": "0"}, "global_batch_size 0 .*: it must be at least 1"),
     ({"learning_rate": "nan"}, "learning_rate nan .*: it must be above 0"),
@@ -70,15 +67,12 @@ CONTRADICTIONS = [
     ({"save_total_limit": "1"}, "save_total_limit 1 .*: it must be at least 2"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
     ({"lr_scheduler_type": "constant", "warmup_steps": "10"}, "warmup_steps 10 .* no effect: lr_s"),
-    ({"lr_scheduler_kwargs": '{"min_lr": 1}'}, "kwargs: linear takes no 'min_lr'; it takes: none"),
-    ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"min_lr": 1}'}, "constant takes"),
-    ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs lr_scheduler_kwargs with min_lr or min_l"),
-    ({"lr_scheduler_type": "warmup_stable_decay"}, r"needs lr_scheduler_kwargs: \{num_decay_steps"),
-    ({"lr_scheduler_type": "warmup_stable_decay",
-      "lr_scheduler_kwargs": '{"num_decay_steps": 5, "decay": 1}'},
-     "warmup_stable_decay takes no 'decay'; it takes: num_decay_steps, .*min_lr_ratio"),
-    ({"gradient_checkpointing": "true", "activation_checkpointing": "false"},
-     "gradient_checkpointing True .* has no effect: activation_checkpointing False"),
+    ({"lr_scheduler_kwargs": '{"min_lr": 1}'}, "linear does not take .*keyword argument 'min_lr'"),
+    ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"min_lr": 1}'}, "it takes none"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "missing 1 required .*: 'num_decay_steps'"),
+    ({"gradient_checkpointing": "false", "gradient_checkpointing_kwargs": '{"a": 1}'},
+     "activation_checkpointing_kwargs .* has no effect: activation_checkpointing false"),
     ({"activation_checkpointing": "auto", "activation_checkpointing_kwargs": '{"offload": 1}'},
      "activation_checkpointing_kwargs .* has no effect: activation_checkpointing auto"),
     ({"activation_checkpointing": "some"}, "expected one of none, selective, full, auto, true"),
@@ -86,8 +80,8 @@ CONTRADICTIONS = [
     ({"global_batch_size": "12", "per_device_train_batch_size": "8"},
      "global_batch_size 12 does not divide over 1 rank .*: use global_batch_size 8 or 16, or "
      r"per_device_train_batch_size 6 \(this process was started alone\)"),
-    ({"accept_changes": ["seed", "sead"]},
-     r"accept_changes \(--accept_changes\): no setting sead: did you mean seed\?"),
+    ({"accept_changes": ["seed", "sed"]},
+     r"accept_changes \(--accept_changes\): unknown setting sed: did you mean seed\?"),
     # What transformers itself refuses is a configuration error too.
     ({**EVALUATED, "load_best_model_at_end": "true", "save_steps": "15",
       "metric_for_best_model": "a_loss"}, "requires the saving steps to be a round multiple"),
@@ -113,7 +107,6 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
         {**EVALUATED, "metric_for_best_model": "a_loss", "load_best_model_at_end": "true",
          "save_steps": "20"},
         {**EVALUATED, "metric_for_best_model": "eval_b_perplexity", "greater_is_better": "false"},
-        {"eval_data": ["a=x"], "eval_on_start": "true", "eval_strategy": "no"},
         {"lr_scheduler_type": "warmup_stable_decay",
          "lr_scheduler_kwargs": '{"num_decay_steps": 5, "min_lr_ratio": 0.1}'},
         {**PLATEAU, "metric_for_best_model": "a_loss", "lr_scheduler_kwargs": '{"patience": 3}'},
@@ -135,35 +128,20 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
     assert "on_overlong drop (--on_overlong): pretraining splits long documents" in problems[1]
 
 
-PLAIN = {"report_to": "none", "optim": "adamw_torch", "attn_implementation": "auto"}
-OF_TORCH = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
-
-
 @pytest.mark.parametrize(
-    ("changes", "launched", "said"),
+    ("changes", "said"),
     [
-        ({"report_to": ["wandb", "flyte"]}, "false", ["report_to wandb needs wandb", "flytekit"]),
-        ({"report_to": "tensorbord"}, "false", ["report_to tensorbord: expected azure_ml,"]),
-        ({"optim": "paged_adamw_8bit"}, "false", ["needs bitsandbytes, .* optim_states: int8"]),
-        ({"optim": "galore_adamw_8bit"}, "false", ["needs galore_torch, .* install galore-torch"]),
-        ({"optim": OptimizerNames.SCHEDULE_FREE_ADAMW}, "false", ["needs schedulefree"]),
-        ({"attn_implementation": "flash_attention_2"}, "false", ["needs flash_attn, .* use auto"]),
-        ({}, "true", ["the accelerate config needs deepspeed"]),
-        ({}, "false", []),
+        ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),
+        ({"report_to": "tensorbord"}, "report_to tensorbord: expected one of azure_ml,"),
+        ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes, .* optim_states: int8"),
     ],
 )
-def test_a_setting_whose_package_is_missing_is_refused(changes, launched, said, monkeypatch):
-    monkeypatch.setattr(contradictions, "is_installed", lambda name: name == "torch")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", launched)
-    problems = list(check_packages(PLAIN | changes))
-    assert len(problems) == len(said), problems
-    assert all(re.search(*pair) for pair in zip(said, problems, strict=True)), problems
-
-
-def test_the_package_of_every_optimizer_of_transformers_is_known():
-    for optimizer in OptimizerNames:
-        elsewhere = any(part in optimizer.value for part in OPTIMIZERS)
-        assert elsewhere is (optimizer.value not in OF_TORCH), optimizer
+def test_a_setting_whose_package_is_missing_is_refused(changes, said, monkeypatch):
+    monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
+    plain = {"report_to": "none", "optim": "adamw_torch"}
+    (problem,) = check_packages(plain | changes)
+    assert re.search(said, problem), problem
+    assert list(check_packages(plain)) == []
 
 
 def test_the_ranks_of_the_launch_count(monkeypatch):
@@ -185,39 +163,19 @@ def test_a_dry_run_checks_a_recipe_for_gpus_on_a_machine_without(no_accelerator,
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "visible_gpus", "message"),
-    [
-        (
-            TORCHRUN | {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"},
-            2,
-            r"has 4 processes .*local rank 0\), but torch sees 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\)",
-        ),
-        (TORCHRUN, 1, r"torch sees 1 GPU \(CUDA_VISIBLE_DEVICES is not set\).*--gpus-per-node"),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 2, r"local rank 2\), but torch sees 2"),
-    ],
-)
-def test_more_processes_than_gpus_are_refused(monkeypatch, environment, visible_gpus, message):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name, value in environment.items():
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    for environment, gpus in [
+        (TORCHRUN, 4), (TORCHRUN | {"ACCELERATE_USE_CPU": "True"}, 1), ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 1),  # each task of srun sees its own
+    ]:  # fmt: skip
+        assert missing_devices(environment, gpus) is None
+    problem = missing_devices({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 2)
+    assert "local rank 2), but torch sees 2 GPU(s)" in problem
+    for name, value in (TORCHRUN | {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible_gpus)
-    with pytest.raises(UnfitClusterError, match=message) as caught:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnfitClusterError, match=r"has 4 processes .*CUDA_VISIBLE_DEVICES: 0\)"):
         parse(use_cpu=None)
-    assert caught.value.exit_code == 69
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert parse(use_cpu=None, dry_run="true").training.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("environment", "visible_gpus"),
-    [
-        (TORCHRUN, 4),
-        (TORCHRUN | {"ACCELERATE_USE_CPU": "True"}, 1),
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 1),  # each task of srun sees its own
-    ],
-)
-def test_processes_that_have_their_gpu_are_not(environment, visible_gpus):
-    assert missing_devices(environment, visible_gpus) is None

@@ -128,19 +128,19 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         "--options", "[1]", "--limit", "1", "2", "--old", "1", "--zzz", "1", "--name",
     ) == [
         "unexpected argument 'stray': give it as --NAME VALUE",
-        "gone.yaml: cannot read the recipe: No such file or directory",
+        "gone.yaml: cannot be read: No such file or directory",
         f"{path}:1: unknown setting learning_rte: did you mean learning_rate?",
         f"{path}:2: seed: expected an integer, got 4.5",
         f"{path}:3: loud: expected true or false, got 1",
-        f"{path}:4: kind: expected one of plain, none; got the string 'fancy'",
+        f'{path}:4: kind: expected one of plain, none; got "fancy"',
         f"{path}:5: a recipe names others with extends",
         "--old cannot be set here: set kind instead",
-        "--learning_rate: expected a number, got the string 'fast'",
+        '--learning_rate: expected a number, got "fast"',
         "unknown setting --sed: did you mean --seed?",
-        "--options: expected a mapping or null, got the string '[1]'",
+        '--options: expected a mapping or null, got "[1]"',
         "--limit: unexpected argument '2' after its value",
         "unknown setting --zzz: --help lists all settings",
-        "--name: expected a value",
+        "--name: expected TEXT",
     ]  # fmt: skip
     assert problems_of("--sources", "a", "--config", recipe("old: 3\n")) == [
         "recipe1.yaml:1: old cannot be set here: set kind instead"
@@ -153,8 +153,8 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         (["--seed", "1", "--seed", "2"], "--seed is given twice"),
         (["--careful", "--no_careful"], "--careful is given twice"),
         (["--kind", "null"], "--kind: it cannot be null; leave it out for plain"),
-        (["--kind"], "--kind: expected one of plain, none"),
-        (["--seed", "1.5"], "--seed: expected an integer, got the string '1.5'"),
+        (["--kind"], "--kind: expected plain|none"),
+        (["--seed", "1.5"], '--seed: expected an integer, got "1.5"'),
         (["--config"], "--config: expected at least one recipe file"),
     ],
 )
@@ -241,7 +241,6 @@ class Everything:
     switch: bool
     maybe: int | None
     texts: list[str]
-    numbers: list[float] | None
     mixed: list[str | dict[str, Any]]
     mapping: dict[str, Any] | str | None
     named: Literal["a", "b"]
@@ -255,7 +254,7 @@ class Everything:
     [
         ("integer", 3, 3), ("number", 3, 3.0), ("text", "", ""), ("switch", True, True),
         ("maybe", None, None), ("texts", "a", ["a"]), ("texts", [], []),
-        ("numbers", [1, 2.5], [1.0, 2.5]), ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]),
+        ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]),
         ("mapping", {"a": [1]}, {"a": [1]}), ("mapping", '{"a": 1}', {"a": 1}),
         ("named", "a", "a"), ("colour", "blue", "blue"), ("chosen", "x", "x"),
         ("text_or_false", False, False), ("text_or_false", "space", "space"),
@@ -272,15 +271,15 @@ def test_values_of_the_declared_type_pass(name, value, expected):
         ("integer", 4.0, "expected an integer, got 4.0"),
         ("integer", True, "expected an integer, got true"),
         ("integer", None, "expected an integer, got null"),
-        ("integer", [4], r"expected an integer, got the list \[4\]"),
+        ("integer", [4], r"expected an integer, got \[4\]"),
         ("number", False, "expected a number, got false"),
-        ("text", {"a": 1}, 'expected a string, got the mapping {"a": 1}'),
+        ("text", {"a": 1}, 'expected a string, got {"a": 1}'),
         ("switch", 1, "expected true or false, got 1"),
         ("maybe", "x", "expected an integer or null, got"),
-        ("texts", [1], r"expected a list of strings, got the list \[1\]"),
-        ("mapping", "x.json", "expected a mapping or null, got the string 'x.json'"),
+        ("texts", [1], r"expected a list, got \[1\]"),
+        ("mapping", "x.json", 'expected a mapping or null, got "x.json"'),
         ("named", True, "expected one of a, b; got true"),
-        ("colour", "green", "expected one of red, blue; got the string 'green'"),
+        ("colour", "green", 'expected one of red, blue; got "green"'),
         ("chosen", ["x"], "expected one of x, y; got"),
         ("text_or_false", True, "expected a string or false or null, got true"),
     ],

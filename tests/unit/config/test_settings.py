@@ -11,7 +11,7 @@ from command_lines import BOTH, parse, problems_of
 from utils.config import precision as cpu_precision
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
-from utils.config.settings import PREFERENCES, RULES, parse_fine_tuning
+from utils.config.settings import RULES, parse_fine_tuning
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 
@@ -95,7 +95,7 @@ MOOT_OF_ITS_CAUSE = {  # setting of a recipe -> flag that makes it moot, beside 
     "optim_states: int8": "--optim adafactor",
     "optim_args: a=1": "--optim_states int8",
     "gradient_checkpointing: true": "--activation_checkpointing none",
-    "activation_checkpointing: full": "--gradient_checkpointing false",
+    "activation_checkpointing_kwargs: {a: 1}": "--gradient_checkpointing false",
     "dataloader_num_workers: 2\ndataloader_prefetch_factor: 4": "--dataloader_num_workers 0",
     "use_cpu: false\nbf16: null\ntf32: true": "--use_cpu true",
 }
@@ -107,8 +107,8 @@ def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started, recipe, f
     values = started(recipe, *flags.split())
     assert name in moot(values)
     assert not values.changed(name)
-    assert {rule.cause for rule in (*RULES, *PREFERENCES)} <= values.keys()
-    assert {name for rule in (*RULES, *PREFERENCES) for name in rule.moot.split()} <= values.keys()
+    assert {rule.cause for rule in RULES} <= values.keys()
+    assert {name for rule in RULES for name in rule.moot.split()} <= values.keys()
 
 
 def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(started, tmp_path):
@@ -165,7 +165,13 @@ def test_when_and_by_what_to_judge_is_derived(started):
     values = started("eval_data: [a=x]\nmetric_for_best_model: eval_a_perplexity")
     assert values["greater_is_better"] is False
     assert started("eval_data: [a=x]\nsave_strategy: epoch")["eval_strategy"] == "epoch"
-    assert started("eval_data: [a=x]\neval_on_start: true")["eval_strategy"] == "no"
+    for old in ("gradient_checkpointing: true", "gradient_checkpointing: false"):
+        values = started(f"activation_checkpointing: selective\n{old}")
+        assert values["activation_checkpointing"] == "selective"
+        assert moot(values) == {"gradient_checkpointing"}
+    values = started("gradient_checkpointing: true\ngradient_checkpointing_kwargs: {a: 1}")
+    assert values["activation_checkpointing"] is True
+    assert values["activation_checkpointing_kwargs"] == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def amx(monkeypatch, started_alone):
     for name in LAUNCHER:
         monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: cpu_precision.AMX)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)
 
 
 @pytest.mark.usefixtures("amx")
@@ -265,13 +271,13 @@ def test_precision_that_is_left_open(parse_argv, changes, environment, bf16, mon
         "ACCELERATE_MIXED_PRECISION"
     )
     by_launch = "ACCELERATE_MIXED_PRECISION" in environment
-    overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 False (--bf16)"
+    overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 false (--bf16)"
     assert (overruled in settings.values.notes) is (by_launch and not bf16)
     if bf16:
-        why = cpu_precision.BY_LAUNCH if by_launch else cpu_precision.AMX
+        why = cpu_precision.BY_LAUNCH if by_launch else cpu_precision.FAST_BF16
         assert settings.values.source("bf16") == why
     # What is kept is the run's: as a recipe, it gives the same settings again, on any machine.
-    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
     (tmp_path / "config.yaml").write_text(dump_yaml(settings.resolved))
     again = parse_argv(["--config", "config.yaml"], "")
     assert again.resolved == settings.resolved
@@ -280,12 +286,12 @@ def test_precision_that_is_left_open(parse_argv, changes, environment, bf16, mon
 
 @pytest.mark.usefixtures("amx")
 def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
-    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: None)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
     settings = parse()
     assert settings.training.mixed_precision == "no"
-    assert settings.values.source("bf16") == "this CPU has neither AMX nor AVX512-BF16"
+    assert settings.values.source("bf16") == "default"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(cpu_precision, "fast_bf16", lambda: cpu_precision.AMX)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
     assert parse(use_cpu=None, dry_run="true").resolved["bf16"] is False
 

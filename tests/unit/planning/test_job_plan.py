@@ -131,7 +131,7 @@ def test_what_cannot_work_is_refused_all_at_once(report, monkeypatch):
     message = r"time limit is 1h00m, but .*signal comes 3600 s before it.*stop as it starts.*--time"
     with pytest.raises(ConfigurationError, match=message):
         report(late)
-    with pytest.raises(ConfigurationError, match=r"fsdp2 needs GPUs, but use_cpu True") as caught:
+    with pytest.raises(ConfigurationError, match=r"fsdp2 needs GPUs, but use_cpu true") as caught:
         report(late, use_cpu="true")
     assert len(caught.value.problems) == 2
     # A dry run on a login node is built for the CPU by itself: no fault of the user.

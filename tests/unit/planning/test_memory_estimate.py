@@ -116,7 +116,7 @@ def test_weights_whose_type_the_model_decides_have_to_be_in_bfloat16(tmp_path):
 
 def test_mixed_precision_of_the_accelerate_config_is_refused_beside_rounding(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigurationError, match=r"bf16 True \(the accelerate config says so\)"):
+    with pytest.raises(ConfigurationError, match=r"bf16 true \(the accelerate config says so\)"):
         parsed(ROUNDED | {"bf16": "null"}, tmp_path)
 
 

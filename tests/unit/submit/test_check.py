@@ -209,7 +209,7 @@ def test_sweep_job_refuses_before_anything_starts():
     for words, task, message in [
         (["a b.yaml"], "", r"a sweep is a job array: slurm/submit.sh slurm/sweep_job.sh a\ b.yaml"),
         (["a", "b"], "0", "usage: sbatch --array=0-N slurm/sweep_job.sh"),
-        (["$(touch canary)"], "0", "$(touch canary): cannot read the sweep: No such file"),
+        (["$(touch canary)"], "0", "$(touch canary): cannot be read: No such file"),
         (["recipes/sweep/demo_cpu.yaml"], "3", "has 3 points, numbered from 0: there is no point"),
     ]:
         environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": task}
