@@ -8,7 +8,7 @@ import pretrain
 import sft_train
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
 from utils.model.compilation import CHOICES
-from utils.planning import memory_plan
+from utils.planning import memory
 
 pytestmark = pytest.mark.slow
 OVERCOUNTED = {("compiled", "selective"), ("compiled", "full")}
@@ -41,7 +41,7 @@ def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, m
     for choice in ("none", "selective"):
         argv = pretraining(tmp_path / choice, activation_checkpointing=choice, max_steps=2)
         assert pretrain.main(argv) == 0
-    monkeypatch.setattr(memory_plan, "own_device", lambda _: (2**16, None))
+    monkeypatch.setattr(memory, "own_device", lambda _: (2**16, None))
     capfd.readouterr()
     argv = pretraining(tmp_path / "auto", activation_checkpointing="auto", max_steps=2)
     assert pretrain.main(argv) == 0

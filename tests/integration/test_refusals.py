@@ -354,11 +354,11 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
     """The start asks the device itself; of a login node's dry run the refusal is the same."""
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     argv = [*pretraining(place.run, activation_checkpointing="auto"), "--dry_run", "true"]
-    place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "H100")
+    place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "79")
     assert pretrain.main(argv) == 0
     assert "auto: none; predicted GiB" in capsys.readouterr().out
     place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "0.001")
-    with pytest.raises(ConfigurationError, match=r"GiB predicted for a GPU of 0\.0 GiB"):
+    with pytest.raises(ConfigurationError, match=r"GiB predicted for a device of 0\.0 GiB"):
         pretrain.main(argv)
 
 

@@ -109,7 +109,6 @@ def test_another_tokenizer_than_the_datas_is_refused_by_what_differs(models, cha
     given = models / "base"
     said = refusal(argv(models, chats, tmp_path / "run", tokenizer_name_or_path=given))
     assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
-    assert "Its documents end with <|im_end|>." in said
     assert "Leave --tokenizer_name_or_path out" in said
 
 

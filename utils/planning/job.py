@@ -23,21 +23,17 @@ from utils.launch.slurm import JobRequest, asks_for_cpu, request_from
 
 logger = logging.getLogger(__name__)
 
-SIGNAL_LINE = "#SBATCH --signal=B:USR1@300"
-
 
 @dataclass(frozen=True)
 class Saves:
     """When checkpoints are written: `every` so many steps (None: never), at least every `minutes`.
 
-    `best` says whether each new best is saved too, `background` whether training goes on meanwhile,
-    `kept` how many stay (None: all).
+    `best` says whether each new best is saved too, `kept` how many stay (None: all).
     """
 
     every: int | None
     minutes: float
     best: bool
-    background: bool
     kept: int | None
 
     def scheduled(self, total_steps: int, since: int = 0) -> int:
@@ -45,14 +41,6 @@ class Saves:
         if self.every is None or since >= total_steps:
             return 0
         return math.ceil(total_steps / self.every) - since // self.every
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The median step time of an earlier part of this run, and the step it reached."""
-
-    step_time_s: float
-    step: int
 
 
 def saves_of(settings: RunSettings, total_steps: int) -> Saves:
@@ -66,19 +54,7 @@ def saves_of(settings: RunSettings, total_steps: int) -> Saves:
     elif strategy == "epoch":
         every = math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     minutes = 0.0 if every is None else run.save_minutes or 0.0
-    return Saves(every, minutes, run.save_best, run.async_save, training.save_total_limit)
-
-
-def measured_pace(output_dir: Path) -> Pace | None:
-    """Return the pace that the journal in this directory holds, if any."""
-    journal = output_dir / FILE_NAME
-    if not journal.is_file():
-        return None
-    lines = [line for line in read_journal(journal) if line.get("step_time_s")]
-    times = [line["step_time_s"] for line in lines]
-    if not times:
-        return None
-    return Pace(statistics.median(times), max(line["step"] for line in lines))
+    return Saves(every, minutes, run.save_best, training.save_total_limit)
 
 
 def report_job(
@@ -92,28 +68,36 @@ def report_job(
     output_dir = Path(str(settings.training.output_dir))
     if problems := list(_problems(settings, launch, request)):
         raise ConfigurationError(problems)
-    for line in run_lines(output_dir, launch, saves, total_steps, checkpoint_bytes):
+    logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
+    logger.info("saves: %s", saves_line(saves, total_steps, checkpoint_bytes))
+    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
+    logger.info("run directory: %s (%s)", output_dir, state)
+    if request is None:
+        return
+    for line in job_lines(request, output_dir, total_steps):
         logger.info("%s", line)
-    if request is not None:
-        for line in job_lines(request, measured_pace(output_dir), total_steps):
-            logger.info("%s", line)
-        logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
-        for warning in request_warnings(request, saves):
-            logger.warning("%s", warning)
+    if request.time_limit_s and request.signal_lead_s is None:
+        logger.warning(
+            "no stop signal to the batch shell before the time limit: the run stops only by its "
+            "own look at the clock. Add #SBATCH --signal=B:USR1@300 to %s", request.job_script,
+        )  # fmt: skip
+    if saves.every is None:
+        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
+        logger.warning("save_strategy no: only a stop is saved, a crash loses everything")
+    if not request.requeue:
+        logger.warning("the job is not requeued (--no-requeue, or JobRequeue=0): submit again")
 
 
 def _problems(
     settings: RunSettings, launch: LaunchFacts, request: JobRequest | None
 ) -> Iterator[str]:
-    cpu = None
-    if asks_for_cpu(os.environ):
-        cpu = "ACCELERATE_USE_CPU"
-    elif settings.values["use_cpu"]:  # as the user set it: a dry run without GPU sets it by itself
-        cpu = settings.values.shown("use_cpu")
-    if cpu and launch.strategy.startswith(("fsdp", "zero")):
+    # As the user set it: a dry run without GPU sets use_cpu by itself.
+    on_cpu = asks_for_cpu(os.environ) or settings.values["use_cpu"]
+    if on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         yield (
-            f"{launch.strategy} needs GPUs, but {cpu} asks for the CPU, where accelerate "
-            "would train with plain DDP: use accelerate_configs/cpu.yaml, or leave it out"
+            f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
+            "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
+            "leave it out"
         )
     if request is None or request.time_limit_s is None or request.signal_lead_s is None:
         return
@@ -125,34 +109,22 @@ def _problems(
         )
 
 
-def run_lines(
-    output_dir: Path, launch: LaunchFacts, saves: Saves, total_steps: int, checkpoint_bytes: int
-) -> Iterator[str]:
-    """Yield what will happen to the run itself, however it is started."""
-    yield f"processes: {launch.world_size:,}, strategy {launch.strategy}"
+def saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:
+    """Say when checkpoints are written, and what is on the disk at once."""
     if saves.every is None:
-        yield "saves: none (save_strategy no)"
-    else:
-        count = saves.scheduled(total_steps)
-        parts = [f"every {saves.every:,} steps ({count:,} in all)"]
-        if saves.minutes:
-            parts.append(f"at least every {saves.minutes:g} minutes")
-        if saves.best:
-            parts.append("each new best")
-        if saves.background:
-            parts.append("in the background")
-        stay = "all stay" if saves.kept is None else f"the newest {saves.kept} stay"
-        yield f"saves: {', '.join(parts)}; {stay}"
-        most = most_at_once(saves.kept, count) + saves.best
-        yield (
-            f"storage: {most:,} checkpoints at once, {readable(checkpoint_bytes)} each: "
-            f"{readable(most * checkpoint_bytes)}, plus final/"
-        )
-    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
-    yield f"run directory: {output_dir} ({state})"
+        return "none (save_strategy no)"
+    count = saves.scheduled(total_steps)
+    most = most_at_once(saves.kept, count) + saves.best
+    parts = [f"every {saves.every:,} steps ({count:,} in all)"]
+    parts += [f"at least every {saves.minutes:g} minutes"] if saves.minutes else []
+    parts += ["each new best"] if saves.best else []
+    return (
+        f"{', '.join(parts)}; at most {most:,} at once, {readable(checkpoint_bytes)} each: "
+        f"{readable(most * checkpoint_bytes)}, plus final/"
+    )
 
 
-def job_lines(request: JobRequest, pace: Pace | None, total_steps: int) -> Iterator[str]:
+def job_lines(request: JobRequest, output_dir: Path, total_steps: int) -> Iterator[str]:
     """Yield what will happen to the job."""
     gpus = f"{request.gpus_per_node} GPUs, " if request.gpus_per_node else ""
     yield (
@@ -160,36 +132,30 @@ def job_lines(request: JobRequest, pace: Pace | None, total_steps: int) -> Itera
         f"{request.processes_per_node} process(es); strategy {request.strategy} from "
         f"{request.strategy_file}"
     )
-    limit, lead = request.time_limit_s, request.signal_lead_s
-    line = f"time limit: {duration(limit) if limit else 'none'}"
-    if limit and lead:
-        again = "is queued again and resumes" if request.requeue else "ends"
-        line += (
-            f"; stop signal after {duration(limit - lead)}: the run saves, exits with 75, and the "
-            f"job {again}"
-        )
-    yield line
-    if pace is None:
-        return
-    left = max(total_steps - pace.step, 0)
-    expected = left * pace.step_time_s
-    line = f"pace: {pace.step_time_s:.3g} s a step (measured up to step {pace.step:,}); "
-    line += f"{left:,} steps left take about {duration(expected)}"
+    limit, lead = request.time_limit_s, request.signal_lead_s or 0
+    again = "is queued again and resumes" if request.requeue else "ends"
     if limit:
-        restarts = max(math.ceil(expected / (limit - (lead or 0))) - 1, 0)
-        line += f", {restarts} restart(s) at the time limit"
-    yield f"{line}, plus evaluations, saves and starts"
+        stop = f"; stop signal after {duration(limit - lead)}: the run saves and {again}"
+        yield f"time limit: {duration(limit)}{stop if lead else ''}"
+    if pace := measured_pace(output_dir):
+        seconds, reached = pace
+        left = max(total_steps - reached, 0)
+        line = f"pace: {seconds:.3g} s a step, measured up to step {reached:,}; {left:,} steps left"
+        line += f" take about {duration(left * seconds)}"
+        if limit:
+            restarts = max(math.ceil(left * seconds / (limit - lead)) - 1, 0)
+            line += f", {restarts} restart(s) at the time limit"
+        yield f"{line}, plus evaluations, saves and starts"
+    yield f"to stop it with a checkpoint: touch {shlex.quote(f'{output_dir}/STOP')}"
 
 
-def request_warnings(request: JobRequest, saves: Saves) -> Iterator[str]:
-    """Yield what works, but not as well as it could."""
-    if request.time_limit_s and request.signal_lead_s is None:
-        yield (
-            "no stop signal to the batch shell before the time limit: the run stops only by its "
-            f"own look at the clock. Add {SIGNAL_LINE} to {request.job_script}"
-        )
-    if saves.every is None:
-        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
-        yield "save_strategy no: only a stop is saved, a crash or a lost node loses everything"
-    if not request.requeue:
-        yield "the job is not requeued (--no-requeue, or the cluster's JobRequeue=0): submit again"
+def measured_pace(output_dir: Path) -> tuple[float, int] | None:
+    """Return the median step time in seconds of a run's earlier part, and the step it reached."""
+    journal = output_dir / FILE_NAME
+    if not journal.is_file():
+        return None
+    lines = [line for line in read_journal(journal) if line.get("step_time_s")]
+    if not lines:
+        return None
+    median = statistics.median(line["step_time_s"] for line in lines)
+    return median, max(line["step"] for line in lines)

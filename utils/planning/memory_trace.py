@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
 from utils.kernels.linear_cross_entropy import buffers_alone
@@ -28,7 +27,7 @@ from utils.kernels.varlen import NAME as PACKED
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class, experts_by_shape
 from utils.model.attention import AttentionChoice, shape_inputs
-from utils.model.compilation import keep_products
+from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
 from utils.planning.stand_ins import cut_as_compiled, register_counted_attention
 
@@ -155,14 +154,11 @@ def most_alive(step: StepTrace, shards: int, *, held: int) -> Phases:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that activation checkpointing works on, in their order."""
-    found: list[nn.Module] = []
+    """Return the layers that activation checkpointing works on, without those inside another."""
     inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    return found
+    for layer in marked_layers(model):
+        inside.update(module for module in layer.modules() if module is not layer)
+    return [layer for layer in marked_layers(model) if layer not in inside]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -212,13 +208,11 @@ def _trace_step(model: nn.Module, work: Workload, choice: str) -> list[Stretch]:
     The model was made in the current FakeTensorMode. Where layers are computed again, the
     checkpoint says what is kept, compiled or not.
     """
-    inputs = _fake_batch(work)
+    inputs, layers = _fake_batch(work), layers_of(model)
     if work.compiled and choice == "none":
-        layers = layers_of(model)
         try:
             with cut_as_compiled(layers[kind] for kind in set(_kinds(model, layers))):
-                # The first time layers are traced, which is not a step's memory.
-                _go_through(model, inputs, work.autocast, counts=False)
+                _go_through(model, inputs, work.autocast)  # traces the layers: no step's memory
                 return _go_through(model, inputs, work.autocast)
         except MISFITS as error:
             logger.warning(
@@ -230,13 +224,13 @@ def _trace_step(model: nn.Module, work: Workload, choice: str) -> list[Stretch]:
 
 
 def _go_through(
-    model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None, *, counts: bool = True
+    model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None
 ) -> list[Stretch]:
     layers = layers_of(model)
     kinds = _kinds(model, layers)
     device = next(model.parameters()).device.type
     live = LiveBytes([*model.parameters(), *model.buffers()])
-    with _first_of_each_kind(layers, kinds, live), live if counts else nullcontext():
+    with _first_of_each_kind(layers, kinds, live), live:
         with torch.autocast(device, autocast, enabled=autocast is not None):
             live.begin("inputs")
             loss = model(**inputs).loss

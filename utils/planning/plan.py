@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from utils.config.arguments import accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
+from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
 from utils.config.settings import RunSettings
 from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
@@ -20,24 +21,26 @@ from utils.model.adapters import Targets, plan_adapters
 from utils.model.architecture import has_experts
 from utils.model.attention import AttentionChoice, is_recurrent
 from utils.model.compilation import choose_compilation
-from utils.model.finished_model import saved_dtype
+from utils.model.finished_model import name_of, saved_dtype
 from utils.model.isolation import RUN_ON_CPU, check_row_positions, choose_isolated_attention
 from utils.model.loss_head import LossHeadChoice, choose_loss_head
 from utils.model.router_loss import describe_term, router_term
 from utils.model.weights import weights_dtype
 from utils.planning.job import report_job
-from utils.planning.memory_estimate import (
-    OptimizerStates,
-    checkpoint_bytes,
-    choose_optimizer_states,
-    precision_line,
-)
-from utils.planning.memory_plan import Kernels, MemoryPlan, plan_memory
+from utils.planning.memory import TYPES, Kernels, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
-MIXED_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STRATEGIES = ("single", "ddp", "fsdp2")  # whose optimizer may be ours: weights whole, or rows
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What the moments are kept as, and whether weights are rounded up or down at random."""
+
+    kept_as: str
+    stochastic_rounding: bool
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,6 @@ class RunPlan:
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of final/
-
-    @property
-    def kernels(self) -> Kernels:
-        """What computes a step."""
-        return Kernels(self.attention, self.loss_head, self.compiled)
 
 
 def plan_run(
@@ -108,12 +106,13 @@ def plan_run(
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     elsewhere = on_a_login_node(settings, launch)
     if launch.device == "cpu" and not elsewhere:
-        _prepare_cpu()
+        keep_freed_memory(os.environ)
+        if said := settle_products("cpu"):
+            logger.info("float32 products: %s", said)
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config, plan_adapters(settings, config))
     compiled = choose_compilation(settings, config, launch, elsewhere)
-    kernels = Kernels(attention, loss_head, compiled)
-    memory = plan_memory(settings, config, launch, kernels)
+    memory = plan_memory(settings, config, launch, Kernels(attention, loss_head, compiled))
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_job(settings, launch, total_steps, saved_bytes)
@@ -129,11 +128,57 @@ def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     return settings.run.dry_run and launch.device == "cpu" and not here
 
 
-def _prepare_cpu() -> None:
-    """Let this process, which trains on a CPU, keep its heap and multiply by the faster library."""
-    keep_freed_memory(os.environ)
-    if said := settle_products("cpu"):
-        logger.info("float32 products: %s", said)
+def choose_optimizer_states(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> OptimizerStates | None:
+    """Return what our own optimizer is to keep; None where torch's does the same.
+
+    Raises ConfigurationError where it does not go with the strategy or the weights.
+    """
+    run, weights = settings.run, weights_dtype(settings.model, config)
+    trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
+    own = name_of(trained)
+    if run.optim_states in (None, own) and not run.stochastic_rounding:
+        return None
+    asked = settings.values.shown("optim_states" if run.optim_states else "stochastic_rounding")
+    if launch.strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"{asked} does not go with {launch.strategy}, which keeps states in its own way: use "
+            "multi_gpu.yaml or fsdp2.yaml, or leave it out."
+        )
+    if run.stochastic_rounding and weights != torch.bfloat16:
+        raise ConfigurationError(
+            f"{asked} has no effect on weights in {own}: set dtype: bfloat16 to keep them in 2 "
+            "bytes."
+        )
+    return OptimizerStates(run.optim_states or own, run.stochastic_rounding)
+
+
+def precision_line(
+    settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
+) -> str:
+    """Say in which types weights and states are kept and computed with, and who chose that."""
+    training, why = settings.training, settings.values.source("bf16")
+    weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
+    parts = [f"{name_of(weights)} weights"]
+    if mixed != "no":
+        chosen = f" ({why}; --bf16 false for float32)" if why in (FAST_BF16, BY_LAUNCH) else ""
+        parts.append(f"mixed precision {mixed}{chosen}")
+    elif why == NODE_UNKNOWN:
+        parts.append(f"no mixed precision ({why})")
+    elif why == "default" and device == "cuda" and not training.tf32:
+        parts.append("no mixed precision (--bf16 true is several times as fast on a GPU)")
+    else:
+        parts.append("no mixed precision")
+    if states is not None:
+        rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
+        parts.append(f"Adam's states in {states.kept_as}{rounded}")
+    elif weights == torch.bfloat16 and not settings.model.use_peft:
+        parts.append(
+            "rounded to the nearest: updates below a 500th of a weight are lost "
+            "(--stochastic_rounding true keeps them on average)"
+        )
+    return ", ".join(parts)
 
 
 def _attention(
@@ -155,19 +200,13 @@ def _attention(
             _proved_on_cpu(model.attn_implementation, config, whole_rows),
         )
         return None
-    weights = weights_dtype(model, config)
-    compute = MIXED_PRECISIONS.get(training.mixed_precision)
+    weights, compute = weights_dtype(model, config), TYPES.get(training.mixed_precision)
     choice, report = choose_isolated_attention(
         model.attn_implementation, config, training.device, weights, compute, whole_rows=whole_rows
     )
     alone = choice.batches == "plain"
-    logger.info(
-        "attention: %s; %s (%d perturbed one by one, %.1f s)",
-        choice.reason,
-        "no document sees the padding behind it" if alone else "keeps packed documents apart",
-        report.documents,
-        report.seconds,
-    )
+    kept = "no document sees the padding behind it" if alone else "keeps packed documents apart"
+    logger.info("attention: %s; %s (proved in %.1f s)", choice.reason, kept, report.seconds)
     return choice
 
 
@@ -179,10 +218,9 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     ConfigurationError.
     """
     asked = requested if requested in RUN_ON_CPU else "auto"
-    cpu = torch.device("cpu")
     try:
         choice, report = choose_isolated_attention(
-            asked, config, cpu, torch.float32, whole_rows=whole_rows
+            asked, config, torch.device("cpu"), torch.float32, whole_rows=whole_rows
         )
     except ConfigurationError as error:
         if not is_recurrent(config):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -24,23 +24,6 @@ from utils.model.stages import stage_tokenizer
 from utils.model.vocabulary import compare_with_model, new_token_ids
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    """What every dataset is compared with; a large vocabulary takes most of a second to hash."""
-
-    tokenizer: PreTrainedTokenizerBase
-    sha256: str
-    rows: int  # of the model's embedding
-
-    @property
-    def padding(self) -> int:
-        """A token that the model has: it is not trained on, and no document sees it."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None and token < self.rows:
-                return token
-        return 0
 
 
 @dataclass(frozen=True)
@@ -75,23 +58,19 @@ def tokenizer_directory(settings: RunSettings) -> str:
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
     source = settings.data.train_sources[0].directory
-    directory = _first_rank_first(lambda: open_token_dataset(source)).tokenizer_path
+    directory = _first_rank_first(partial(open_token_dataset, source)).tokenizer_path
     if directory is not None and directory.is_dir():
         return str(directory)
     own = settings.model.model_name_or_path or stage_tokenizer(settings)
-    if own and directory is not None:
-        logger.info("tokenizer: that of %s; %s, of the data, is not there", own, directory)
-    if own:
-        return own
-    if directory is None:
+    if own is None:
+        where = f"its tokenizer should be in {directory}" if directory else "it names no tokenizer"
         raise ConfigurationError(
-            f"{source} does not say which tokenizer made it (it has no stoker.json), and a model "
-            "from scratch has none of its own: give --tokenizer_name_or_path."
+            f"{source}: {where}, and a model from scratch has none of its own: give "
+            "--tokenizer_name_or_path."
         )
-    raise ConfigurationError(
-        f"the tokenizer of {source} should be in {directory}, which is not there: copy it "
-        "along with the data, or give --tokenizer_name_or_path."
-    )
+    if directory is not None:
+        logger.info("tokenizer: that of %s; %s, of the data, is not there", own, directory)
+    return own
 
 
 def load_run_data(
@@ -108,60 +87,63 @@ def load_run_data(
     splits at once.
     """
     data = settings.data
-    sources = data.train_sources
-    named = [("train", source.directory) for source in sources]
+    named = [("train", source.directory) for source in data.train_sources]
     named += list(data.eval_splits.items())
-    rows = config.get_text_config().vocab_size
-    vocabulary = _Vocabulary(tokenizer, tokenizer_sha256(tokenizer), rows)
-    problems: list[str] = []
+    vocabulary = config.get_text_config().vocab_size
+    sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
     opened: list[TokenDataset] = []
+    problems: list[str] = []
     for split, directory in named:
         try:
             # An evaluation split of a folder of splits goes by its own name.
-            opened.append(_open(directory, split, vocabulary, fine_tuning))
+            dataset = _first_rank_first(partial(open_token_dataset, directory, split))
         except ConfigurationError as error:
             problems += error.problems
+            continue
+        opened.append(dataset)
+        problems += dataset_problems(dataset, vocabulary, needs_loss_tokens=fine_tuning)
+        problems += _tokenizer_problems(dataset, tokenizer, sha256)
     if problems:
         raise ConfigurationError(problems)
-    made = [_pack(dataset, data, fine_tuning) for dataset in opened]
-    packed = {
-        name: _packed(name, [made[index]], vocabulary.padding)
-        for index, (name, _) in enumerate(named[len(sources) :], start=len(sources))
+    plans = [_pack(dataset, data, fine_tuning) for dataset in opened]
+    for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
+        logger.info("%s: %s", name, packing_line(dataset, plan))
+    padding = _padding(tokenizer, vocabulary)
+    first = len(data.train_sources)
+    train = PackedDataset(opened[:first], plans[:first], pad_token_id=padding)
+    evaluation = {
+        name: PackedDataset([dataset], [plan], pad_token_id=padding)
+        for (name, _), dataset, plan in zip(
+            named[first:], opened[first:], plans[first:], strict=True
+        )
     }
-    weights = [source.weight for source in sources if source.weight is not None]
-    train = _packed("train", made[: len(sources)], vocabulary.padding)
+    weights = [source.weight for source in data.train_sources if source.weight is not None]
     new = new_token_ids(settings, tokenizer)
-    return RunData(train, packed, weights or None, vocabulary.sha256, new)
+    return RunData(train, evaluation, weights or None, sha256, new)
 
 
-def _open(directory: str, split: str, run: _Vocabulary, fine_tuning: bool) -> TokenDataset:
-    dataset = _first_rank_first(lambda: open_token_dataset(directory, split))
-    problems = dataset_problems(dataset, run.rows, needs_loss_tokens=fine_tuning)
-    problems += _tokenizer_problems(dataset, run)
-    if problems:
-        raise ConfigurationError(problems)
-    return dataset
+def _padding(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    """Return a token that the model has: it is not trained on, and no document sees it."""
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None and token < vocabulary), 0)
 
 
-def _tokenizer_problems(dataset: TokenDataset, run: _Vocabulary) -> list[str]:
+def _tokenizer_problems(
+    dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase, sha256: str
+) -> list[str]:
     """Say what the tokenizer or the chat template of a dataset has otherwise than the run's."""
-    used = run.tokenizer.name_or_path
+    used = tokenizer.name_or_path
     hint = (
         "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
         f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
     )
-    if dataset.description.tokenizer.get("sha256") not in (None, run.sha256):
-        found, ends, folder = "", "", dataset.tokenizer_path
+    if dataset.description.tokenizer.get("sha256") not in (None, sha256):
+        found, folder = "", dataset.tokenizer_path
         if folder is not None and folder.is_dir():
             made_by = load_tokenizer(str(folder))
-            found = ": it has " + "; ".join(differences(made_by, run.tokenizer))
-            ends = f" Its documents end with {made_by.eos_token}."
-        return [
-            f"{dataset.path} was made with another tokenizer than the one at {used}{found}.{ends} "
-            f"{hint}"
-        ]
-    template = dataset.description.chat_template_sha256
-    if template not in (None, chat_template_sha256(run.tokenizer)):
+            found = ": it has " + "; ".join(differences(made_by, tokenizer))
+        return [f"{dataset.path} was made with another tokenizer than {used}{found}. {hint}"]
+    if dataset.description.chat_template_sha256 not in (None, chat_template_sha256(tokenizer)):
         return [
             f"the chats of {dataset.path} were rendered with another chat template than that of "
             f"the tokenizer at {used}, which final/ would have. {hint}"
@@ -182,26 +164,15 @@ def _first_rank_first(open_dataset: Callable[[], TokenDataset]) -> TokenDataset:
     raise refusal
 
 
-def _pack(
-    dataset: TokenDataset, data: DataArguments, fine_tuning: bool
-) -> tuple[TokenDataset, PackPlan]:
-    on_overlong = data.on_overlong if fine_tuning else "split"
-    plan = plan_packing(
+def _pack(dataset: TokenDataset, data: DataArguments, fine_tuning: bool) -> PackPlan:
+    return plan_packing(
         dataset.lengths,
         data.sequence_length,
         data.packing,
-        on_overlong,
+        data.on_overlong if fine_tuning else "split",
         has_targets=dataset.has_targets if fine_tuning else None,
         where=str(dataset.path),
     )
-    return dataset, plan
-
-
-def _packed(name: str, rows: list[tuple[TokenDataset, PackPlan]], padding: int) -> PackedDataset:
-    for dataset, plan in rows:
-        logger.info("%s: %s", name, packing_line(dataset, plan))
-    datasets, plans = zip(*rows, strict=True)
-    return PackedDataset(datasets, plans, pad_token_id=padding)
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
@@ -209,7 +180,7 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
     line = (
-        f"{_shortened(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
+        f"{dataset.path}: {found.documents:,} documents, {found.tokens:,} tokens in "
         f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
     )
     if dataset.loss_mask is None:
@@ -222,7 +193,3 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     if plan.left_out_tokens:
         line += f"; {plan.left_out_tokens:,} tokens left out"
     return line
-
-
-def _shortened(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

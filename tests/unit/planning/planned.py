@@ -31,7 +31,12 @@ def settings(parse=parse_pretraining, **changes) -> RunSettings:
         "train_data": "d", "sequence_length": 64, "global_batch_size": 8, "output_dir": "o",
         "model_config": "m", "use_cpu": "true",
     } | changes  # fmt: skip
-    argv = [word for name, value in given.items() if value for word in (f"--{name}", str(value))]
+    argv = [
+        word
+        for name, value in given.items()
+        if value is not None and value != ""
+        for word in (f"--{name}", str(value))
+    ]
     return parse(argv, "")
 
 

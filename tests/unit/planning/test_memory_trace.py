@@ -34,9 +34,12 @@ def peak_by_torch(model, inputs, autocast) -> int:
     return peak - sum(tensor.nbytes for tensor in weights)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, MIXTRAL], ids=["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize("choice", ["none", "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "choice", "autocast"),
+    [(LLAMA, "none", None), (GEMMA, "full", torch.bfloat16), (MIXTRAL, "none", torch.bfloat16)],
+    ids=["llama", "gemma2", "mixtral"],
+)
 def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
     """It goes through every layer, and takes 20 to 300 times as long."""
     seen = []
@@ -73,13 +76,11 @@ def test_bytes_are_counted_from_birth_to_death():
     assert second.change["first"] == -400
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_one_layer_of_a_kind_stands_for_all(config, choice, autocast, monkeypatch):
-    expected = most(config, choice, autocast=autocast)
+def test_one_layer_of_a_kind_stands_for_all(choice, monkeypatch):
+    expected = most(GEMMA, choice, autocast=torch.bfloat16)
     monkeypatch.setattr(memory_trace, "_kinds", lambda _, layers: list(range(len(layers))))
-    assert most(config, choice, autocast=autocast) == expected
+    assert most(GEMMA, choice, autocast=torch.bfloat16) == expected
 
 
 def test_more_recomputation_keeps_less():
@@ -88,19 +89,15 @@ def test_more_recomputation_keeps_less():
     assert layer_input == full < selective < none
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
-def test_compiled_layers_keep_less_and_one_stands_for_all(config, autocast, monkeypatch):
-    found = most(config, "none", autocast=autocast, compiled=True)
-    eager = most(config, "none", autocast=autocast)
+@pytest.mark.slow
+def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
+    """What is computed again is counted as without the compiler."""
+    found = most(GEMMA, "none", autocast=torch.bfloat16, compiled=True)
+    eager = most(GEMMA, "none", autocast=torch.bfloat16)
     assert found.activations < 0.85 * eager.activations
+    assert most(LLAMA, "selective", compiled=True) == most(LLAMA, "selective")
     monkeypatch.setattr(memory_trace, "_kinds", lambda _, layers: list(range(len(layers))))
-    assert most(config, "none", autocast=autocast, compiled=True) == found
-
-
-def test_what_is_computed_again_is_counted_as_without_the_compiler():
-    for choice in ("selective", "full"):
-        assert most(LLAMA, choice, compiled=True) == most(LLAMA, choice)
+    assert most(GEMMA, "none", autocast=torch.bfloat16, compiled=True) == found
 
 
 def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):

@@ -30,7 +30,7 @@ RUN = "run-1"
 
 def needs(checkpoint_bytes: int = MIB, keep: int | None = 3, saves: int = 1) -> StorageNeeds:
     """A run that saves every 10 steps."""
-    return StorageNeeds(checkpoint_bytes, Saves(10, 0, False, False, keep), 10 * saves)
+    return StorageNeeds(checkpoint_bytes, Saves(10, 0, False, keep), 10 * saves)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,165 @@
+"""What a run needs on a device and on the disk, the choice that makes it fit, and refusals."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import tiny_config
+from planned import LAUNCH, LLAMA, MIXTRAL, settings, work
+from safetensors.torch import save_model
+from transformers import LlamaForCausalLM
+
+from utils.config.arguments import ModelArguments
+from utils.config.errors import ConfigurationError
+from utils.launch.processes import LaunchFacts
+from utils.model.compilation import CHOICES
+from utils.model.loss_head import LossHeadChoice
+from utils.planning import memory
+from utils.planning.memory import (
+    GIB,
+    MemoryEstimate,
+    checkpoint_bytes,
+    choose,
+    estimate_memory,
+    optimizer_bytes_per_parameter,
+    plan_memory,
+    planned_device,
+    requested_choice,
+)
+
+ALONE = LaunchFacts(0, 1, "single", ("n1",), "cuda")
+
+
+def estimate(total: int, counted: bool = True) -> MemoryEstimate:
+    return MemoryEstimate(1, 1, total, 0, 0, 0, 0, 0, counted=counted)
+
+
+def test_the_gpu_of_the_nodes_is_a_number_of_gib():
+    assert planned_device({}) == planned_device({memory.VARIABLE: ""}) == (None, None)
+    assert planned_device({memory.VARIABLE: "39.5"}) == (int(39.5 * GIB * 0.94), int(39.5 * GIB))
+    for given in ("H100", "-3", "0", "nan", "80 GPUs"):
+        with pytest.raises(ConfigurationError, match=f"{given}: give the GiB of one GPU"):
+            planned_device({memory.VARIABLE: given})
+
+
+@pytest.mark.parametrize(("gib", "ends"), [(90, True), (85, False)])
+def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "estimate_memory", lambda *_: estimate(gib * GIB))
+    monkeypatch.setenv(memory.VARIABLE, "80")
+    advice = "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1.*: lower per_device"
+    expected = pytest.raises(ConfigurationError, match=advice) if ends else nullcontext()
+    kernels = memory.Kernels(None, LossHeadChoice("fused", ""), compiled=False)
+    given = settings(per_device_train_batch_size=1)
+    with expected:
+        assert plan_memory(given, LLAMA, ALONE, kernels).choice == "none"
+        assert "It will probably run out" in caplog.text
+
+
+TOTALS = {"none": estimate(30), "selective": estimate(20), "full": estimate(10)}
+
+
+@pytest.mark.parametrize(
+    ("room", "choice"), [(33, "none"), (32, "selective"), (21, "full"), (5, "full")]
+)
+def test_auto_takes_the_least_recomputation_that_fits(room, choice):
+    chosen, reason = choose("auto", TOTALS, room, 1.1)
+    assert chosen == choice
+    assert ("nothing fits" in reason) == (room == 5)
+    assert choose("none", TOTALS, room, 1.1)[0] == "none", "what is set is not changed"
+    unknown = {name: estimate(1, counted=False) for name in CHOICES}
+    assert choose("auto", unknown, room, 1.1)[0] == "full"
+
+
+def test_one_place_says_what_is_recomputed(monkeypatch):
+    words = {"none": "none", "false": "none", "true": "full", "selective": "selective"}
+    for given, choice in (words | {"auto": "auto"}).items():
+        assert requested_choice(settings(activation_checkpointing=given), LAUNCH) == choice
+    assert requested_choice(settings(gradient_checkpointing="true"), LAUNCH) == "full"
+    sharded = LaunchFacts(0, 2, "zero3", ("here",), "cpu")
+    with pytest.raises(ConfigurationError, match="selective does not go with ZeRO-3"):
+        requested_choice(settings(activation_checkpointing="selective"), sharded)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    sharded = LaunchFacts(0, 2, "fsdp2", ("here",), "cpu")
+    with pytest.raises(ConfigurationError, match="leave it to the recipe"):
+        requested_choice(settings(), sharded)
+
+
+def test_a_model_without_checkpointing_is_not_checkpointed():
+    jetmoe, llama = tiny_config("jetmoe"), tiny_config("llama")
+    assert list(memory.choices("auto", jetmoe, LAUNCH)) == ["none"]
+    assert list(memory.choices("auto", llama, LAUNCH)) == list(CHOICES)
+    with pytest.raises(ConfigurationError, match="full: transformers has none for jetmoe"):
+        memory.choices("full", jetmoe, LAUNCH)
+
+
+def test_bytes_of_the_states():
+    bytes_ = {
+        (None, torch.float32): 8, (None, torch.bfloat16): 4, ("bfloat16", torch.float32): 4,
+        ("float32", torch.bfloat16): 8, ("int8", torch.bfloat16): 2.03125,
+    }  # fmt: skip
+    for given, expected in bytes_.items():
+        assert optimizer_bytes_per_parameter(*given) == expected
+
+
+def test_experts_are_counted_on_the_model():
+    none, full = (
+        estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=torch.bfloat16), choice)
+        for choice in ("none", "full")
+    )
+    assert none.counted
+    assert none.activations > full.activations
+
+
+def test_what_cannot_run_without_data_is_estimated_without_activations(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(memory, "trace", refuse)
+    found = estimate_memory(settings(), MIXTRAL, LAUNCH, work(), "full")
+    assert not found.counted
+    assert found.total == found.weights + found.gradients + found.optimizer
+    assert "without data (RuntimeError: data-dependent), so activations are not" in caplog.text
+
+
+@pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
+def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
+    """With accumulation those of the first micro-batches lie beside the buckets."""
+    given = settings()
+    given.training.gradient_accumulation_steps = accumulation
+    launch = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("here",) * 2, device="cpu")
+    found = estimate_memory(given, LLAMA, launch, work(), "none")
+    assert found.gradients == copies * found.weights
+
+
+def disk(strategy: str = "ddp", mixed: str = "no", training: dict | None = None, **model) -> int:
+    given = SimpleNamespace(
+        run=SimpleNamespace(optim_states=None),
+        model=ModelArguments(model_config="model.json", **model),
+        training=SimpleNamespace(
+            mixed_precision=mixed,
+            **{"save_only_model": False, "save_strategy": "steps"} | (training or {}),
+        ),
+    )
+    return checkpoint_bytes(given, LLAMA, LaunchFacts(0, 2, strategy, ("n",) * 2, "cpu"))
+
+
+def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
+    model = LlamaForCausalLM(LLAMA)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    weights, states = (
+        (tmp_path / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")
+    )
+    assert disk() == pytest.approx(weights + states, rel=0.05)
+    assert disk(training={"save_only_model": True}) == pytest.approx(weights, rel=0.05)
+    assert disk(training={"save_strategy": "no"}) == disk() / 3
+    assert 0 < disk(use_peft=True, lora_target_modules=["q_proj", "v_proj"]) < disk() / 5
+    # DeepSpeed keeps masters, and the weights once more.
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert disk("zero2") == 16 * parameters  # float32: weights twice, two states
+    assert disk("zero2", "bf16") == (4 + 2 + 12) * parameters
+    assert disk("zero2", "bf16", dtype="bfloat16") == (2 + 2 + 12) * parameters

@@ -1,0 +1,375 @@
+"""What a run needs on each device, and the activation checkpointing that makes it fit.
+
+No weight is loaded. What a micro-batch takes is counted on the model itself (memory_trace.py).
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from utils.config.arguments import ModelArguments
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.launch.processes import LaunchFacts
+from utils.model.adapters import with_adapters
+from utils.model.architecture import MISFITS, causal_lm_class
+from utils.model.attention import AttentionChoice
+from utils.model.compilation import CHOICES
+from utils.model.loss_head import LossHeadChoice
+from utils.model.weights import weights_dtype
+from utils.planning.memory_trace import Phases, Workload, most_alive, trace
+from utils.support.collectives import gathered
+from utils.support.host import host_name, memory_room_bytes
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+VARIABLE = "STOKER_GPU_MEMORY_GIB"
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Two codes and, for each block of up to 256 of them, two float32 scales.
+BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
+# cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
+# one for the backward pass's.
+WORKSPACE_BYTES = 2 * 32 * 2**20
+SHARDED_BY = {
+    "weights": ("fsdp1", "fsdp2", "zero3"),
+    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
+    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+}
+# Of a GPU: its context, NCCL's buffers, the kernels' workspaces and what lies between tensors. Of
+# a host: whatever else runs there.
+RESERVED = {"cuda": 0.06, "cpu": 0.05}
+# How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
+# what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
+MARGIN = {"cuda": 1.10, "cpu": 2.0}
+
+
+class Kernels(NamedTuple):
+    """What computes a step (attention None: no device to ask)."""
+
+    attention: AttentionChoice | None
+    loss_head: LossHeadChoice
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each device when most are in use, and the parameters they come from.
+
+    `working` comes and goes within an operation or a layer (the loss head's logits, for one);
+    `process` is what libraries take on a GPU. Activations are 0 if they could not be `counted`.
+    """
+
+    parameters: int
+    trainable: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    process: int
+    counted: bool
+
+    @property
+    def total(self) -> int:
+        """Return all of it together."""
+        return (
+            self.weights + self.gradients + self.optimizer
+            + self.activations + self.working + self.process
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
+        names = ("weights", "gradients", "optimizer", "activations", "working", "process")
+        parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in names if getattr(self, name)]
+        return (
+            f"{self.parameters:,} parameters{trainable}; {'at most' if self.counted else 'over'} "
+            f"{self.total / GIB:.2f} GiB a device = {' + '.join(parts)}"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The choice of activation checkpointing, the word of the settings, and what it rests on.
+
+    `predicted` holds bytes a device by choice. `room_bytes` is the least of all ranks', None where
+    no device was asked.
+    """
+
+    choice: str
+    requested: str
+    reason: str
+    predicted: dict[str, MemoryEstimate]
+    room_bytes: int | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the record of a start holds of it."""
+        return {
+            "choice": self.choice,
+            "requested": self.requested,
+            "reason": self.reason,
+            "predicted_bytes": {name: each.total for name, each in self.predicted.items()},
+            "room_bytes": self.room_bytes,
+        }
+
+
+def plan_memory(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
+) -> MemoryPlan:
+    """Predict the memory of one device, choose the activation checkpointing, and log both.
+
+    Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
+    the smallest room. A dry run takes the GPU that slurm/cluster.env names. Raises
+    ConfigurationError for what a GPU cannot hold even if the prediction is too high.
+    """
+    training = settings.training
+    requested = requested_choice(settings, launch)
+    work = _workload(settings, config, launch, kernels)
+    predicted = {
+        choice: estimate_memory(settings, config, launch, work, choice)
+        for choice in choices(requested, config, launch)
+    }
+    elsewhere = kernels.attention is None
+    own = planned_device(os.environ) if elsewhere else own_device(launch)
+    room, size = (
+        min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
+    )
+    margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
+    choice, reason = choose(requested, predicted, room, margin)
+    needed = predicted[choice].total
+    logger.info("memory: %s", predicted[choice])
+    logger.info("activation checkpointing: %s", reason)
+    problem = (
+        f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
+        f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch {work.rows}): "
+        "lower per_device_train_batch_size (the global batch stays), set "
+        "activation_checkpointing: full, or shard over more GPUs (accelerate_configs/fsdp2.yaml)"
+    )
+    if size is not None and needed > margin * size:
+        raise ConfigurationError(problem)
+    if room is not None and needed > room:
+        logger.warning("%s. It will probably run out", problem)
+    training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
+    return MemoryPlan(choice, requested, reason, predicted, room)
+
+
+def choices(requested: str, config: PreTrainedConfig, launch: LaunchFacts) -> Sequence[str]:
+    """Return what `requested` leaves to choose from; raises ConfigurationError where nothing is."""
+    supported = causal_lm_class(config).supports_gradient_checkpointing
+    if requested in CHOICES[1:] and not supported:
+        raise ConfigurationError(
+            f"activation_checkpointing: {requested}: transformers has none for "
+            f"{config.model_type}: set it to none; where memory is short, lower "
+            "per_device_train_batch_size."
+        )
+    if requested != "auto":
+        return [requested]
+    possible = CHOICES if supported else CHOICES[:1]
+    return [choice for choice in possible if choice != "selective" or launch.strategy != "zero3"]
+
+
+def requested_choice(settings: RunSettings, launch: LaunchFacts) -> str:
+    """Return none, selective, full or auto as the settings have it; raises ConfigurationError."""
+    value = settings.training.activation_checkpointing
+    word = value if isinstance(value, str) else CHOICES[-1] if value else CHOICES[0]
+    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
+    if launch.strategy.startswith("fsdp") and by_launch:
+        raise ConfigurationError(
+            "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
+            "(activation_checkpointing: full), which says so for every strategy."
+        )
+    if word == "selective" and launch.strategy == "zero3":
+        raise ConfigurationError(
+            "activation_checkpointing: selective does not go with ZeRO-3, whose hooks gather "
+            "weights within each layer: take fsdp2.yaml, which shards as much, or full."
+        )
+    return word
+
+
+def choose(
+    requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
+) -> tuple[str, str]:
+    """Return the choice and a line that says why.
+
+    auto takes the first of `predicted` (least recomputation first) that fits into `room` bytes
+    `margin` times, and the last where none does or where nothing could be counted.
+    """
+    if requested != "auto":
+        return requested, f"{requested}, as set"
+    fits = [
+        choice
+        for choice, estimate in predicted.items()
+        if room is not None and estimate.counted and estimate.total * margin <= room
+    ]
+    choice = fits[0] if fits else list(predicted)[-1]
+    listed = ", ".join(f"{name} {each.total / GIB:.2f}" for name, each in predicted.items())
+    if room is None:
+        return choice, f"auto: settled on the compute node; predicted GiB: {listed}"
+    return choice, (
+        f"auto: {choice}; predicted GiB: {listed}; room {room / GIB:.2f} GiB, of which a "
+        f"prediction may take {1 / margin:.0%}{'' if fits else '; nothing fits with that margin'}"
+    )
+
+
+def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
+    """Return the bytes that this rank's share of its device has left, and all of a GPU's.
+
+    None where unknown; of a CPU, which has swap space, the second is.
+    """
+    if launch.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return free - int(RESERVED["cuda"] * total), total
+    if launch.device != "cpu":
+        return None, None
+    ranks = max(1, launch.hosts.count(host_name()))
+    return int(memory_room_bytes() * (1 - RESERVED["cpu"])) // ranks, None
+
+
+def planned_device(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return room and memory of a GPU of the nodes in bytes, as slurm/cluster.env says; else None.
+
+    Raises ConfigurationError.
+    """
+    given = environment.get(VARIABLE, "").strip()
+    if not given:
+        return None, None
+    try:
+        size = float(given)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 10_000:
+        raise ConfigurationError(
+            f"{VARIABLE}={given}: give the GiB of one GPU of the nodes as a number, 79 for an "
+            "H100 of 80 GB (nvidia-smi says how many MiB it has)"
+        )
+    return int(size * GIB * (1 - RESERVED["cuda"])), int(size * GIB)
+
+
+def estimate_memory(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    work: Workload,
+    choice: str,
+) -> MemoryEstimate:
+    """Estimate the memory of one device while it trains with this activation checkpointing.
+
+    The launch's strategy says what is sharded over the ranks. Where the architecture cannot run
+    without data activations are left out, with a warning.
+    """
+    parameters, trainable = count_parameters(settings.model, config)
+    training, mixed = settings.training, work.autocast is not None
+    shards = {
+        kind: launch.world_size if launch.strategy in strategies else 1
+        for kind, strategies in SHARDED_BY.items()
+    }
+    dtype = weights_dtype(settings.model, config)
+    weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
+    moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
+    states = round(trainable * optimizer_bytes(training.optim, moments))
+    if launch.strategy.startswith("zero") and mixed:
+        # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
+        # arXiv 1910.02054, section 3.1).
+        weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
+    gradients //= shards["gradients"]
+    accumulates = training.gradient_accumulation_steps > 1
+    # DDP's buckets are the gradients' place from the first step on.
+    held = gradients if accumulates or launch.strategy == "ddp" else 0
+    step, phases = None, Phases(gradients, 0, gradients, 0)
+    try:
+        step = trace(settings, config, work, choice)
+        in_passes = most_alive(step, shards["gradients"], held=held)
+        # Or else most is in use while the optimizer steps.
+        phases = max(in_passes, phases, key=lambda each: each.peak)
+    except MISFITS as error:
+        logger.warning(
+            "memory: %s does not run without data (%s: %.200s), so activations are not counted",
+            type(config).__name__, type(error).__name__, error,
+        )  # fmt: skip
+    # The first micro-batches' gradients lie beside the buckets.
+    buckets = gradients if launch.strategy == "ddp" and accumulates else 0
+    on_cpu = work.device == "cpu" and work.attention is not None  # else a dry run for a GPU
+    # Two layers at a time, and what is in none of them, whole and in the type of the products.
+    whole = step.gathered_weights if shards["weights"] > 1 and step is not None else 0
+    return MemoryEstimate(
+        parameters=parameters,
+        trainable=trainable,
+        weights=weights // shards["weights"],
+        gradients=phases.gradients + buckets,
+        optimizer=states // shards["optimizer"],
+        activations=phases.activations,
+        working=phases.working + whole,
+        process=0 if on_cpu else WORKSPACE_BYTES,
+        counted=step is not None,
+    )
+
+
+def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype) -> float:
+    """Return the bytes that AdamW keeps for each trained parameter, beside it and its gradient."""
+    return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained.itemsize)
+
+
+def optimizer_bytes(name: str, both_moments: float) -> float:
+    """Return what an optimizer keeps for each weight that it trains; AdamW's where not known.
+
+    both_moments: the bytes of AdamW's two.
+    """
+    name = str(getattr(name, "value", name))
+    if name in ("sgd", "adafactor", "lomo", "adalomo"):
+        return 0
+    kept = 2 if "8bit" in name else both_moments
+    return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
+
+
+def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
+    """Return about what one checkpoint takes on disk, over all ranks: weights and AdamW's states.
+
+    With adapters only they are saved. DeepSpeed keeps the weights once more in its own shards, and
+    in mixed precision float32 masters and states of all that is trained, 12 bytes a parameter
+    (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1).
+    """
+    parameters, trainable = count_parameters(settings.model, config)
+    training, dtype = settings.training, weights_dtype(settings.model, config)
+    kept = trainable if settings.model.use_peft else parameters
+    states = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
+    weights, optimizer = kept * dtype.itemsize, round(trainable * states)
+    if launch.strategy.startswith("zero"):
+        mixed = training.mixed_precision != "no"
+        weights += kept * (2 if mixed else dtype.itemsize)
+        optimizer = trainable * (12 if mixed else 2 * dtype.itemsize)
+    if training.save_only_model or training.save_strategy == "no":  # then final/ is all there is
+        return weights
+    return weights + optimizer
+
+
+def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return (all, trained) parameters, counted on the meta device."""
+    with torch.device("meta"):
+        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        built = with_adapters(causal_lm_class(config)(config), model)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _workload(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
+) -> Workload:
+    training = settings.training
+    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
+    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
+        weights = mixed  # the strategy gathers or keeps what is computed with in this type
+    return Workload(
+        rows=training.per_device_train_batch_size,
+        sequence_length=settings.data.sequence_length,
+        weights=weights,
+        autocast=mixed,
+        device="cuda" if launch.device == "cuda" else "cpu",
+        attention=kernels.attention,
+        loss_head=kernels.loss_head,
+        compiled=kernels.compiled,
+    )
