@@ -84,9 +84,8 @@ def plan_run(
     training.gradient_accumulation_steps = accumulation
     training.max_steps = total_steps
     training.ignore_data_skip = True  # the loader starts at the step itself, see ResumeState
-    order = SampleOrder(data.train.per_source, training.seed, data.weights)
     sampler = GlobalBatchSampler(
-        order,
+        SampleOrder(data.train.per_source, training.seed, data.weights),
         run.global_batch_size,
         micro_batch,
         rank=launch.rank,
@@ -96,11 +95,8 @@ def plan_run(
     length = settings.data.sequence_length
     logger.info("batch: %s", batch_arithmetic(micro_batch, length, launch.world_size, accumulation))
     logger.info(
-        "run: %s steps = %.2f epochs of %s sequences = %s tokens with padding",
-        f"{total_steps:,}",
-        sampler.epoch_at(total_steps),
-        f"{rows:,}",
-        f"{total_steps * run.global_batch_size * length:,}",
+        f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
+        f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
