@@ -8,7 +8,7 @@ settings in force are all of them one after the other, so what was accepted once
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,33 +34,37 @@ IDENTITY = frozenset(
         "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
     }
 )  # fmt: skip
-# What a checkpoint brings along (torch puts the param_groups of the saved optimizer back): another
-# value would have no effect, and nobody would be told.
-IN_THE_CHECKPOINT = frozenset(
-    {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"}
-)
-# Tensors of other shapes or other meaning than the checkpoint has.
-OTHER_TENSORS = frozenset(
-    {
-        "use_peft", "use_dora", "lora_r", "lora_target_modules", "lora_target_parameters",
-        "lora_modules_to_save",
-    }
-)  # fmt: skip
+# Why checkpoints cannot continue with another value of these, accepted or not. torch puts the
+# param_groups of the saved optimizer back: a new learning rate would have no effect.
+IN_THE_CHECKPOINT = {
+    **dict.fromkeys(
+        (
+            "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+            "optim_args",
+        ),
+        "hold the optimizer's old value, a new one has no effect",
+    ),
+    **dict.fromkeys(("optim", "optim_states"), "hold the optimizer's state as the old one has it"),
+    **dict.fromkeys(
+        (
+            "use_peft", "use_dora", "lora_r", "lora_target_modules", "lora_target_parameters",
+            "lora_modules_to_save",
+        ),
+        "hold other tensors than the run would have",
+    ),
+    "metric_for_best_model": "hold the best value of the old one, with which nothing else compares",
+}  # fmt: skip
 WEIGHTS = ("model_name_or_path", "init_from")
 # A changed value of these names other things, or the same ones elsewhere: the contents decide.
-# Each one's key in provenance.json, and how equal contents are called.
 CONTENTS = {
-    "train_data": ("data", "the same contents"),
-    "tokenizer_name_or_path": ("tokenizer_sha256", "the same tokenizer"),
-    "model_config": ("model_config", "the same contents"),
-    **dict.fromkeys([*WEIGHTS, "model_revision"], ("base_weights", "the same weights")),
+    "train_data": "data",
+    "tokenizer_name_or_path": "tokenizer",
+    "model_config": "configuration",
+    **dict.fromkeys([*WEIGHTS, "model_revision"], "weights"),
 }
 PATHS = frozenset({*WEIGHTS, "model_config", "tokenizer_name_or_path", "output_dir"})
-SAME_OPTIMIZER = frozenset({"adamw_torch", "adamw_torch_fused"})
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
-# One more wherever a version of Stoker sums in another order on a CPU.
-CPU_ROUNDING = 2
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Snapshot:
     facts: Mapping[str, Any]
 
     def absolute(self, name: str) -> Any:
-        """Return a setting with its paths made absolute: two spellings of one path are equal."""
+        """Return a setting in one spelling: paths absolute, a metric without eval_."""
         value = self.settings.get(name)
         base = Path(self.directories.get(name) or os.getcwd())  # noqa: PTH109 - see there
         if value is None:
@@ -85,12 +89,28 @@ class Snapshot:
             return [((base / source.directory).resolve(), source.weight) for source in sources]
         if name == "eval_data":
             return {split: (base / path).resolve() for split, path in eval_splits(value).items()}
+        if name == "metric_for_best_model":
+            return value.removeprefix("eval_")
         return (base / value).resolve() if name in PATHS else value
 
-    def contents(self, name: str) -> Any:
-        """Return what one of the settings in CONTENTS held; None or empty: not known."""
-        held = self.facts.get(CONTENTS[name][0])
-        return (held or {}).get("train") if name == "train_data" else held
+    def contents(self, kind: str) -> dict[str, Any]:
+        """Return what was held, by the kinds of CONTENTS and "eval_data"; empty: not known."""
+        data, weights = self.facts.get("data") or {}, self.facts.get("base_weights") or {}
+        held = {
+            "data": {"content fingerprint": data.get("train")},
+            "eval_data": {split: data[split] for split in data if split != "train"},
+            "tokenizer": {"SHA-256": self.facts.get("tokenizer_sha256")},
+            "configuration": self.facts.get("model_config") or {},
+            "weights": weights.get("sha256", weights),
+        }[kind]
+        return held if any(held.values()) else {}
+
+    def setting_of(self, kind: str) -> str:
+        """Return the setting that names a kind of contents."""
+        names = [name for name, held in CONTENTS.items() if held == kind]
+        if kind == "configuration":
+            names += WEIGHTS
+        return next((name for name in names if self.settings.get(name) is not None), names[0])
 
 
 @dataclass(frozen=True)
@@ -121,7 +141,6 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
-        "cpu_rounding": CPU_ROUNDING,
     }
 
 
@@ -147,15 +166,15 @@ def accepted_changes(
     before = dataclasses.replace(before, settings={**new, **before.settings})
     now = Snapshot(settings.resolved, dict.fromkeys(settings.resolved, facts["cwd"]), facts)
     checkpoint = own_checkpoint(str(output_dir))
-    changes = list(compare(before, now, None if checkpoint is None else str(checkpoint)))
+    changes = list(compare(before, now, resumes=checkpoint is not None))
     if changes:
         table = "\n".join(map(str, changes))
         logger.warning("changed since the last start in %s:\n%s", output_dir, table)
-    accepted = settings.run.accept_changes
     problems = [
         _problem(output_dir, change)
         for change in changes
-        if change.impossible or (change.dangerous and change.name not in accepted)
+        if change.impossible
+        or (change.dangerous and change.name not in settings.run.accept_changes)
     ]
     if checkpoint is not None:
         problems += _other_shapes(output_dir, before.facts, facts)
@@ -198,109 +217,49 @@ def differing(before: Snapshot, now: Snapshot) -> list[str]:
     ]
 
 
-def compare(before: Snapshot, now: Snapshot, checkpoint: str | None) -> Iterator[Change]:
-    """Yield every change; `checkpoint` is what the run resumes from (None: it starts at step 0)."""
+def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
+    """Yield every change; `resumes`: the run continues from a checkpoint, not at step 0."""
+    dangerous = set()
     for name in differing(before, now):
         old, new = before.settings[name], now.settings[name]
-        note, dangerous, impossible = "", name in IDENTITY, ""
+        note, impossible = "", ""
         if name in CONTENTS:
-            note = _same_contents(name, before, now, checkpoint)
-            dangerous = not note
+            note = _why_harmless(name, before, now, resumes=resumes)
         elif name in ("max_steps", "num_train_epochs"):
             note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
-        elif name == "global_batch_size" and checkpoint is not None:
-            # The order of samples is a pure function of step and batch (utils/data/order.py).
-            missed = "some are left out" if new > old else "some come again"
-            note = f"after step k the data continues at sample {new} k, not {old} k: {missed}"
-        elif checkpoint is not None:
-            impossible = _why_impossible(name, old, new, checkpoint)
-        yield Change(name, shown(old), shown(new), "", note, dangerous, impossible)
-    yield from _data_changes(before, now)
-    yield from _model_changes(before, now)
-    rounding = before.facts.get("cpu_rounding", 1)
-    if before.facts.get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
-        note = "the git commit in provenance.json has the old one"
-        what = "order of sums on a CPU (version of Stoker)"
-        yield Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, dangerous=True)
+        elif resumes and not _as_before(name, old, new):
+            impossible = IN_THE_CHECKPOINT.get(name, "")
+        if name in IDENTITY and not note:
+            dangerous.add(name)
+        yield Change(name, shown(old), shown(new), "", note, name in dangerous, impossible)
+    for kind in dict.fromkeys([*CONTENTS.values(), "eval_data"]):
+        name = kind if kind == "eval_data" else now.setting_of(kind)
+        held, holds = before.contents(kind), now.contents(kind)
+        keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
+        if held and holds and keys and name not in dangerous:
+            key, *more = sorted(keys)
+            note = f"and {len(more)} more" if more else ""
+            was, is_now = shown(held.get(key)), shown(holds.get(key))
+            yield Change(name, was, is_now, f"{name}: {key}", note, dangerous=kind != "eval_data")
 
 
-def _why_impossible(name: str, old: Any, new: Any, checkpoint: str) -> str:
-    if name in OTHER_TENSORS:
-        return "Its checkpoints hold other tensors than the run would have."
-    reason = ""
-    if name in IN_THE_CHECKPOINT:
-        reason = "The optimizer's state brings its own, a new one has no effect."
-    elif name == "optim" and not {old, new} <= SAME_OPTIMIZER:
-        reason = f"Its checkpoints hold the state of {old}, which {new} cannot use."
-    elif name == "optim_states":
-        reason = f"Its checkpoints hold Adam's states in {old or 'the type of the weights'}."
-    elif name == "metric_for_best_model" and old is not None and not _same_metric(old, new):
-        reason = f"Its checkpoints hold the best {old}, with which nothing else compares."
-    if not reason:
-        return ""
-    return (
-        f"{reason} A run of its own takes its weights over: --init_from {checkpoint}, with "
-        "--init_optimizer true for the moments too."
-    )
+def _as_before(name: str, old: Any, new: Any) -> bool:
+    """Whether checkpoints fit the new value as well."""
+    if name == "metric_for_best_model":
+        return old is None  # nothing was judged yet
+    return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
-def _same_metric(old: str, new: str | None) -> bool:
-    # To none is a change as well: the best value would outlast it, and meet the next metric.
-    return new is not None and old.removeprefix("eval_") == new.removeprefix("eval_")
-
-
-def _same_contents(name: str, before: Snapshot, now: Snapshot, checkpoint: str | None) -> str:
+def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
     """Return why a path that changed is harmless; empty if it is not known to be."""
-    if name in WEIGHTS and checkpoint is not None and not now.settings.get("use_peft"):
+    if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
     if name == "train_data":
         old, new = ([weight for _, weight in one.absolute(name)] for one in (before, now))
         if old != new:
             return ""
-    known = before.contents(name)
-    return CONTENTS[name][1] if known and known == now.contents(name) else ""
-
-
-def _data_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
-    """Yield what changed in the contents of data and tokenizer."""
-    old, new = before.contents("train_data"), now.contents("train_data")
-    if old and new and old != new:
-        what = "train_data (content fingerprint)"
-        yield Change("train_data", _short(old), _short(new), what, dangerous=True)
-    old_data, new_data = before.facts.get("data", {}), now.facts.get("data", {})
-    for split in sorted(old_data.keys() & new_data.keys() - {"train"}):
-        if old_data[split] != new_data[split]:
-            what = f"eval_data {split} (content fingerprint)"
-            yield Change("eval_data", _short(old_data[split]), _short(new_data[split]), what)
-    name = "tokenizer_name_or_path"
-    old, new = before.contents(name), now.contents(name)
-    if old and new and old != new:
-        yield Change(name, _short([old]), _short([new]), f"{name} (SHA-256)", dangerous=True)
-
-
-def _model_changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
-    """Yield what changed in the model's configuration, and in the weights under adapters."""
-    old, new = before.contents("model_config"), now.contents("model_config")
-    if old is not None and new is not None:
-        names = ("model_config", *WEIGHTS)
-        name = next((one for one in names if now.settings.get(one) is not None), "model_config")
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                was, is_now = shown(old.get(key)), shown(new.get(key))
-                yield Change(name, was, is_now, f"{name}: {key}", dangerous=True)
-    old, new = before.contents("init_from"), now.contents("init_from")
-    if not old or not new or old.keys() != new.keys() or old == new:
-        return  # of a directory and of the Hub: the setting itself is another one
-    name = next(name for name in WEIGHTS if now.settings.get(name) is not None)
-    if "commit" in new:
-        note = f"--model_revision {old['commit']} names the old one"
-        yield Change(name, old["commit"], new["commit"], f"{name} (commit)", note, True)
-        return
-    was, is_now = old["sha256"], new["sha256"]
-    files = sorted(file for file in was.keys() | is_now.keys() if was.get(file) != is_now.get(file))
-    note = f"and {len(files) - 1} files more" if len(files) > 1 else ""
-    digests = [_short([one.get(files[0], "missing")]) for one in (was, is_now)]
-    yield Change(name, digests[0], digests[1], f"{name}: {files[0]} (SHA-256)", note, True)
+    held = before.contents(CONTENTS[name])
+    return "the same contents" if held and held == now.contents(CONTENTS[name]) else ""
 
 
 def shown(value: Any) -> str:
@@ -312,16 +271,13 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _short(digests: Iterable[str]) -> str:
-    return " ".join(digest[:8] for digest in digests)
-
-
 def _problem(output_dir: Path, change: Change) -> str:
     changed = f"its {change.what or change.name} is {change.old}, now it is {change.new}"
     if change.impossible:
         return (
-            f"{output_dir} cannot resume: {changed}. {change.impossible} Give the old value, or "
-            "name another --output_dir."
+            f"{output_dir} cannot resume: {changed}, but its checkpoints {change.impossible}. Give "
+            "the old value, or take its weights into a new run: --init_from with another "
+            "--output_dir."
         )
     return (
         f"{output_dir} holds another run: {changed}. Name another --output_dir, give the old value "
