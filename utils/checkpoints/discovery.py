@@ -2,11 +2,9 @@
 
 import json
 import logging
-import os
 import re
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from utils.checkpoints.files import (
@@ -32,8 +30,6 @@ SHOWN_PROBLEMS = 5
 LEAST_KEPT = 2  # one may turn out to be damaged
 # A save leaves that much: the next start writes lock, provenance and journal before it deletes.
 RESERVE_BYTES = 2**20
-
-Committed = Sequence[tuple[Path, Manifest]]  # newest first
 
 
 def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -68,45 +64,37 @@ def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
     return [directory for directory in numbered if not (directory / MANIFEST).exists()]
 
 
-def set_aside(directory: Path, prefix: str) -> Path:
-    """Rename a directory so that nothing takes it for a checkpoint; an older damaged one stays."""
-    target = directory.with_name(prefix + directory.name)
-    if prefix == INCOMPLETE:
-        delete_if_possible(target)
-    number = 1
+def set_aside(directory: Path, prefix: str) -> str:
+    """Rename a directory so that nothing takes it for a checkpoint; return its new name."""
+    number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
         number += 1
         target = directory.with_name(f"{prefix}{number}.{directory.name}")
     directory.rename(target)
     flush(directory.parent)
-    return target
+    return target.name
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory under another name, so that a kill leaves no part of a checkpoint."""
-    if not directory.exists():
-        return
-    doomed = directory
-    if not directory.name.startswith(DELETING):
-        doomed = directory.with_name(DELETING + directory.name)
-        shutil.rmtree(doomed, ignore_errors=True)  # of a run that was killed here
-        directory.rename(doomed)
-        flush(directory.parent)
-    shutil.rmtree(doomed)
+    """Delete a directory that nobody needs; a failure is logged: it is in nobody's way.
 
-
-def delete_if_possible(directory: Path) -> None:
-    """Delete a directory that nobody needs; a failure is logged: it is in nobody's way."""
+    It gets another name first, so that a kill leaves no part of a checkpoint.
+    """
     try:
-        delete(directory)
+        doomed = directory
+        if not directory.name.startswith(DELETING):
+            doomed = directory.with_name(DELETING + directory.name)
+            shutil.rmtree(doomed, ignore_errors=True)  # of a run that was killed here
+            directory.rename(doomed)
+            flush(directory.parent)
+        shutil.rmtree(doomed)
     except OSError as error:
         logger.warning("%s could not be deleted: %s", directory, error)
 
 
-def leftovers(output_dir: Path, *prefixes: str) -> Sequence[Path]:
-    """Return the directories under these prefixes, oldest step first."""
-    found = [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2] or 0))
+def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
+    """Return the directories under these prefixes."""
+    return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
@@ -117,16 +105,11 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     Raises StorageError, with nothing moved, when all committed checkpoints are damaged: to train
     from step 0 again is for a person to decide.
     """
-    if not dry_run:
-        for directory in leftovers(output_dir, DELETING, RESHARDED):
-            delete_if_possible(directory)
-    uncommitted = uncommitted_checkpoints(output_dir)
     damaged: dict[Path, str] = {}
     found = None
     for step, directory in numbered_checkpoints(output_dir):
-        if directory in uncommitted:
+        if not (directory / MANIFEST).exists():
             continue
-        begun = time.monotonic()
         problems = checkpoint_problems(directory, step, run_id, tensors=not dry_run)
         if not problems:
             found = directory
@@ -140,27 +123,20 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
                 "of them; or move them away to start again at step 0.",
             ]
         )
-    if dry_run:
-        for directory, shown in damaged.items():
-            logger.warning("%s is damaged (%s): %s is used instead", directory, shown, found)
-        return found
-    _set_all_aside(uncommitted, damaged)
-    if found is not None:
-        logger.info("%s verified in %.1f s", found, time.monotonic() - begun)
+    if not dry_run:
+        for directory in leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
+            delete(directory)
+        for directory in uncommitted_checkpoints(output_dir):
+            name = set_aside(directory, INCOMPLETE)
+            logger.warning("%s was not committed: set aside as %s", directory, name)
+    for directory, shown in damaged.items():
+        name = (
+            "in a dry run it stays" if dry_run else f"set aside as {set_aside(directory, DAMAGED)}"
+        )
+        logger.warning("%s is damaged (%s): %s; check the storage", directory, shown, name)
+    if found is not None and not dry_run:
         logger.info("resuming from %s", found)
     return found
-
-
-def _set_all_aside(uncommitted: Sequence[Path], damaged: Mapping[Path, str]) -> None:
-    for directory in uncommitted:
-        name = set_aside(directory, INCOMPLETE).name
-        reason = "was not committed (the run ended while it was written)"
-        logger.warning("%s %s: set aside as %s", directory, reason, name)
-    for directory, shown in damaged.items():
-        name = set_aside(directory, DAMAGED).name
-        logger.warning(
-            "%s is damaged (%s): set aside as %s; check the storage", directory, shown, name
-        )
 
 
 def checkpoint_problems(
@@ -196,59 +172,53 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
     """Delete this run's committed checkpoints but the newest `keep` (None: all) and the best."""
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
-        delete_if_possible(directory)
+        delete(directory)
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete as much of `deletable` as the next checkpoint needs.
+    """Delete what the next checkpoint needs the room of; raises StorageError, see `find_room`."""
+    for directory in find_room(output_dir, run_id, keep, estimated_bytes):
+        logger.warning("%s is deleted before the save: its room is needed", directory)
+        delete(directory)  # if that fails the save will
 
-    Raises StorageError, with nothing deleted, if all of it is not enough.
+
+def find_room(
+    output_dir: Path, run_id: str | None, keep: int | None, estimated_bytes: float, count: int = 1
+) -> list[Path]:
+    """Return the directories that have to go before `count` more checkpoints fit.
+
+    These are what killed starts left behind, then what `rotate` would delete after the next commit,
+    oldest first, as long as LEAST_KEPT committed ones stay. A checkpoint takes what the newest one
+    takes, the first one `estimated_bytes`. Raises StorageError if all of it is not enough.
     """
-    committed = committed_checkpoints(output_dir, run_id)
-    needed = next_bytes(committed, estimated_bytes) + RESERVE_BYTES
+    committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
+    one = committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
+    needed = count * one + RESERVE_BYTES
+    spare = _spare(committed, None if keep is None else keep - 1)
+    deletable = spare[: max(0, len(committed) - LEAST_KEPT)]
+    if run_id is not None:
+        left = leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE)
+        deletable = [*left, *uncommitted_checkpoints(output_dir), *deletable]
     free = room = free_bytes(output_dir)
     doomed: list[Path] = []
-    for directory in deletable(output_dir, committed, keep):
+    for directory in deletable:
         if room >= needed:
             break
         doomed.append(directory)
         room += taken_bytes([directory])
     if room < needed:
-        staying = len({path for path, _ in committed} - set(doomed))
-        damaged = leftovers(output_dir, DAMAGED)
-        hint = f", such as {damaged[0]} if you do not need it" if damaged else ""
         raise StorageError(
-            f"{host_name()}: the next checkpoint takes {readable(needed)}, {output_dir} has "
-            f"{readable(free)} free, {readable(room - free)} more once old ones are deleted "
-            f"({staying} stay until it is there): {readable(needed - room)} are missing. Remove "
-            f"files there{hint}, then start the same command again: it resumes from the newest "
-            "checkpoint."
+            f"{host_name()}: {count} more checkpoint(s) of about {readable(one)} will be there at "
+            f"once, {output_dir} has {readable(free)} free and {readable(room - free)} more once "
+            f"old ones are deleted: {readable(needed - room)} are missing. Make room there (see "
+            "also your quota), then start the same command again; no checkpoint was touched."
         )
-    for directory in doomed:
-        logger.warning("%s is deleted before the save: its room is needed", directory)
-        delete_if_possible(directory)  # if that fails the save will
-
-
-def deletable(output_dir: Path, committed: Committed, keep: int | None) -> Sequence[Path]:
-    """Return what may go before the next save, in this order.
-
-    What killed starts left behind, then what `rotate` would delete after the next commit, oldest
-    first, as long as LEAST_KEPT committed ones stay.
-    """
-    spare = _spare(committed, None if keep is None else keep - 1)
-    most = max(0, len(committed) - LEAST_KEPT)
-    return [*leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE), *spare[:most]]
-
-
-def next_bytes(committed: Committed, estimated_bytes: float) -> float:
-    """Return what the next checkpoint takes, by the newest one if there is one."""
-    return committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
+    return doomed
 
 
 def free_bytes(directory: Path) -> int:
     """Return what a file system has left for this user; quotas it does not know of. OSError."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(directory).free
 
 
 def taken_bytes(directories: Sequence[Path]) -> int:
@@ -257,7 +227,7 @@ def taken_bytes(directories: Sequence[Path]) -> int:
     return sum(path.lstat().st_size for path in files if path.is_file())
 
 
-def _spare(committed: Committed, keep: int | None) -> Sequence[Path]:
+def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
     """Return the committed checkpoints beyond the newest `keep` and the best, oldest first."""
     if keep is None or not committed:
         return []

@@ -1,12 +1,10 @@
 """The finished model: gathered from every rank, adapters merged, ready for from_pretrained.
 
 PEFT's own layers merge LoRA's adapters, one module at a time: they stand on the meta device without
-memory, and only the one that is merged holds tensors. Where the base's files name their tensors as
-the model does, they are read, merged and written file by file, so that the host needs room for one.
+memory, and only the one that is merged holds tensors.
 """
 
 import copy
-import json
 import logging
 import os
 import re
@@ -19,27 +17,20 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
-from safetensors import safe_open
-from safetensors.torch import save_file
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.finished_model import name_of, set_generation_settings
-from utils.support.collectives import on_rank_0
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
 PREFIX = "base_model.model."
-# What PEFT puts between the name of a module and that of its weight.
-_WRAPPING = (".base_layer", ".original_module", ".token_adapter")
 
-Source = Callable[[str], Tensor]
+Cast = Callable[[str, Tensor], Tensor]
 
 
 def export_final(trainer: Any, dtype: torch.dtype) -> Path:
@@ -52,85 +43,90 @@ def export_final(trainer: Any, dtype: torch.dtype) -> Path:
     output_dir = Path(str(trainer.args.output_dir))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     set_generation_settings(model, trainer.generation)
-    if isinstance(model, PeftModel):
-        _export_adapted(trainer, model, output_dir, dtype)
-    else:
-        state = _gathered_state(trainer)
-        if trainer.is_world_process_zero():
-            with _directory(output_dir / FINAL, trainer) as partial:
-                _save(model, state, partial, dtype)
+    wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
+    state = trainer.accelerator.get_state_dict(wrapped)  # other ranks may get an empty one
+    if trainer.is_world_process_zero():
+        if isinstance(model, PeftModel):
+            trained = {name for name, value in model.named_parameters() if value.requires_grad}
+            adapters = {name: state[name] for name in trained}
+            with _directory(output_dir / ADAPTER, trainer) as partial:
+                model.save_pretrained(str(partial), state_dict=adapters)
+            model, state = merged_model(model, state, dtype)
+        with _directory(output_dir / FINAL, trainer) as partial:
+            _save(model, state, partial, dtype)
     trainer.accelerator.wait_for_everyone()
     return output_dir / FINAL
 
 
-def _export_adapted(
-    trainer: Trainer, model: PeftModel, output_dir: Path, dtype: torch.dtype
-) -> None:
-    """Write the adapters as PEFT does, and the model with them merged into its weights."""
-    adapters = _trained_state(model)
-    base: Any = model.get_base_model()
-    merger = Merger(model, adapters) if trainer.is_world_process_zero() else None
-    files = on_rank_0(lambda: _mergeable_files(base, merger))
-    state = {} if files is not None else _gathered_state(trainer)
-    if merger is None:
-        return
-    with _directory(output_dir / ADAPTER, trainer) as partial:
-        model.save_pretrained(str(partial), state_dict=dict(adapters))
-    with _directory(output_dir / FINAL, trainer) as partial:
-        clean: Any = merger.clean
-        clean.generation_config = base.generation_config
-        clean._weight_conversions = getattr(base, "_weight_conversions", None)
-        if files is None:
-            bare = {bare_name(name): value for name, value in state.items() if name not in adapters}
-            _save(clean, merged_state(merger, bare), partial, dtype)
-            return
-        _save(clean, {}, partial, dtype)
-        (partial / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
-        merge_by_file(merger, files, partial, _caster(clean, dtype))
+def merged_model(
+    model: PeftModel, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Return a model without adapters and without memory, and its tensors with them merged.
+
+    `state` are all tensors by PEFT's names. Those that adapters change are merged in float32 on the
+    CPU, a module at a time; tied ones that were trained apart are tied no longer.
+    """
+    live: Any = model.get_base_model()
+    config = copy.deepcopy(live.config)
+    with torch.device("meta"):
+        clean: Any = type(live)(config)
+        wrapped: Any = type(model)(type(live)(live.config), copy.copy(model.peft_config["default"]))
+    clean.generation_config = live.generation_config
+    clean._weight_conversions = getattr(live, "_weight_conversions", None)
+    cast = _caster(clean, dtype)
+    merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
+    for key, module in list(_outermost(wrapped.base_model.model)):
+        names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
+        own = {name: merged.pop(f"{key}.{name}") for name in names}
+        if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
+            continue  # it is tied to the module that it shares its adapter with
+        for name, value in _merged(module, own).state_dict().items():
+            merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
+    _untie(clean, merged)
+    return clean, merged
 
 
-def _gathered_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the full state on rank 0 (other ranks may get an empty one)."""
-    wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-    return trainer.accelerator.get_state_dict(wrapped)
+def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield PEFT's modules that are in no other one of PEFT's."""
+    inside: tuple[str, ...] = ()
+    for key, module in model.named_modules():
+        if key.startswith(inside) and inside:
+            continue
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            inside = (*inside, f"{key}.")
+            yield key, module
 
 
-def _trained_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return the trained tensors whole, on the CPU: the base's stay where they are. Collective."""
-    return {
-        name: _whole(parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
+    """Return the module that PEFT wraps with its adapters merged; `state` is theirs and its own."""
+    module = copy.deepcopy(module)  # the one on the meta device would keep what is loaded into it
+    floats = {
+        # A copy: PEFT merges in place.
+        name: value.to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
+        for name, value in state.items()
     }
+    module.load_state_dict(floats, strict=False, assign=True)
+    if hasattr(module, "unload_and_optionally_merge_module"):
+        return module.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    module.merge()
+    return module.get_base_layer()
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    """Return all of a parameter, of which FSDP2 and ZeRO-3 leave each rank a part."""
-    if hasattr(parameter, "ds_id"):
-        from deepspeed import zero
-
-        with zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone()
-    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return value.detach().cpu()
-
-
-def _mergeable_files(base: Any, merger: "Merger | None") -> dict[str, Path] | None:
-    """Return the files that the base was loaded from, by tensor; None to merge in memory."""
-    assert merger is not None, "asked on rank 0"
-    path = str(base.name_or_path)
-    commit = getattr(base.config, "_commit_hash", None)
-    for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME) if path else ():
-        found = cached_file(
-            path, name, _commit_hash=commit, local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        if found is not None:
-            files = weight_files(Path(found).parent)
-            whole = files is not None and all(file.is_file() for file in files.values())
-            return files if whole and can_merge_by_file(merger, files or {}) else None
-    return None
+def _untie(model: Any, state: dict[str, Tensor]) -> None:
+    """Let the model keep two weights apart that were tied and that training made unlike."""
+    tied = model.all_tied_weights_keys
+    unlike = {
+        name
+        for name, source in tied.items()
+        if name in state and not torch.equal(state[name], state[source])
+    }
+    if unlike:
+        logger.info("final/: %s is no longer tied, as trained", ", ".join(sorted(unlike)))
+        config = model.config
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {name: tied[name] for name in tied.keys() - unlike}
 
 
 def _save(
@@ -153,7 +149,7 @@ def _save(
     config.save_pretrained(str(directory))
 
 
-def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Any:
+def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Cast:
     kept = [
         name
         for names in (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
@@ -195,159 +191,3 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
         tokenizer.chat_template = without_training_marks(template)
     tokenizer.save_pretrained(directory)
     tokenizer.chat_template = template
-
-
-class Merger:
-    """The adapted modules of a model, by the names that their weights have without adapters.
-
-    `adapters` are the trained tensors by PEFT's names, whole, on the CPU. `shapes` maps every
-    tensor of the merged model to its shape; `adapted` are those that merging changes.
-    """
-
-    def __init__(self, model: PeftModel, adapters: Mapping[str, Tensor]):
-        adapting = copy.copy(model.peft_config["default"])
-        live: Any = model.get_base_model()
-        config = copy.deepcopy(live.config)
-        with torch.device("meta"):
-            self.clean: Any = type(live)(config)
-            self.wrapped: Any = type(model)(type(live)(live.config), adapting)
-        self.shapes = {name: value.shape for name, value in self.clean.state_dict().items()}
-        self.adapters = adapters
-        self.modules = dict(_outermost(self.wrapped.base_model.model))
-        self.tied = {
-            name: source
-            for name, source in self.clean.all_tied_weights_keys.items()
-            if self._stays_tied(name, source)
-        }
-        self.untied = self.clean.all_tied_weights_keys.keys() - self.tied.keys()
-        if self.untied:
-            logger.info("final/: %s is no longer tied, as trained", ", ".join(self.untied))
-            config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-            self.clean.all_tied_weights_keys = dict(self.tied)
-        bases = {
-            bare_name(f"{key}.{name}")
-            for key, module in self.modules.items()
-            for name in module.state_dict()
-            if f"{PREFIX}{key}.{name}" not in adapters
-        }
-        self.adapted = bases & self.shapes.keys() - self.tied.keys()
-
-    def _stays_tied(self, name: str, source: str) -> bool:
-        """Whether two tied tensors are so after training: both adapted as one, or neither."""
-        module, other = name.rpartition(".")[0], source.rpartition(".")[0]
-        own = any(bare_name(adapter).startswith(f"{module}.") for adapter in self.adapters)
-        return not own and (module in self.modules) == (other in self.modules)
-
-    def merged(self, key: str, source: Source) -> dict[str, Tensor]:
-        """Return a module's tensors with its adapters merged, in float32 if they are floats."""
-        module, state = copy.deepcopy(self.modules[key]), {}
-        for name in module.state_dict():
-            whole = f"{PREFIX}{key}.{name}"
-            if whole in self.adapters:
-                state[name] = self.adapters[whole].float()
-            elif bare_name(f"{key}.{name}") in self.adapted:
-                value = source(bare_name(f"{key}.{name}"))
-                state[name] = value.to(torch.float32, copy=True)  # PEFT merges in place
-        module.load_state_dict(state, strict=False, assign=True)
-        return {f"{key}.{name}": value for name, value in _unwrapped(module).state_dict().items()}
-
-    def modules_of(self, names: set[str]) -> Iterator[str]:
-        """Yield the keys of the modules that have one of these tensors."""
-        for key, module in self.modules.items():
-            if names & {bare_name(f"{key}.{name}") for name in module.state_dict()} & self.adapted:
-                yield key
-
-
-def bare_name(name: str) -> str:
-    """Return the name that a tensor under adapters has without them."""
-    name = name.removeprefix(PREFIX)
-    for part in _WRAPPING:
-        name = name.replace(part, "")
-    return name
-
-
-def merged_state(merger: Merger, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors of the merged model; `base` are those without adapters, by bare name."""
-    state = dict(base)
-    for key in merger.modules_of(merger.adapted):
-        state.update(merger.merged(key, lambda name: base[name]))
-    return {name: state[name] for name in merger.shapes if name not in merger.tied}
-
-
-def weight_files(directory: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor of a model's directory; None where it has no safetensors."""
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: directory / file for name, file in named.items()}
-    single = directory / SAFE_WEIGHTS_NAME
-    if not single.is_file():
-        return None
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def can_merge_by_file(merger: Merger, files: Mapping[str, Path]) -> bool:
-    """Whether the base's files hold all adapted tensors by name, shape, and each module in one."""
-    if not merger.adapted | merger.untied <= files.keys():
-        return False  # named otherwise (fused experts, another prefix), or made by this run
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            for name in merger.adapted & set(file.keys()):
-                if tuple(file.get_slice(name).get_shape()) != tuple(merger.shapes[name]):
-                    return False
-    return True
-
-
-def merge_by_file(
-    merger: Merger,
-    files: Mapping[str, Path],
-    directory: Path,
-    cast: Callable[[str, Tensor], Tensor],
-) -> None:
-    """Write the base's files into `directory` with the adapters merged, one at a time.
-
-    What is not adapted is copied, cast as asked; tensors that the model does not use, too.
-    """
-    handles = {path: safe_open(path, framework="pt") for path in set(files.values())}
-
-    def source(name: str) -> Tensor:
-        return handles[files[name]].get_tensor(name)
-
-    total = 0
-    for path in sorted(handles):
-        names = {name for name, file in files.items() if file == path}
-        state = {name: cast(name, source(name)) for name in sorted(names - merger.adapted)}
-        for key in merger.modules_of(names):
-            for name, value in merger.merged(key, source).items():
-                if name in names:
-                    state[name] = cast(name, value).contiguous()
-        total += sum(value.nbytes for value in state.values())
-        save_file(state, directory / path.name, metadata={"format": "pt"})
-    if len(handles) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: path.name for name, path in sorted(files.items())},
-        }
-        text = json.dumps(index, indent=2) + "\n"
-        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-
-
-def _outermost(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's modules that are in no other one of PEFT's."""
-    inside: tuple[str, ...] = ()
-    for key, module in model.named_modules():
-        if key.startswith(inside) and inside:
-            continue
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            inside = (*inside, f"{key}.")
-            yield key, module
-
-
-def _unwrapped(module: Any) -> nn.Module:
-    if hasattr(module, "unload_and_optionally_merge_module"):
-        return module.unload_and_optionally_merge_module(
-            merge=True, safe_merge=False, adapter_names=None
-        )
-    module.merge()
-    return module.get_base_layer()

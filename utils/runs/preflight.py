@@ -5,26 +5,20 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from utils.checkpoints.discovery import (
     LEAST_KEPT,
-    RESERVE_BYTES,
     committed_checkpoints,
-    deletable,
+    find_room,
     free_bytes,
     most_at_once,
-    next_bytes,
-    taken_bytes,
-    uncommitted_checkpoints,
 )
 from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, known_run_id, readable
 from utils.config.errors import ConfigurationError, StorageError
-from utils.launch.processes import LaunchFacts, call_within
+from utils.launch.processes import LaunchFacts
 from utils.planning.job import Saves
+from utils.planning.plan import RunPlan
 from utils.support.collectives import on_every_rank, on_rank_0
 from utils.support.host import host_name
 from utils.support.run_lock import FOLDER
@@ -32,23 +26,11 @@ from utils.support.run_lock import FOLDER
 logger = logging.getLogger(__name__)
 
 MARK = ".stoker-preflight-"  # begins the names of the files that are there for a moment
-STORAGE_LIMIT_S = 30.0  # a file system that answers later would stall every save
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
-PROBE_BYTES = 2**20
-
-Answer = TypeVar("Answer")
+PROBE_BYTES = 2**14
 
 
-@dataclass(frozen=True)
-class StorageNeeds:
-    """The checkpoints of a run: about what one takes, over all ranks, and when they are written."""
-
-    checkpoint_bytes: int
-    saves: Saves
-    total_steps: int
-
-
-def check_storage(output_dir: Path, needs: StorageNeeds, launch: LaunchFacts) -> None:
+def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchFacts) -> None:
     """Check that all hosts can write to one ``output_dir``, with room for checkpoints; make it.
 
     Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
@@ -56,21 +38,15 @@ def check_storage(output_dir: Path, needs: StorageNeeds, launch: LaunchFacts) ->
     """
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
-    def open_directory() -> tuple[str, int, str]:
-        room = _open(output_dir, needs)
+    def open_directory() -> tuple[str, str]:
+        room = _open(output_dir, plan, saves)
         mark = MARK + secrets.token_hex(8)
-        _write(output_dir / mark, 0)
-        # No more than fits if room will only come with what is deleted.
-        return mark, min(PROBE_BYTES, free_bytes(output_dir) // (2 * len(first_ranks))), room
+        _write(output_dir / mark)
+        return mark, room
 
-    mark, probe_bytes, room = on_rank_0(lambda: _in_time(open_directory))
-
-    def probe() -> None:
-        if launch.rank in first_ranks:
-            _in_time(lambda: _probe(output_dir / mark, probe_bytes, launch.rank))
-
+    mark, room = on_rank_0(open_directory)
     try:
-        on_every_rank(probe)
+        on_every_rank(lambda: launch.rank in first_ranks and _probe(output_dir / mark, launch.rank))
     finally:
         if launch.rank == 0:
             (output_dir / mark).unlink(missing_ok=True)
@@ -81,48 +57,26 @@ def check_storage(output_dir: Path, needs: StorageNeeds, launch: LaunchFacts) ->
         )  # fmt: skip
 
 
-def check_room(output_dir: Path, needs: StorageNeeds) -> str:
-    """Return what is free and what checkpoints take, in words; raise StorageError if too little.
+def check_room(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
+    """Return what is free, in words; raise StorageError if checkpoints do not fit.
 
-    A new run needs as many checkpoints as will be there at once, a resumed one the next; if later
-    ones will not fit that is a warning. What `make_room` may delete counts as free.
+    A new run needs as many as will be there at once, a resumed one the next. What `make_room` may
+    delete counts as free.
     """
-    run_id, keep = known_run_id(output_dir / PROVENANCE), needs.saves.kept
+    run_id = known_run_id(output_dir / PROVENANCE)
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
-    step = committed[0][1].step if committed else 0
-    free = free_bytes(output_dir)
-    if committed and step >= needs.total_steps:
-        return f"{readable(free)} free (all checkpoints are there)"
-    going: list[Path] = []
-    if run_id is not None:  # what was not committed becomes incomplete.*
-        going = [*uncommitted_checkpoints(output_dir), *deletable(output_dir, committed, keep)]
-    staying = len({path for path, _ in committed} - set(going))
-    freed = taken_bytes(going)
-    one = next_bytes(committed, needs.checkpoint_bytes)
-    ahead = needs.saves.scheduled(needs.total_steps, step)
-    most = max(1, most_at_once(keep, staying + ahead) - staying)
-    # Without a limit somebody may move some away meanwhile.
-    now = 1 if committed else min(most, LEAST_KEPT) if keep is None else most
-    for count in (now, most):
-        missing = count * one + RESERVE_BYTES - free - freed
-        if missing <= 0:
-            continue
-        problem = (
-            f"{host_name()}: {output_dir} has {readable(free)} free, {readable(freed)} more once "
-            f"old checkpoints are deleted, but {count} of about {readable(one)} will be there at "
-            f"once (save_total_limit {'null' if keep is None else keep}; the older ones stay while "
-            f"the next is written): {readable(missing)} are missing."
-        )
-        if count == now:
-            raise StorageError(
-                f"{problem} Make room there (see also your quota), or name another --output_dir; "
-                "no checkpoint was touched."
-            )
-        logger.warning("%s The run will end with 74 when they are needed.", problem)
-    return f"{readable(free)} free ({now} checkpoint(s) of about {readable(one)} needed)"
+    if committed and committed[0][1].step >= plan.total_steps:
+        return f"{readable(free_bytes(output_dir))} free (all checkpoints are there)"
+    count = 1
+    if not committed:
+        most = most_at_once(saves.kept, max(1, saves.scheduled(plan.total_steps)))
+        # Without a limit somebody may move some away meanwhile.
+        count = min(most, LEAST_KEPT) if saves.kept is None else most
+    find_room(output_dir, run_id, saves.kept, plan.checkpoint_bytes, count)
+    return f"{readable(free_bytes(output_dir))} free ({count} more checkpoint(s) needed)"
 
 
-def _open(output_dir: Path, needs: StorageNeeds) -> str:
+def _open(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
     """Make the directory and check its room; return the room in words."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
@@ -135,54 +89,41 @@ def _open(output_dir: Path, needs: StorageNeeds) -> str:
             "directory where you may write."
         ) from error
     try:
-        return check_room(output_dir, needs)
+        return check_room(output_dir, plan, saves)
     except StorageError:
         if is_new:
             output_dir.rmdir()
         raise
 
 
-def _probe(mark: Path, probe_bytes: int, rank: int) -> None:
+def _probe(mark: Path, rank: int) -> None:
     """Find rank 0's mark from this host, and write a file."""
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
+    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
-        # Listed, not asked for by name: NFS remembers for a while that a file was not there.
         if time.monotonic() > end:
-            problem = "is another directory here" if output_dir.is_dir() else "is not there"
             raise StorageError(
-                f"{host_name()}: --output_dir {output_dir} {problem}, rank 0 made it on another "
-                "host: name a directory on storage that all nodes share (not /tmp or a node's "
+                f"{host_name()}: --output_dir {output_dir} is not the directory that rank 0 made "
+                "on another host: name one on storage that all nodes share (not /tmp or a node's "
                 "own scratch)."
             )
         time.sleep(0.1)
     own = mark.with_name(f"{mark.name}-{rank}")
     try:
-        _write(own, probe_bytes)
+        _write(own)
     finally:
         own.unlink(missing_ok=True)
 
 
-def _write(path: Path, size_bytes: int) -> None:
+def _write(path: Path) -> None:
     try:
         with path.open("wb") as file:
-            file.write(secrets.token_bytes(size_bytes))
+            file.write(bytes(PROBE_BYTES))
             os.fsync(file.fileno())  # a quota may show only when the data is on its way
     except OSError as error:
         raise StorageError(
             f"{host_name()}: --output_dir {path.parent} cannot be written to ({error.strerror}): "
             "check its owner and mode, your quota, and whether this host has it mounted read-only."
-        ) from error
-
-
-def _in_time(action: Callable[[], Answer]) -> Answer:
-    """Do something with storage that other ranks wait for; raises StorageError."""
-    try:
-        return call_within(STORAGE_LIMIT_S, action)
-    except TimeoutError as error:
-        raise StorageError(
-            f"{host_name()}: the storage of --output_dir did not answer within "
-            f"{STORAGE_LIMIT_S:g} s: see whether `ls` on it hangs there, and tell the "
-            "administrators, or leave the node out (sbatch --exclude)."
         ) from error
 
 
@@ -201,9 +142,8 @@ def known_files(output_dir: Path) -> bool:
     others = sorted(name for name in names if not _OURS.fullmatch(name))
     if others:
         raise ConfigurationError(
-            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has {others[0]}"
-            f"{', ...' if len(others) > 1 else ''}): name another directory; nothing is written "
-            "over."
+            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
+            f"{others[0]}): name another directory; nothing is written over."
         )
     return False
 
