@@ -1,7 +1,7 @@
 """One start of a script in a process of a fork server, which has imported everything already.
 
-What a test needs to count calls of the kernel exactly is changed here: storage is probed and files
-are hashed in the main thread, and the lock's heartbeat is slow. It changes no content of any file.
+What a test needs to count calls of the kernel exactly is changed here: files are hashed in
+the main thread, and the lock's heartbeat is slow. It changes no content of any file.
 """
 
 import atexit
@@ -120,15 +120,13 @@ def stoker(argv: list[str], options: dict) -> int:
         pretend_host(options["host"])
     else:
         name_probes_alike()
-    utils.runs.preflight.call_within = lambda _limit_s, action: action()
     if options.get("one_thread", True):
         utils.checkpoints.files.concurrent.futures.ThreadPoolExecutor = InOneThread
     run = Path(argv[argv.index("--output_dir") + 1])
     if "staged_within" in options:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
-        for module in (rotation, utils.runs.preflight):
-            module.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes([run])
+        rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes([run])
     begin = StopWatch.on_step_begin
 
     def disturbed(watch, args, state, control, **kwargs):
@@ -159,9 +157,7 @@ def name_probes_alike() -> None:
 
     Two starts at once would take each other's for their own.
     """
-    utils.runs.preflight.secrets = types.SimpleNamespace(
-        token_hex=lambda _: "same", token_bytes=os.urandom
-    )
+    utils.runs.preflight.secrets = types.SimpleNamespace(token_hex=lambda _: "same")
 
 
 def stage_within(memory: Path) -> None:

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import tiny
+from torch.serialization import set_crc32_options
 
 import pretrain
 from utils.callbacks.journal import read_journal
 from utils.checkpoints import files
 from utils.checkpoints.discovery import checkpoint_problems
-from utils.checkpoints.files import in_place_of_crc32
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ExitCode
-from utils.training import resume_state
 
 pytestmark = pytest.mark.slow
 
@@ -45,25 +44,22 @@ def kind_of(step: int) -> str:
 @contextlib.contextmanager
 def every_kind_of_save(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let saves differ in what they compute; each begins when the one before is on the disk."""
-    real, begin, without_crc32 = files.file_digests, Checkpoints.begin, in_place_of_crc32
+    real, begin = files.file_digests, Checkpoints.begin
     saving = 0
 
-    def computed_or_not(paths):
-        return real(paths) if kind_of(saving) == "digests" else ["0" * 64 for _ in paths]
+    def computed_or_not(paths, *threads):
+        return real(paths, *threads) if kind_of(saving) == "digests" else ["0" * 64 for _ in paths]
 
     def noted(checkpoints, step):
         nonlocal saving
         saving = step
+        set_crc32_options(kind_of(step) == "crc32")
         os.sync()
         return begin(checkpoints, step)
-
-    def left_out_or_not():
-        return contextlib.nullcontext() if kind_of(saving) == "crc32" else without_crc32()
 
     with monkeypatch.context() as patches:
         patches.setattr(files, "file_digests", computed_or_not)
         patches.setattr(Checkpoints, "begin", noted)
-        patches.setattr(resume_state, "in_place_of_crc32", left_out_or_not)
         yield
 
 

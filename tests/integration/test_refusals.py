@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
+from utils.checkpoints import discovery
 from utils.checkpoints import files as layout
 from utils.config.errors import ConfigurationError
-from utils.runs import preflight
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def several_splits(place: Place) -> dict[str, object]:
 
 
 def no_room(place: Place) -> dict[str, object]:
-    place.monkeypatch.setattr(preflight, "free_bytes", lambda _: 1)
+    place.monkeypatch.setattr(discovery, "free_bytes", lambda _: 1)
     return {}
 
 

@@ -13,7 +13,7 @@ import tiny
 from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
-from utils.checkpoints.files import MANIFEST, read_manifest
+from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
 from utils.config.errors import ExitCode, StorageError
 
@@ -114,27 +114,27 @@ class Slow:
     """Copies in the background that begin when told to, or after a while."""
 
     def __init__(self, monkeypatch, seconds: float | None = None):
-        from utils.checkpoints import files as copying
-
         self.go_on, self.seconds = threading.Event(), seconds
         self.running, self.most = 0, 0
         self.fault: OSError | None = None
-        real = copying.copy_and_record
+        real = flush_and_record
 
-        def copy_and_record(source, target, names):
+        def slow(directory, names, source=None):
+            if source is None:
+                return real(directory, names)
             self.running += 1
             self.most = max(self.most, self.running)
             if self.seconds is None:
                 assert self.go_on.wait(60)
             else:
                 time.sleep(self.seconds)
-            records = real(source, target, names)
+            records = real(directory, names, source)
             self.running -= 1
             if self.fault is not None:
                 raise self.fault
             return records
 
-        monkeypatch.setattr("utils.checkpoints.store.copy_and_record", copy_and_record)
+        monkeypatch.setattr("utils.checkpoints.store.flush_and_record", slow)
 
 
 def staged(run: Path) -> list[Path]:

@@ -4,20 +4,17 @@ The manifest makes a directory a checkpoint: written last, it says what all othe
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from utils.config.errors import ConfigurationError
 from utils.support.files import (
@@ -45,9 +42,7 @@ DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 PART_BYTES = 2**26
 THREADS = 8  # parallel file systems like several readers
 PIECE_BYTES = 2**20
-# Training continues while files are copied: few threads, large pieces that seldom need Python.
-COPY_THREADS = 2
-COPY_PIECE_BYTES = 2**23
+COPY_THREADS = 2  # training continues while files are copied
 
 # Names of the files that ranks other than the first write: Trainer's random states, the shards of
 # torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
@@ -83,52 +78,41 @@ def owner(name: str) -> int:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files but the manifest, sorted.
+    """Return the relative paths of all files and links but the manifest, sorted.
 
     NFS keeps deleted files that are still open as .nfsXXXX; they do not count.
     """
-    names = []
-    for folder, folders, files in os.walk(directory):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in [*files, *links]:
-            path = (Path(folder) / name).relative_to(directory).as_posix()
-            if path != MANIFEST and not name.startswith(".nfs"):
-                names.append(path)
-    return sorted(names)
+    paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
+    return sorted(name for name in names if name != MANIFEST)
 
 
-def flush_and_record(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Flush files and their folders to stable storage; return what the files hold.
+def flush_and_record(
+    directory: Path, names: Iterable[str], source: Path | None = None
+) -> dict[str, FileRecord]:
+    """Bring files and their folders to stable storage; return what they hold; raises OSError.
 
-    Files are hashed meanwhile. Raises OSError.
+    They are hashed meanwhile. With a `source` they are copied from there.
     """
     names = list(names)
-    folders = {(directory / name).parent for name in names} | {directory}
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        flushed = [pool.submit(flush, directory / name) for name in names]
-        digests = file_digests(directory / name for name in names)
-        for work in flushed:
+    threads = THREADS if source is None else COPY_THREADS
+    folders = sorted({(directory / name).parent for name in names} | {directory})
+
+    def bring(name: str) -> None:
+        if source is not None:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, directory / name)
+        flush(directory / name)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        brought = [pool.submit(bring, name) for name in names]
+        digests = file_digests([(source or directory) / name for name in names], threads)
+        for work in brought:
             work.result()
-    for folder in sorted(folders):
-        flush(folder)
-    return {
-        name: FileRecord((directory / name).stat().st_size, digest)
-        for name, digest in zip(names, digests, strict=True)
-    }
-
-
-def copy_and_record(source: Path, target: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Copy files into `target` on stable storage; return what they hold; raises OSError."""
-    names = list(names)
-    folders = {(target / name).parent for name in names} | {target}
     for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
-        records = pool.map(lambda name: _copy(source / name, target / name), names)
-        found = dict(zip(names, records, strict=True))
-    for folder in sorted(folders):
         flush(folder)
-    return found
+    sizes = [(directory / name).stat().st_size for name in names]
+    return dict(zip(names, map(FileRecord, sizes, digests), strict=True))
 
 
 def file_problems(
@@ -172,9 +156,9 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_digests(paths: Iterable[Path]) -> list[str]:
+def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file, of several parts that of the parts' digests; OSError."""
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [[pool.submit(_part, path, begin) for begin in _begins(path)] for path in paths]
         return [_of_parts([part.result() for part in parts]) for parts in started]
 
@@ -195,46 +179,14 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
     return digests
 
 
-@contextlib.contextmanager
-def in_place_of_crc32() -> Iterator[None]:
-    """Let torch.save leave CRC-32 out of what it writes, for which it reads all of it once more.
-
-    Our digests find more, and torch.load never looks at a CRC-32: it takes a flipped bit as it is.
-    Whatever unzips such an archive without torch calls it damaged.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-def _copy(source: Path, target: Path) -> FileRecord:
-    piece = memoryview(bytearray(COPY_PIECE_BYTES))
-    with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
-        parts = [_hash_part(reader, piece, writer) for _ in _begins(source)]
-        writer.flush()
-        os.fsync(writer.fileno())
-        return FileRecord(writer.tell(), _of_parts(parts))
-
-
 def _part(path: Path, begin: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin)
-        return _hash_part(file, memoryview(bytearray(min(PIECE_BYTES, PART_BYTES))))
-
-
-def _hash_part(
-    reader: io.FileIO, piece: memoryview, writer: io.BufferedWriter | None = None
-) -> bytes:
-    """Read the next part of a file piece by piece; return its digest, and copy it to `writer`."""
+    """Return the digest of the part of a file that begins there."""
     digest, left = hashlib.sha256(), PART_BYTES
-    while left and (count := reader.readinto(piece[:left])):
-        digest.update(piece[:count])
-        if writer is not None:
-            writer.write(piece[:count])
-        left -= count
+    with path.open("rb") as file:
+        file.seek(begin)
+        while left and (piece := file.read(min(PIECE_BYTES, left))):
+            digest.update(piece)
+            left -= len(piece)
     return digest.digest()
 
 

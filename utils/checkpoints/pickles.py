@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import add_safe_globals, skip_data
+from torch.serialization import add_safe_globals, set_crc32_options, skip_data
 
 from utils.checkpoints.files import list_files, read_manifest
 from utils.config.errors import ConfigurationError
@@ -46,7 +46,11 @@ METADATA_NAMES: dict[str, set[str]] = {
 
 
 def guard_loading(strategy: str) -> None:
-    """Overrule weights_only=False in this process, for good."""
+    """Overrule weights_only=False in this process, for good; let torch.save write no CRC-32.
+
+    It would read all it writes once more. Our digests find more, and torch.load looks at none.
+    """
+    set_crc32_options(False)
     if os.environ.pop(FORBID, None):
         logger.warning("%s is ignored: files are loaded with weights_only=True alone", FORBID)
     os.environ[FORCE] = "1"

@@ -33,7 +33,8 @@ class Staging:
     def __init__(self, run_id: str, rank: int):
         self.name = f"{PREFIX}{run_id}-{rank}-"
         self.directory: Path | None = None
-        self.lock = -1
+        self.lock: int | None = None
+        atexit.register(self.close)
 
     def open(self) -> Path:
         """Return the directory, empty, readable by this user alone; raises OSError."""
@@ -43,7 +44,6 @@ class Staging:
             self.lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             # A start that took it for a leftover before it was locked removes it: then again.
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-            atexit.register(self.close)
         self.clear()
         return self.directory
 
@@ -61,10 +61,9 @@ class Staging:
             self.directory = None
 
     def _release(self) -> None:
-        if self.lock >= 0:
+        if self.lock is not None:
             os.close(self.lock)
-            self.lock = -1
-            atexit.unregister(self.close)
+            self.lock = None
 
 
 def free_bytes() -> int:
@@ -112,27 +111,22 @@ class BackgroundWriter:
         """Whether a checkpoint is being written."""
         return self.thread is not None and self.thread.is_alive()
 
-    @property
-    def failed(self) -> bool:
-        """Whether the last write failed on this rank; `wait` raises why."""
-        return self.error is not None
-
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return the directory in memory for this rank's checkpoint; None if a node has no room.
 
         Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
         then its node needs `all_bytes`).
         """
+        own_bytes = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
         for host in dict.fromkeys(host for host, _, _ in rooms):
-            here = [(own, free) for name, own, free in rooms if name == host]
-            free = min(free for _, free in here)
-            parts = [own for own, _ in here if own is not None]
-            needed = int(MARGIN * sum(parts)) if len(parts) == len(here) else all_bytes
+            written = sum(own for name, own, _ in rooms if name == host)
+            needed = MARGIN * min(written, all_bytes)
+            free = min(free for name, _, free in rooms if name == host)
             if free < needed:
                 logger.warning(
                     "the checkpoint of step %d is written before training continues: %s has %s "
-                    "free in %s, the part that is written there takes %s",
+                    "free in %s, its part takes %s",
                     step, host, readable(free), MEMORY, readable(needed),
                 )  # fmt: skip
                 return None

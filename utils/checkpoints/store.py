@@ -19,7 +19,6 @@ from utils.checkpoints.files import (
     MANIFEST,
     FileRecord,
     Manifest,
-    copy_and_record,
     flush_and_record,
     list_files,
     owner,
@@ -108,7 +107,7 @@ class Checkpoints:
     @property
     def failed(self) -> bool:
         """Whether that failed on this rank; `finish` raises why."""
-        return self.background is not None and self.background.failed
+        return self.background is not None and self.background.error is not None
 
     def begin(self, step: int) -> bool:
         """Wait for the save before, and make room; False: the step is committed already.
@@ -134,19 +133,19 @@ class Checkpoints:
 
     def commit(self, step: int, *, tokens: int) -> None:
         """Commit what Trainer wrote for this step, then rotate; raises StorageError."""
-        background = self.background if self.staged else None
-        if background is None:
-            size_bytes = self._commit_files(step, tokens, self._own_records)
+        written, target = self.run_dir / self.directory(step).name, self.directory(step)
+        stall_s = time.monotonic() - self.begun
+        if self.background is None or not self.staged:
+            size_bytes = self._commit_files(step, tokens, lambda: self._own_records(target))
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
-        staged, self.run_dir = self.run_dir / self.directory(step).name, self.output_dir
-        stall_s = time.monotonic() - self.begun
+        background, self.run_dir = self.background, self.output_dir
 
         def write() -> None:
             begun = time.monotonic()
-            own = background.own_files(staged)
+            own = background.own_files(written)
             size_bytes = self._commit_files(
-                step, tokens, lambda target: copy_and_record(staged, target, own), background.group
+                step, tokens, lambda: flush_and_record(target, own, written), background.group
             )
             background.staging.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
@@ -172,29 +171,19 @@ class Checkpoints:
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
-            problems = checkpoint_problems(directory, step, self.facts.run_id)
-            if problems:
-                shown = "; ".join(problems)
+            if problems := checkpoint_problems(directory, step, self.facts.run_id):
                 raise StorageError(
-                    f"{host_name()}: {directory} is damaged ({shown}): check the storage."
+                    f"{host_name()}: {directory} is damaged ({problems[0]}): check the storage."
                 )
             refuse_code(directory)
 
         on_rank_0(check)
 
     def _commit_files(
-        self,
-        step: int,
-        tokens: int,
-        record: Callable[[Path], dict[str, FileRecord]],
-        group: Any = None,
+        self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
         """Record every rank's files, commit, rotate; return their bytes."""
-        directory = self.directory(step)
-        records: dict[str, FileRecord] = {}
-        by_rank = on_every_rank(lambda: record(directory), group)
-        for own in by_rank:
-            records |= own
+        by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         manifest = Manifest(
             **vars(self.facts),
@@ -202,9 +191,9 @@ class Checkpoints:
             samples=step * self.facts.global_batch_size,
             tokens=tokens,
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            files=records,
+            files={name: file for own in by_rank for name, file in own.items()},
         )
-        on_rank_0(lambda: self._commit(directory, manifest), group)
+        on_rank_0(lambda: self._commit(self.directory(step), manifest), group)
         if self.rank == 0:
             rotate(self.output_dir, self.facts.run_id, self.keep)
         return manifest.size_bytes

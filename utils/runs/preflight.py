@@ -45,8 +45,13 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
         return mark, room
 
     mark, room = on_rank_0(open_directory)
+
+    def probe() -> None:
+        if launch.rank in first_ranks:
+            _probe(output_dir / mark, launch.rank)
+
     try:
-        on_every_rank(lambda: launch.rank in first_ranks and _probe(output_dir / mark, launch.rank))
+        on_every_rank(probe)
     finally:
         if launch.rank == 0:
             (output_dir / mark).unlink(missing_ok=True)

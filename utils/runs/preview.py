@@ -7,7 +7,6 @@ Not looked at are the other nodes, and whether all bytes of a checkpoint are as 
 import copy
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts, in_force
-from utils.runs.preflight import StorageNeeds, check_room, is_finished, known_files, refuse_finished
+from utils.runs.preflight import check_room, is_finished, known_files, refuse_finished
 
 logger = logging.getLogger(__name__)
 
@@ -52,33 +51,27 @@ def check_start(
 ) -> int:
     """Refuse what the start of these settings would refuse; return 0, the dry run's exit code.
 
-    Raises ConfigurationError (StorageError where that is all) with every problem found.
+    Raises ConfigurationError.
     """
-    looks: list[Callable[[], None]] = [
-        lambda: _check_directory(settings, plan, launch),
-        lambda: _check_run(settings, data, plan, launch, script),
-        lambda: _check_weights(settings, config),
-    ]
-    refusals = []
-    for look in looks:
-        try:
-            look()
-        except ConfigurationError as error:
-            refusals.append(error)
-    if refusals:
-        problems = [problem for error in refusals for problem in error.problems]
-        kinds = {type(error) for error in refusals}
-        raise (kinds.pop() if len(kinds) == 1 else ConfigurationError)(problems)
+    output_dir = Path(str(settings.training.output_dir))
+    _check_directory(output_dir, settings, plan, launch)
+    resume_from = None
+    if output_dir.is_dir() and known_files(output_dir):
+        resume_from = _check_run(output_dir, settings, data, launch, script)
+    if is_finished(output_dir, resume_from, plan.total_steps):
+        logger.info("%s is finished: a start would have nothing to do", output_dir)
+    elif resume_from is not None:
+        logger.info("a start would resume from %s", resume_from)
+    refuse_finished(output_dir, resume_from)
+    origin_directory(settings, launch.strategy, resume_from)
+    _check_weights(settings, config)
     return 0
 
 
-def _output_dir(settings: RunSettings) -> Path:
-    return Path(str(settings.training.output_dir))
-
-
-def _check_directory(settings: RunSettings, plan: RunPlan, launch: LaunchFacts) -> None:
+def _check_directory(
+    output_dir: Path, settings: RunSettings, plan: RunPlan, launch: LaunchFacts
+) -> None:
     """Refuse a file of that name, a place that cannot be written to, and one without room."""
-    output_dir = _output_dir(settings)
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
     there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
@@ -87,45 +80,32 @@ def _check_directory(settings: RunSettings, plan: RunPlan, launch: LaunchFacts) 
             f"--output_dir {output_dir} cannot be written to ({there}: permission denied): name a "
             "directory where you may write."
         )
-    needs = StorageNeeds(
-        plan.checkpoint_bytes,
-        saves_of(settings, plan.total_steps),
-        plan.total_steps,
-    )
     try:
-        check_room(there, needs)
+        check_room(there, plan, saves_of(settings, plan.total_steps))
     except StorageError as error:
-        if request_from(os.environ) is None and on_a_login_node(settings, launch):
-            logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
-        else:
+        if request_from(os.environ) is not None or not on_a_login_node(settings, launch):
             raise
+        logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
 
 
 def _check_run(
-    settings: RunSettings, data: RunData, plan: RunPlan, launch: LaunchFacts, script: str
-) -> None:
-    """Refuse a directory that holds something else, or a run that cannot resume with this."""
-    output_dir = _output_dir(settings)
-    known = output_dir.is_dir() and known_files(output_dir)
-    resume_from = None
-    if known:
-        settings = _as_it_resumes(settings, output_dir)
-        accepted_changes(output_dir, settings, {"script": script, **identity_facts(settings, data)})
-        run_id = known_run_id(output_dir / PROVENANCE)
-        found = None if run_id is None else resume_point(output_dir, run_id, dry_run=True)
-        if found is not None:
-            _check_checkpoint(found, settings, launch)
-            resume_from = str(found)
-        if is_finished(output_dir, resume_from, plan.total_steps):
-            logger.info("%s is finished: a start would have nothing to do", output_dir)
-        elif resume_from is not None:
-            logger.info("a start would resume from %s", resume_from)
-    refuse_finished(output_dir, resume_from)
-    origin_directory(settings, launch.strategy, resume_from)
+    output_dir: Path, settings: RunSettings, data: RunData, launch: LaunchFacts, script: str
+) -> str | None:
+    """Refuse a run that cannot resume with this; return the checkpoint that it would resume from.
 
-
-def _check_checkpoint(found: Path, settings: RunSettings, launch: LaunchFacts) -> None:
-    """Refuse a checkpoint of another strategy, where the launch is known, or one with code."""
+    What the settings leave open counts as the run has it already.
+    """
+    starts = earlier_starts(output_dir / PROVENANCE)
+    if starts and own_checkpoint(str(output_dir)) is not None:
+        before = in_force(output_dir, starts).settings
+        names = [one for one in LEFT_OPEN if settings.values.rank(one) == 0 and one in before]
+        resolved = settings.resolved | {name: before[name] for name in names}
+        settings = replace(settings, resolved=resolved)
+    accepted_changes(output_dir, settings, {"script": script, **identity_facts(settings, data)})
+    run_id = known_run_id(output_dir / PROVENANCE)
+    found = None if run_id is None else resume_point(output_dir, run_id, dry_run=True)
+    if found is None:
+        return None
     try:
         check_layout(found, launch.strategy)
     except ConfigurationError as error:
@@ -133,18 +113,7 @@ def _check_checkpoint(found: Path, settings: RunSettings, launch: LaunchFacts) -
             raise
         logger.warning("this dry run stands for one process: %s", error.problems[0])
     refuse_code(found)
-
-
-def _as_it_resumes(settings: RunSettings, output_dir: Path) -> RunSettings:
-    """Return the settings with what they leave open as the run has it already."""
-    starts = earlier_starts(output_dir / PROVENANCE)
-    if not starts or own_checkpoint(str(output_dir)) is None:
-        return settings
-    before = in_force(output_dir, starts).settings
-    open_ones = [name for name in LEFT_OPEN if settings.values.rank(name) == 0 and name in before]
-    return replace(
-        settings, resolved=settings.resolved | {name: before[name] for name in open_ones}
-    )
+    return str(found)
 
 
 def _check_weights(settings: RunSettings, config: PreTrainedConfig) -> None:
@@ -155,21 +124,20 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig) -> None:
     model = settings.model
     if model.init_from is None and model.model_config is not None:
         return  # random ones
+    path = str(model.model_name_or_path)
     if model.init_from is not None:
         if not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
             return  # it has weights of its own
         path = str(weights_directory(settings))
-    else:
-        path = str(model.model_name_or_path)
     if not Path(path).is_dir() and not _is_cached(path, model.model_revision):
-        if request_from(os.environ) is not None or is_offline_mode():
-            raise ConfigurationError(
-                f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, "
-                f"and jobs are offline: `hf download {path}` where there is a network, with the "
-                "HF_HOME that the job has (slurm/cluster.env)."
-            )
-        logger.info("weights: %s is not in the cache here, a start downloads it", path)
-        return
+        if request_from(os.environ) is None and not is_offline_mode():
+            logger.info("weights: %s is not in the cache here, a start downloads it", path)
+            return
+        raise ConfigurationError(
+            f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
+            f"jobs are offline: `hf download {path}` where there is a network, with the HF_HOME "
+            "that the job has (slurm/cluster.env)."
+        )
     check_without_loading(
         path,
         exact=model.init_from is not None,

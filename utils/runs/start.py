@@ -13,13 +13,7 @@ from typing import Any
 
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import (
-    CONFIG,
-    PROVENANCE,
-    check_layout,
-    earlier_starts,
-    known_run_id,
-)
+from utils.checkpoints.files import CONFIG, PROVENANCE, check_layout, earlier_starts, known_run_id
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints, RunFacts
@@ -35,13 +29,7 @@ from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
-from utils.runs.preflight import (
-    StorageNeeds,
-    check_storage,
-    is_finished,
-    known_files,
-    refuse_finished,
-)
+from utils.runs.preflight import check_storage, is_finished, known_files, refuse_finished
 from utils.runs.provenance import (
     package_versions,
     prepare_wandb,
@@ -76,14 +64,10 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Claim):
     """A claimed run directory, and what its callbacks need of the plan."""
 
     output_dir: Path
-    resume_from: str | None
-    weights_from: str | None
-    finished: bool
-    checkpoint_bytes: int  # about
     compiled: bool  # its layers
     hosts: tuple[str, ...]  # of each rank
     checkpoints: Checkpoints
@@ -124,17 +108,15 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 
     Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
     """
-    if launch.world_size == 1:
-        return
-    values = settings.values
-    answers = gathered((values["bf16"], values.shown("bf16")))
-    for rank, (bf16, shown) in enumerate(answers):
-        if bf16 != answers[0][0]:
-            raise UnfitClusterError(
-                f"the ranks would compute in different types: {answers[0][1]} on "
-                f"{launch.hosts[0]} (rank 0), {shown} on {launch.hosts[rank]} (rank {rank}): set "
-                "bf16 yourself, or take nodes of one kind."
-            )
+    answers = gathered(settings.values["bf16"])
+    if len(set(answers)) > 1:
+        shown = ", ".join(
+            f"{host}: bf16 {answer}" for host, answer in zip(launch.hosts, answers, strict=True)
+        )
+        raise UnfitClusterError(
+            f"the ranks would compute in different types ({shown}): set bf16 yourself, or take "
+            "nodes of one kind."
+        )
 
 
 def start_run(
@@ -148,8 +130,7 @@ def start_run(
     directory of another run or of no run at all; StorageError and NoProgressError.
     """
     output_dir = Path(str(settings.training.output_dir))
-    saves = saves_of(settings, plan.total_steps)
-    check_storage(output_dir, StorageNeeds(plan.checkpoint_bytes, saves, plan.total_steps), launch)
+    check_storage(output_dir, plan, saves_of(settings, plan.total_steps), launch)
     claim = on_rank_0(lambda: _claim(settings, plan, data, launch, script))
     remove_leftovers()
     background = None
@@ -165,11 +146,11 @@ def start_run(
     )
     if launch.rank == 0:
         mark_run_started()
-    if not claim.finished:
-        prepare_wandb(list(settings.training.report_to or ()), output_dir, launch.rank)
+        if not claim.finished:
+            prepare_wandb(settings.training.report_to or (), output_dir, claim.run_id)
     return Run(
-        output_dir, claim.resume_from, claim.weights_from, claim.finished, plan.checkpoint_bytes,
-        plan.compiled, launch.hosts, checkpoints,
+        **vars(claim), output_dir=output_dir, compiled=plan.compiled, hosts=launch.hosts,
+        checkpoints=checkpoints,
     )  # fmt: skip
 
 
@@ -253,21 +234,18 @@ def check_progress(
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
-    own = [start for start in starts if _job_id(start["slurm"]) == _job_id(job)]
-    same = [start for start in own if _name(start["resumed_from"]) == _name(resume_from)]
+
+    def begin(slurm: Mapping[str, Any] | None, checkpoint: str | None) -> tuple[Any, ...]:
+        # What stays when Slurm starts a job again at the same step; ids are a cluster's own.
+        job_id = None if slurm is None else (slurm["cluster"], slurm["job_id"])
+        return job_id, None if checkpoint is None else Path(checkpoint).name
+
+    own = begin(job, resume_from)
+    same = [start for start in starts if begin(start["slurm"], start["resumed_from"]) == own]
     if len(same) >= STARTS_WITHOUT_PROGRESS:
         raise NoProgressError(
-            f"job {job['job_id']} began {len(same)} times at {_name(resume_from) or 'step 0'} and "
-            "reached no checkpoint beyond it. Look in its log for what ended it each time; if it "
-            "was the time limit, give it more (--time) or save more often (a smaller save_steps). "
-            "sbatch of the same command tries again."
+            f"job {job['job_id']} began {len(same)} times at {own[1] or 'step 0'} and reached no "
+            "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
+            "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
+            "same command tries again."
         )
-
-
-def _job_id(job: Mapping[str, Any] | None) -> tuple[Any, Any] | None:
-    """Return what Slurm keeps when it starts a job again; ids are unique within a cluster."""
-    return None if job is None else (job["cluster"], job["job_id"])
-
-
-def _name(checkpoint: str | None) -> str | None:
-    return None if checkpoint is None else Path(checkpoint).name

@@ -28,7 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.checkpoints.files import in_place_of_crc32, read_manifest
+from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 from utils.data.order import PADDING_SEQUENCE
 
@@ -75,8 +75,7 @@ class ResumeState(TrainerCallback):
             if state.best_global_step == step:
                 state.best_model_checkpoint = str(checkpoints.directory(step))
             return
-        with in_place_of_crc32():
-            write()
+        write()
         if checkpoints.staged:
             # Trainer looked for the best checkpoint in memory.
             if state.best_global_step:

@@ -78,7 +78,7 @@ def test_a_dry_run_reads_no_tensors_and_moves_nothing(tmp_path, caplog):
     assert resume_point(tmp_path, RUN, dry_run=True) == tmp_path / "checkpoint-6"
     damage(tmp_path / "checkpoint-6", "trainer_state.json")
     assert resume_point(tmp_path, RUN, dry_run=True) == tmp_path / "checkpoint-4"
-    assert f"{tmp_path}/checkpoint-4 is used instead" in caplog.text
+    assert "checkpoint-6 is damaged (trainer_state.json" in caplog.text
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
@@ -99,31 +99,21 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         resume_point(tmp_path, "run-2")
 
 
-@pytest.mark.parametrize("prefix", ["deleting.", "resharded."])
-def test_a_leftover_that_cannot_be_deleted_ends_no_start(prefix, tmp_path, monkeypatch, caplog):
+def test_a_leftover_that_cannot_be_deleted_ends_no_start(tmp_path, monkeypatch, caplog):
+    """All stay, under names that the next start and the next rotation know."""
     commit(tmp_path, 4)
-    write_files(tmp_path, 2).rename(tmp_path / f"{prefix}checkpoint-2")
+    left = ["deleting.checkpoint-2", "resharded.checkpoint-2", "incomplete.checkpoint-6"]
+    for name in left:
+        write_files(tmp_path, 6).rename(tmp_path / name)
+    write_files(tmp_path, 6)
     monkeypatch.setattr(shutil, "rmtree", refuse)
     for _ in range(2):
         caplog.clear()
         assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
-        assert "checkpoint-2 could not be deleted: [Errno 5] Input/output error" in caplog.text
+        assert caplog.text.count("could not be deleted: [Errno 5] Input/output error") >= 3
+    assert len(names(tmp_path)) == 5
     monkeypatch.undo()
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
-    assert names(tmp_path) == ["checkpoint-4"]
-
-
-def test_an_incomplete_one_that_cannot_be_deleted_ends_no_start(tmp_path, monkeypatch, caplog):
-    """Both stay, under names that the next rotation knows."""
-    commit(tmp_path, 4)
-    write_files(tmp_path, 6).rename(tmp_path / "incomplete.checkpoint-6")
-    write_files(tmp_path, 6)
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
-    assert "incomplete.checkpoint-6 could not be deleted: [Errno 5]" in caplog.text
-    monkeypatch.undo()
-    assert len(names(tmp_path)) == 3
-    rotate(tmp_path, RUN, None)
     assert names(tmp_path) == ["checkpoint-4"]
 
 
@@ -147,8 +137,7 @@ def test_the_newest_and_the_best_stay(keep, best, left, tmp_path):
 def test_steps_count_not_times(state, tmp_path):
     commit(tmp_path, 8, 10, 12)
     (tmp_path / "checkpoint-12" / "trainer_state.json").write_text(state)
-    for age, step in enumerate((12, 10, 8)):
-        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
+    os.utime(tmp_path / "checkpoint-12", (0, 0))
     rotate(tmp_path, RUN, 2)
     assert steps(tmp_path) == [10, 12]
 
@@ -168,36 +157,25 @@ def test_only_committed_checkpoints_of_this_run_and_incomplete_ones_go(tmp_path)
     )
 
 
-def test_a_deletion_that_fails_is_logged_and_nothing_else(tmp_path, monkeypatch, caplog):
-    def fail(path, **_options):
-        raise OSError(13, "Permission denied")
-
-    commit(tmp_path, 2, 4, 6)
-    monkeypatch.setattr(shutil, "rmtree", fail)
-    rotate(tmp_path, RUN, 2)
-    assert "checkpoint-2 could not be deleted: [Errno 13] Permission denied" in caplog.text
-    assert {"checkpoint-4", "checkpoint-6"} <= set(names(tmp_path))
-
-
 @pytest.fixture
 def disk(monkeypatch):
     """Sets what is free; deleting gives back what was deleted."""
     free = [0]
-    real = discovery.delete_if_possible
+    real = discovery.delete
 
     def delete(directory):
         free[0] += taken_bytes([directory])
         real(directory)
 
     monkeypatch.setattr(discovery, "free_bytes", lambda _directory: free[0])
-    monkeypatch.setattr(discovery, "delete_if_possible", delete)
+    monkeypatch.setattr(discovery, "delete", delete)
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     return lambda size_bytes: free.__setitem__(0, size_bytes)
 
 
 def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monkeypatch):
     disk(999)
-    with pytest.raises(StorageError, match=r"checkpoint takes 1\.0 KiB, .*0\.0 KiB are missing"):
+    with pytest.raises(StorageError, match=r"of about 1\.0 KiB .*: 0\.0 KiB are missing"):
         store(tmp_path).begin(5)
     disk(1000)
     make_room(tmp_path, RUN, None, 1000)
@@ -205,8 +183,7 @@ def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monk
     with pytest.raises(StorageError):
         make_room(tmp_path, RUN, None, 1000)
     commit(tmp_path, 2)
-    (tmp_path / "damaged.checkpoint-1").mkdir()
-    with pytest.raises(StorageError, match=r"takes 20\.9 KiB.*/damaged\.checkpoint-1 if"):
+    with pytest.raises(StorageError, match=r"of about 20\.9 KiB"):
         make_room(tmp_path, RUN, None, 1000)
 
 
@@ -229,7 +206,7 @@ def test_what_rotation_would_free_is_freed(saved, keep, best, free, left, tmp_pa
         (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"smaller than the next one")
     disk(free)
     if left is None:
-        with pytest.raises(StorageError, match=r"2 stay until it is there"):
+        with pytest.raises(StorageError, match="no checkpoint was touched"):
             make_room(tmp_path, RUN, keep, 1000)
     else:
         make_room(tmp_path, RUN, keep, 1000)
@@ -237,13 +214,15 @@ def test_what_rotation_would_free_is_freed(saved, keep, best, free, left, tmp_pa
     assert steps(tmp_path) == sorted(left or saved)
 
 
-@pytest.mark.parametrize("prefix", ["incomplete.", "deleting.", "resharded."])
+@pytest.mark.parametrize("prefix", ["", "incomplete.", "deleting.", "resharded."])
 def test_what_is_no_checkpoint_goes_first(prefix, tmp_path, disk):
     commit(tmp_path, 2, 4, 8)
     write_files(tmp_path, 6).rename(tmp_path / f"{prefix}checkpoint-6")
+    (tmp_path / "damaged.checkpoint-1").mkdir()
     disk(10_000)
     make_room(tmp_path, RUN, 3, 1000)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+    whole = ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+    assert names(tmp_path) == [*whole, "damaged.checkpoint-1"]
 
 
 def test_how_many_are_there_at_once():

@@ -1,10 +1,7 @@
 """Checkpoints that wait in memory: private, given back, and never taken from a living process."""
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,38 +15,11 @@ from utils.checkpoints.staging import (
     remove_leftovers,
 )
 
-HOLD = """
-import sys
-from pathlib import Path
-from utils.checkpoints import staging
-staging.MEMORY = Path(sys.argv[1])
-directory = staging.Staging("run-1", 3).open()
-(directory / "checkpoint-4").mkdir()
-(directory / "checkpoint-4" / "model.safetensors").write_bytes(b"x")
-print(directory, flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "MEMORY", tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def holder(tmp_path):
-    """Another process with a staged checkpoint, and its directory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process, Path(process.stdout.readline().strip())
-    process.kill()
-    process.wait()
 
 
 def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
@@ -66,14 +36,15 @@ def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
     own.close()
 
 
-def test_what_a_killed_process_staged_is_removed_with_a_log_line(holder, caplog):
-    process, directory = holder
+def test_what_a_killed_process_staged_is_removed_with_a_log_line(caplog):
+    own = Staging("run-1", 3)
+    directory = own.open()
+    (directory / "checkpoint-4").mkdir()
     remove_leftovers()
-    assert (directory / "checkpoint-4" / "model.safetensors").exists(), "its process lives"
+    assert (directory / "checkpoint-4").exists(), "its process lives"
     assert not caplog.text
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert directory.exists()
+    os.close(own.lock)  # as a kill does
+    own.lock = None
     remove_leftovers()
     assert not directory.exists()
     assert f"{directory} was left in memory by a run that was killed: removed" in caplog.text
@@ -103,8 +74,7 @@ def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):
     remove_leftovers()
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_each_staged_file_is_copied_by_one_rank(rank):
+def test_each_staged_file_is_copied_by_one_rank():
     """By its owner where it has it (several ranks may write one), else by whoever has it."""
     staged = [
         ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth"],
@@ -112,18 +82,17 @@ def test_each_staged_file_is_copied_by_one_rank(rank):
         ["rng_state_0.pth", "extra", "own"],
     ]
     expected = [["model.safetensors", "rng_state_0.pth"], ["rng_state_1.pth", "extra"], ["own"]]
-    assert own_share(staged, rank) == expected[rank]
+    assert [own_share(staged, rank) for rank in range(3)] == expected
 
 
 @pytest.mark.parametrize(
     ("rooms", "short_of_room"),
     [
-        ([("n1", None, 1000), ("n2", None, 1000)], None),  # what a rank writes is not known yet
-        ([("n1", None, 1000), ("n2", None, 999)], "n2"),
+        ([("n1", 1000, 1021), ("n2", 1000, 1021)], None),  # what a rank writes is not known yet
+        ([("n1", 1000, 1021), ("n2", 1000, 1019)], "n2"),
         ([("n1", 400, 900), ("n1", 400, 900), ("n2", 90, 100)], None),
         ([("n1", 400, 900), ("n1", 500, 900), ("n2", 90, 100)], "n1"),
         ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # it may grow a little
-        ([("n1", 400, 2000), ("n1", None, 2000)], None),
     ],
 )
 def test_each_node_needs_room_for_what_its_own_ranks_write(
@@ -132,9 +101,6 @@ def test_each_node_needs_room_for_what_its_own_ranks_write(
     answers = iter([rooms, ["rank 0's directory", *rooms[1:]]])
     monkeypatch.setattr(staging, "on_every_rank", lambda _: next(answers))
     directory = BackgroundWriter("run-1", 0).open(7, rooms[0][1], 1000)
-    if short_of_room is None:
-        assert directory == "rank 0's directory"
-        assert not caplog.text
-    else:
-        assert directory is None
-        assert f"is written before training continues: {short_of_room} has " in caplog.text
+    assert directory == ("rank 0's directory" if short_of_room is None else None)
+    said = f"is written before training continues: {short_of_room} has "
+    assert (said in caplog.text) == (short_of_room is not None)

@@ -2,13 +2,13 @@
 
 import errno
 import os
+import shutil
 import threading
 
 import pytest
 import torch
 from made import FACTS, FILES, commit, names, store, write_files
 
-from utils.checkpoints import files as copying
 from utils.checkpoints import staging
 from utils.checkpoints.files import read_manifest
 from utils.checkpoints.staging import BackgroundWriter
@@ -100,8 +100,8 @@ def save(checkpoints, step):
 def test_a_save_is_under_way_when_commit_returns(checkpoints, run, memory, monkeypatch, caplog):
     caplog.set_level("INFO")
     resume = threading.Event()
-    real = copying._copy
-    monkeypatch.setattr(copying, "_copy", lambda *paths: resume.wait(30) and real(*paths))
+    real = shutil.copyfile
+    monkeypatch.setattr(shutil, "copyfile", lambda *paths: resume.wait(30) and real(*paths))
     save(checkpoints, 4)
     assert checkpoints.writing
     assert not checkpoints.saves
@@ -128,7 +128,7 @@ def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, 
 
     save(checkpoints, 2)
     checkpoints.finish()
-    monkeypatch.setattr(copying, "_copy", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
     save(checkpoints, 4)
     checkpoints.background.thread.join()
     assert checkpoints.failed
@@ -138,7 +138,7 @@ def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, 
     checkpoints.finish()
     assert not checkpoints.is_committed(4)
     assert checkpoints.is_committed(2)
-    monkeypatch.setattr(copying, "_copy", lambda *_paths: 1 / 0)  # nor is a bug swallowed
+    monkeypatch.setattr(shutil, "copyfile", lambda *_paths: 1 / 0)  # nor is a bug swallowed
     save(checkpoints, 6)
     with pytest.raises(ZeroDivisionError):
         checkpoints.finish()

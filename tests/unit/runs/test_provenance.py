@@ -1,69 +1,62 @@
+"""Each start writes down where it comes from, with no secrets, and sets wandb up."""
+
 import errno
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import requests
 
 from utils.checkpoints.files import Manifest, write_manifest
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
 from utils.runs.provenance import (
     git_state,
+    mark_wandb_stopped,
     package_versions,
+    prepare_wandb,
     slurm_job,
     warn_of_other_versions,
     write_provenance,
 )
 
-FACTS = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
+LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
 
 def write(path, **changes):
-    known = {"script": "pretrain", "run_id": "a1"}
-    known |= {"data": {"train": "abc"}, "attention": {"kernel": "sdpa", "reason": "a CPU"}}
-    return write_provenance(path, FACTS, **(known | changes))
+    known = {"script": "pretrain", "run_id": "a1", "resumed_from": None, "data": {"train": "abc"}}
+    write_provenance(path, LAUNCH, **(known | changes))
 
 
-def test_a_start_records_where_it_comes_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--hub_token", "canary", "--seed", "1"])
-    entry = write(tmp_path / "provenance.json")
-    (read,) = json.loads((tmp_path / "provenance.json").read_text())["starts"]
-    assert read == entry
-    assert read["script"] == "pretrain"
-    assert read["argv"] == ["pretrain.py", "--hub_token", "***", "--seed", "1"]
-    assert read["launch"] == {
-        "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
-    }  # fmt: skip
-    assert read["versions"]["torch"].startswith("2.")
-    assert read["data"] == {"train": "abc"}
-    assert read["attention"]["kernel"] == "sdpa"
-    assert read["resumed_from"] is None
-
-
-def test_each_start_is_kept(tmp_path):
+def test_each_start_records_where_it_comes_from(tmp_path, monkeypatch):
     path = tmp_path / "provenance.json"
+    monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
+    argv = ["pretrain.py", "--hub_token", "canary", "--run_name", "canary-0123456789"]
+    monkeypatch.setattr(sys, "argv", argv)
     write(path)
     write(path, resumed_from="checkpoint-3")
-    starts = json.loads(path.read_text())["starts"]
-    assert [start["resumed_from"] for start in starts] == [None, "checkpoint-3"]
+    assert "canary" not in path.read_text()
+    first, second = json.loads(path.read_text())["starts"]
+    assert first["argv"][:3] == ["pretrain.py", "--hub_token", "***"]
+    assert first["launch"] == {
+        "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
+    }  # fmt: skip
+    assert first["versions"]["torch"].startswith("2.")
+    assert (first["script"], first["data"]) == ("pretrain", {"train": "abc"})
+    assert (first["resumed_from"], second["resumed_from"]) == (None, "checkpoint-3")
     assert list(tmp_path.iterdir()) == [path], "no draft is left"
 
 
-def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "provenance.json"
     write(path)
     before = path.read_text()
     with pytest.raises(TypeError):
         write(path, data={"train": object()})
-    assert path.read_text() == before
-
-
-def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
-    path = tmp_path / "provenance.json"
-    write(path)
-    before = path.read_text()
 
     def fail(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -83,13 +76,6 @@ def test_a_file_that_is_something_else_is_not_overwritten(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_secrets_are_in_no_entry(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--run_name", "canary-0123456789"])
-    write(tmp_path / "provenance.json")
-    assert "canary" not in (tmp_path / "provenance.json").read_text()
-
-
 def test_other_versions_than_those_of_the_checkpoint_are_one_line(tmp_path, caplog):
     now = package_versions()
     older = now | {"torch": "1.13", "trl": None, "gone": "3"}
@@ -104,11 +90,11 @@ def test_other_versions_than_those_of_the_checkpoint_are_one_line(tmp_path, capl
     (record,) = caplog.records
     assert record.getMessage().startswith(
         f"{tmp_path}/checkpoint-1 was written with other versions: torch 1.13 -> {now['torch']}, "
-        f"trl none -> {now['trl']}. "
+        f"trl None -> {now['trl']}. "
     )
 
 
-def test_slurm_facts_are_the_jobs(tmp_path):
+def test_slurm_facts_are_the_jobs():
     assert slurm_job({}) is None
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     facts = slurm_job(job)
@@ -121,26 +107,103 @@ def git(folder, *command):
     subprocess.run(["git", *identity, "-C", folder, *command], check=True, capture_output=True)
 
 
-def test_git_tells_commit_and_changes(tmp_path):
+def test_git_tells_commit_and_changes(tmp_path, monkeypatch):
+    assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-qm", "one")
+    git(tmp_path, "tag", "v1", "-am", "a tag is not the commit")
     clean = git_state(tmp_path)
     assert len(clean["commit"]) == 40
     assert not clean["dirty"]
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == clean | {"dirty": True}
-
-
-def test_a_copy_inside_another_repository_has_no_commit_of_its_own(tmp_path):
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-qm", "one", "--allow-empty")
     (tmp_path / "stoker").mkdir()
-    assert git_state(tmp_path / "stoker") is None
-
-
-def test_without_git_there_is_no_state(tmp_path, monkeypatch):
-    assert git_state(tmp_path) is None
+    assert git_state(tmp_path / "stoker") is None, "another repository's commit says nothing of it"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) is None
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    """No settings of wandb's, no login, and a server that can be reached."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            del os.environ[name]
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", "--seed", "1"])
+        monkeypatch.setattr("requests.head", lambda *_args, **_options: None)
+        yield monkeypatch
+
+
+def test_wandb_without_a_key_goes_offline_and_says_how_to_upload(tmp_path, wandb, caplog):
+    caplog.set_level("INFO")
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert os.environ["WANDB_MODE"] == "offline"
+    (line,) = caplog.messages
+    assert "no WANDB_API_KEY" in line
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in line
+
+
+def test_wandb_with_a_login_and_a_server_stays_online(tmp_path, wandb, caplog):
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password canary\n")
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    (tmp_path / "netrc").unlink()
+    wandb.setenv("WANDB_API_KEY", "canary-key-123456")
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert "WANDB_MODE" not in os.environ
+    wandb.setattr("requests.head", mock.Mock(side_effect=requests.ConnectionError))
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert os.environ["WANDB_MODE"] == "offline", "instead of a failed start"
+    assert "canary" not in caplog.text
+
+
+def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
+    wandb.setattr(sys, "argv", ["pretrain.py", "--hub_token", "canary"])
+    chosen = {"PROJECT": "mine", "DIR": "/d", "RUN_ID": "r", "RESUME": "never", "MODE": "offline"}
+    for name, value in chosen.items():
+        wandb.setenv(f"WANDB_{name}", value)
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert {name: os.environ[f"WANDB_{name}"] for name in chosen} == chosen
+    assert os.environ["WANDB_X_DISABLE_META"] == "true"
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, wandb):
+    prepare_wandb(["tensorboard"], tmp_path, "a1")
+    assert "WANDB_RUN_ID" not in os.environ
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert os.environ["WANDB_RUN_ID"] == "a1"
+    assert os.environ["WANDB_RESUME"] == "allow"
+    assert "WANDB_X_DISABLE_META" not in os.environ
+    (tmp_path / "wandb_run_id").write_text("of-an-earlier-version\n")
+    wandb.delenv("WANDB_RUN_ID")
+    prepare_wandb(["wandb"], tmp_path, "a1")
+    assert os.environ["WANDB_RUN_ID"] == "of-an-earlier-version"
+
+
+@pytest.mark.slow
+def test_wandb_itself_runs_offline_with_these_settings_twice(tmp_path, wandb):
+    import wandb as package
+
+    runs = []
+    for _ in range(2):
+        prepare_wandb(["wandb"], tmp_path, "a1")
+        wandb.setenv("WANDB_SILENT", "true")
+        run = package.init()
+        run.log({"loss": 1.0})
+        runs.append((run.id, run.project))
+        run.finish()
+    assert runs == [("a1", "stoker")] * 2
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) >= 1
+
+
+def test_a_stopped_run_is_told_to_wandb_before_it_ends(monkeypatch):
+    told = []
+    run = SimpleNamespace(
+        mark_preempting=lambda: told.append("preempting"),
+        finish=lambda **how: told.append(how),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    mark_wandb_stopped(75)
+    assert told == ["preempting", {"exit_code": 75}]
