@@ -6,7 +6,6 @@ it is read here first.
 """
 
 import io
-import logging
 import os
 import pickle
 import re
@@ -20,15 +19,10 @@ from torch.serialization import add_safe_globals, set_crc32_options, skip_data
 from utils.checkpoints.files import list_files, read_manifest
 from utils.config.errors import ConfigurationError
 
-logger = logging.getLogger(__name__)
-
-FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-FORBID = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 # What no library unpickles; shards are read as their metadata says.
 HARMLESS = frozenset(
     {".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp"}
 )
-METADATA = ".metadata"
 # What .metadata may name, by module; nothing here does more than hold its arguments.
 METADATA_NAMES: dict[str, set[str]] = {
     "builtins": {"set"},
@@ -51,19 +45,20 @@ def guard_loading(strategy: str) -> None:
     It would read all it writes once more. Our digests find more, and torch.load looks at none.
     """
     set_crc32_options(False)
-    if os.environ.pop(FORBID, None):
-        logger.warning("%s is ignored: files are loaded with weights_only=True alone", FORBID)
-    os.environ[FORCE] = "1"
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     _allow_known_classes(strategy)
 
 
 def refuse_code(checkpoint: Path) -> None:
     """Raise ConfigurationError for a checkpoint that names anything but known classes."""
     strategy = read_manifest(checkpoint).strategy
-    found = {name: forbidden(checkpoint / name, strategy) for name in list_files(checkpoint)}
-    if problems := [f"{checkpoint / name} {reason}" for name, reason in found.items() if reason]:
-        hint = "Find out who wrote it; move it away to resume from the checkpoint before."
-        raise ConfigurationError([*problems, f"nothing of {checkpoint} was loaded. {hint}"])
+    for name in list_files(checkpoint):
+        if reason := forbidden(checkpoint / name, strategy):
+            raise ConfigurationError(
+                f"{checkpoint / name} {reason} Nothing of {checkpoint} was loaded: find out who "
+                "wrote it, and move it away to resume from the checkpoint before."
+            )
 
 
 def forbidden(path: Path, strategy: str = "single") -> str | None:
@@ -73,7 +68,7 @@ def forbidden(path: Path, strategy: str = "single") -> str | None:
     _allow_known_classes(strategy)
     try:
         with skip_data():
-            if path.name.endswith(METADATA):
+            if path.name.endswith(".metadata"):
                 _read_sharded(path)
             else:
                 torch.load(path, weights_only=True)
