@@ -248,7 +248,7 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     assert start(run, **BACKGROUND) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert "the checkpoint of step 4 is written before training continues: " in shown
-    assert "has 128.0 KiB free in /dev/shm, the part that is written there takes " in shown
+    assert "has 128.0 KiB free in /dev/shm, its part takes " in shown
     assert_the_same_end(run, whole)
 
 

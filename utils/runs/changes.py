@@ -5,9 +5,7 @@ that start changed, and what the data, the tokenizer and the model's configurati
 settings in force are all of them one after the other, so what was accepted once is accepted.
 """
 
-import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,29 +67,26 @@ OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The settings of a start, the directory each one's paths are relative to, and what they held.
+    """The settings of a start and what they held.
 
     `facts` are those of `identity_facts` in provenance.json; a missing one is not known.
     """
 
     settings: Mapping[str, Any]
-    directories: Mapping[str, str | None]
     facts: Mapping[str, Any]
 
-    def absolute(self, name: str) -> Any:
+    def normalized(self, name: str) -> Any:
         """Return a setting in one spelling: paths absolute, a metric without eval_."""
         value = self.settings.get(name)
-        base = Path(self.directories.get(name) or os.getcwd())  # noqa: PTH109 - see there
         if value is None:
             return None
         if name == "train_data":
-            sources = train_sources(value)
-            return [((base / source.directory).resolve(), source.weight) for source in sources]
+            return [(Path(one.directory).resolve(), one.weight) for one in train_sources(value)]
         if name == "eval_data":
-            return {split: (base / path).resolve() for split, path in eval_splits(value).items()}
+            return {split: Path(path).resolve() for split, path in eval_splits(value).items()}
         if name == "metric_for_best_model":
             return value.removeprefix("eval_")
-        return (base / value).resolve() if name in PATHS else value
+        return Path(value).resolve() if name in PATHS else value
 
     def contents(self, kind: str) -> dict[str, Any]:
         """Return what was held, by the kinds of CONTENTS and "eval_data"; empty: not known."""
@@ -136,7 +131,6 @@ class Change:
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     """Return what the settings name by its contents, as provenance.json keeps it; on rank 0."""
     return {
-        "cwd": os.getcwd(),  # noqa: PTH109 - what relative settings are relative to
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
@@ -159,12 +153,10 @@ def accepted_changes(
         raise ConfigurationError(
             f"{output_dir} holds a run of {starts[-1]['script']}: name another --output_dir."
         )
-    before = in_force(output_dir, starts)
     # A setting that came with a later version of Stoker had its default before.
-    declared = settings.values.declared
-    new = {name: declared[name].default for name in declared.keys() - before.settings.keys()}
-    before = dataclasses.replace(before, settings={**new, **before.settings})
-    now = Snapshot(settings.resolved, dict.fromkeys(settings.resolved, facts["cwd"]), facts)
+    defaults = {name: one.default for name, one in settings.values.declared.items()}
+    before = Snapshot(defaults | in_force(output_dir, starts), starts[-1])
+    now = Snapshot(settings.resolved, facts)
     checkpoint = own_checkpoint(str(output_dir))
     changes = list(compare(before, now, resumes=checkpoint is not None))
     if changes:
@@ -188,7 +180,7 @@ def accepted_changes(
     }
 
 
-def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> Snapshot:
+def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of the last start: those of the first with all changes since."""
     try:
         saved = load_file(output_dir / CONFIG)
@@ -197,12 +189,9 @@ def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> Snapshot:
             f"{output_dir / CONFIG} is not as the first start wrote it ({error}): put it back."
         ) from error
     settings = {name: value for name, (value, _) in saved.items()}
-    directories = dict.fromkeys(settings, starts[0].get("cwd"))
     for start in starts:
-        changed = start.get("changed", {})
-        settings |= changed
-        directories |= dict.fromkeys(changed, start.get("cwd"))
-    return Snapshot(settings, directories, starts[-1])
+        settings |= start.get("changed", {})
+    return settings
 
 
 def differing(before: Snapshot, now: Snapshot) -> list[str]:
@@ -213,7 +202,7 @@ def differing(before: Snapshot, now: Snapshot) -> list[str]:
         if name not in OF_THIS_START
         and name in before.settings
         and value != before.settings[name]
-        and now.absolute(name) != before.absolute(name)
+        and now.normalized(name) != before.normalized(name)
     ]
 
 
@@ -255,7 +244,7 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
     if name == "train_data":
-        old, new = ([weight for _, weight in one.absolute(name)] for one in (before, now))
+        old, new = ([weight for _, weight in one.normalized(name)] for one in (before, now))
         if old != new:
             return ""
     held = before.contents(CONTENTS[name])

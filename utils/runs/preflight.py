@@ -39,7 +39,7 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
     def open_directory() -> tuple[str, str]:
-        room = _open(output_dir, plan, saves)
+        room = check_place(output_dir, plan, saves)
         mark = MARK + secrets.token_hex(8)
         _write(output_dir / mark)
         return mark, room
@@ -62,43 +62,28 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
         )  # fmt: skip
 
 
-def check_room(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
-    """Return what is free, in words; raise StorageError if checkpoints do not fit.
+def check_place(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
+    """Return what is free, in words; raise StorageError if checkpoints do not fit, or nothing.
 
     A new run needs as many as will be there at once, a resumed one the next. What `make_room` may
-    delete counts as free.
+    delete counts as free. Nothing is written. Raises ConfigurationError for a file of that name.
     """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
+    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(output_dir, f"{there}: permission denied")
     run_id = known_run_id(output_dir / PROVENANCE)
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:
-        return f"{readable(free_bytes(output_dir))} free (all checkpoints are there)"
+        return f"{readable(free_bytes(there))} free (all checkpoints are there)"
     count = 1
     if not committed:
         most = most_at_once(saves.kept, max(1, saves.scheduled(plan.total_steps)))
         # Without a limit somebody may move some away meanwhile.
         count = min(most, LEAST_KEPT) if saves.kept is None else most
-    find_room(output_dir, run_id, saves.kept, plan.checkpoint_bytes, count)
-    return f"{readable(free_bytes(output_dir))} free ({count} more checkpoint(s) needed)"
-
-
-def _open(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
-    """Make the directory and check its room; return the room in words."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
-    is_new = not output_dir.exists()
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"{host_name()}: --output_dir {output_dir} cannot be made ({error.strerror}): name a "
-            "directory where you may write."
-        ) from error
-    try:
-        return check_room(output_dir, plan, saves)
-    except StorageError:
-        if is_new:
-            output_dir.rmdir()
-        raise
+    find_room(there, run_id, saves.kept, plan.checkpoint_bytes, count)
+    return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
 
 
 def _probe(mark: Path, rank: int) -> None:
@@ -122,14 +107,19 @@ def _probe(mark: Path, rank: int) -> None:
 
 def _write(path: Path) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(bytes(PROBE_BYTES))
             os.fsync(file.fileno())  # a quota may show only when the data is on its way
     except OSError as error:
-        raise StorageError(
-            f"{host_name()}: --output_dir {path.parent} cannot be written to ({error.strerror}): "
-            "check its owner and mode, your quota, and whether this host has it mounted read-only."
-        ) from error
+        raise _not_writable(path.parent, str(error.strerror)) from error
+
+
+def _not_writable(output_dir: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{host_name()}: --output_dir {output_dir} cannot be written to ({reason}): check its "
+        "owner and mode, your quota, and whether this host has it mounted read-only."
+    )
 
 
 # What a start that was killed before it wrote its settings leaves behind.

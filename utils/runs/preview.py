@@ -32,7 +32,7 @@ from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts, in_force
-from utils.runs.preflight import check_room, is_finished, known_files, refuse_finished
+from utils.runs.preflight import check_place, is_finished, known_files, refuse_finished
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,8 @@ def _check_directory(
     output_dir: Path, settings: RunSettings, plan: RunPlan, launch: LaunchFacts
 ) -> None:
     """Refuse a file of that name, a place that cannot be written to, and one without room."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
-    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"--output_dir {output_dir} cannot be written to ({there}: permission denied): name a "
-            "directory where you may write."
-        )
     try:
-        check_room(there, plan, saves_of(settings, plan.total_steps))
+        check_place(output_dir, plan, saves_of(settings, plan.total_steps))
     except StorageError as error:
         if request_from(os.environ) is not None or not on_a_login_node(settings, launch):
             raise
@@ -97,7 +89,7 @@ def _check_run(
     """
     starts = earlier_starts(output_dir / PROVENANCE)
     if starts and own_checkpoint(str(output_dir)) is not None:
-        before = in_force(output_dir, starts).settings
+        before = in_force(output_dir, starts)
         names = [one for one in LEFT_OPEN if settings.values.rank(one) == 0 and one in before]
         resolved = settings.resolved | {name: before[name] for name in names}
         settings = replace(settings, resolved=resolved)
