@@ -188,10 +188,15 @@ def test_every_flag_of_a_documented_command_exists(script, arguments):
 
 
 def known_settings(script: str) -> set[str]:
-    from utils.config.arguments import DataArguments, ModelArguments, RunArguments
+    from utils.config.arguments import (
+        DataArguments,
+        FineTuneConfig,
+        ModelArguments,
+        PretrainConfig,
+        RunArguments,
+    )
     from utils.config.declarations import declared_settings
     from utils.config.preparation import PreparationArguments
-    from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 
     classes = {
         "prepare_data.py": (PreparationArguments,),

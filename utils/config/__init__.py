@@ -1,11 +1,11 @@
 """What the user may set, and how a flag or a line of a recipe becomes it.
 
-arguments, trainer_arguments   the settings of pretrain.py and sft_train.py: fields, help, defaults
-preparation                    the settings of prepare_data.py
-settings                       reads a run's settings: overruled, derived, checked, built
-checks                         what is refused, with the reason
-command_line, recipes          flags and YAML files -> values, each with its source
-declarations                   name, type and default of a setting; the values of all
-unknown_names                  refused settings, other toolkits' names, typing errors
-precision, errors              bf16 that nobody set; exit codes and the errors that users can repair
+arguments         the settings of pretrain.py and sft_train.py: fields, help, defaults
+preparation       the settings of prepare_data.py
+settings          reads a run's settings: overruled, derived, checked, built
+checks            what is refused, with the reason
+command_line, recipes    flags and YAML files -> values, each with its source
+declarations      name, type and default of a setting; the values of all
+unknown_names     refused settings, other toolkits' names, typing errors
+precision, errors        bf16 that nobody set; exit codes and the errors that users can repair
 """

@@ -1,21 +1,25 @@
-"""What the user may set of run, data and model: each field is a flag and a key of recipes.
+"""What the user may set of a run: each field is a flag and a key of recipes.
 
-The training arguments are in trainer_arguments.py. Also here: what `DIR=weight`, `NAME=DIR` and
-`global_batch_size` mean.
+Also here: what `DIR=weight`, `NAME=DIR` and `global_batch_size` mean.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from trl import ModelConfig
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
-from utils.config.unknown_names import REFUSED_MODEL_SETTINGS
+from utils.config.unknown_names import (
+    REFUSED_FINE_TUNING_SETTINGS,
+    REFUSED_MODEL_SETTINGS,
+    REFUSED_TRAINING_SETTINGS,
+)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -27,23 +31,20 @@ class RunArguments:
     _argument_group_name = "run"
 
     global_batch_size: int = setting(
-        help="sequences per optimizer step over all ranks; gradient accumulation follows from it, "
-        "per_device_train_batch_size and the number of ranks"
+        help="sequences per optimizer step over all ranks; gradient accumulation follows"
     )
     dry_run: bool = setting(
         False,
-        "resolve and check the settings, print the arithmetic and the memory estimate, and stop "
-        "before weights are loaded",
+        "check the settings and the data, print arithmetic and memory estimate, and stop",
     )
     hang_timeout_s: float = setting(
         600,
-        "seconds without any progress after which the run ends with exit code 76 and names the "
-        "rank that hangs; three times that while saving and in the first step; 0: never",
+        "seconds without progress after which the run ends and names the rank that hangs; three "
+        "times that while saving and in the first step; 0: never",
     )
     save_minutes: float | None = setting(
         30,
-        "write a checkpoint also when the last one is that many minutes old (never a candidate for "
-        "the best one); null or 0: never, as with save_strategy: no",
+        "write a checkpoint also when the last one is that many minutes old; null or 0: never",
     )
     save_best: bool = setting(
         False,
@@ -51,23 +52,19 @@ class RunArguments:
     )
     accept_changes: list[str] = setting(
         [],
-        "settings with which this run resumes although their new value makes it another run; "
-        "train_data stands for changed contents too",
+        "changed settings with which this run resumes although they make it another run",
     )
     async_save: bool = setting(
         False,
-        "write checkpoints in the background: training waits for the copy to the node's memory "
-        "(/dev/shm), not for the storage",
+        "write checkpoints in the background: training waits for a copy in /dev/shm alone",
     )
     optim_states: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
-        "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter, rounded so that nothing "
-        "is lost on average; null: as the weights are",
+        "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: as the weights are",
     )
     stochastic_rounding: bool = setting(
         False,
-        "with dtype: bfloat16, round the weights up or down at random after each step: to the "
-        "nearest, small updates are lost",
+        "with dtype: bfloat16, round weights up or down at random: else small updates are lost",
     )
 
 
@@ -84,23 +81,19 @@ class DataArguments:
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
         [],
-        "held-out token datasets, NAME=DIR (or DIR, its last folder being the name); each logs "
-        "eval_NAME_loss and eval_NAME_perplexity",
+        "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity",
     )
     packing: Literal["best_fit", "concat", "none"] = setting(
         "best_fit",
-        "how documents fill sequences: best_fit keeps documents whole, concat puts them end to "
-        "end, none gives each a sequence of its own",
+        "best_fit keeps documents whole, concat puts them end to end, none: a sequence for each",
     )
     on_overlong: Literal["error", "truncate", "drop"] = setting(
         "error",
-        "fine-tuning: what to do with a document longer than sequence_length (pretraining splits "
-        "it)",
+        "fine-tuning: what to do with a document longer than sequence_length",
     )
     tokenizer_name_or_path: str | None = setting(
         None,
-        "tokenizer directory; null: the one beside the training data, which it was made with, else "
-        "the model's own",
+        "tokenizer directory; null: the one beside the training data, else the model's own",
     )
 
     @property
@@ -126,35 +119,30 @@ class ModelArguments(ModelConfig):
     )
     model_config: str | None = setting(
         None,
-        "JSON or YAML file with a transformers configuration (model_type and the rest): start from "
-        "random weights instead of model_name_or_path, or from those of init_from",
+        "JSON or YAML file with a transformers configuration: start from random weights instead of "
+        "model_name_or_path, or from those of init_from",
     )
     init_from: str | None = setting(
         None,
-        "an earlier stage whose weights to start from: the directory of a run, of a checkpoint or "
-        "of a model; the architecture is its own, or model_config's",
+        "an earlier stage whose weights to start from: directory of a run, checkpoint or model",
     )
     init_optimizer: bool = setting(
         False,
-        "take over the optimizer's state (Adam's moments and counts) from the checkpoint that "
-        "init_from names, under a new schedule",
+        "take over Adam's state from init_from, a checkpoint, under a new schedule",
     )
     dtype: str | None = setting(
         None,
-        "type of the weights in memory; null: float32, as stable training needs. Mixed precision "
-        "is --bf16",
+        "type of the weights in memory; null: float32. Mixed precision is --bf16",
         choices=DTYPES,
     )
     save_dtype: str = setting(
         "auto",
-        "type of the weights in final/; auto: that of the model the run began with (a model from "
-        "random weights: as trained). Checkpoints are always exact",
+        "type of the weights in final/; auto: that of the model the run began with",
         choices=DTYPES,
     )
     attn_implementation: str | None = setting(
         "auto",
-        "attention kernel; auto takes the fastest one here that keeps packed documents apart, and "
-        "logs which",
+        "attention kernel; auto takes the fastest one here that keeps packed documents apart",
         choices=(
             *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3"),
             *("flex_attention", "eager"),
@@ -162,14 +150,82 @@ class ModelArguments(ModelConfig):
     )
     loss_head: str = setting(
         "auto",
-        "fused computes the loss some tokens at a time, so that their logits are never all in "
-        "memory; auto takes it where a test at the start finds the same loss as of logits",
+        "fused computes the loss some tokens at a time, which saves memory; auto takes it where a "
+        "test at the start finds the same loss as of logits",
         choices=("auto", "fused", "logits"),
     )
     compile: bool | None = setting(
         None,
-        "compile the model layer by layer: faster steps after a slow first one; later jobs reuse "
-        "what was compiled (TORCHINDUCTOR_CACHE_DIR); null: on where a GPU trains a dense model",
+        "compile the model layer by layer: faster steps after a slow first one; null: on where a "
+        "GPU trains a dense model",
+    )
+
+
+@dataclass
+class _ChangedDefaults:
+    """The defaults of TrainingArguments that do not suit a run nobody watches, each with why."""
+
+    # The filter hides NaN and waits for the device twice in every micro-batch.
+    logging_nan_inf_filter: bool = setting(False, "leave NaN and infinite losses out of the mean")
+    # 500 steps may be a night; TRL's 10 for both scripts.
+    logging_steps: float = setting(10, "steps between two logs; below 1 a share of all steps")
+    # With several nodes the same line would be logged once per node.
+    log_on_each_node: bool = setting(False, "log on the first rank of every node")
+    # Optimizer states of a long run fill a quota; the best checkpoint is always kept.
+    save_total_limit: int | None = setting(3, "newest checkpoints to keep; null: all")
+    # Looking for unused parameters walks the graph at every step, and dense models have none.
+    ddp_find_unused_parameters: bool | None = setting(
+        False, "let DDP look for parameters without gradient (conditional layers)"
+    )
+    # On a GPU it is the user's decision; SFTConfig would turn it on wherever it is not set.
+    bf16: bool | None = setting(
+        None, "bfloat16 mixed precision; null: on where a CPU with AMX or AVX512-BF16 trains"
+    )
+    # transformers knows full alone. What the plan makes of "auto" is a boolean again for Trainer.
+    activation_checkpointing: bool | str | None = setting(
+        None,
+        "what the backward pass computes again to save memory: none, selective (all but products "
+        "and attention), full (whole layers), or auto: as little as the memory allows",
+        choices=("none", "selective", "full", "auto", True, False),
+    )
+    # Batches have no columns besides the model's inputs.
+    remove_unused_columns: bool = False
+    # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
+    prediction_loss_only: bool = True
+
+    def __post_init__(self) -> None:
+        as_boolean = {"none": False, "full": True}  # as transformers writes these two
+        if isinstance(self.activation_checkpointing, str):
+            word = self.activation_checkpointing
+            self.activation_checkpointing = as_boolean.get(word, word)
+        super().__post_init__()  # type: ignore[misc] # the libraries' class comes after this one
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            self.dataloader_pin_memory = False  # nothing to copy to; torch would only warn
+
+
+@dataclass
+class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # a wider type
+    """transformers' TrainingArguments with the defaults above."""
+
+    _argument_group_name = "training (transformers.TrainingArguments)"
+    refused_settings: ClassVar[Mapping[str, str]] = REFUSED_TRAINING_SETTINGS
+
+
+@dataclass
+class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
+    """TRL's SFTConfig with the defaults above, for data that is tokenized and packed already."""
+
+    _argument_group_name = "training (trl.SFTConfig)"
+    refused_settings: ClassVar[Mapping[str, str]] = REFUSED_FINE_TUNING_SETTINGS
+
+    # TRL would turn it on, which costs 20 % of the speed.
+    gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'
+        None, "deprecated: use activation_checkpointing"
+    )
+    # TRL would truncate silently at 1024 tokens and run map and filter over the packed sequences.
+    max_length: int | None = None
+    dataset_kwargs: dict[str, Any] | str | None = field(
+        default_factory=lambda: {"skip_prepare_dataset": True}
     )
 
 
@@ -185,8 +241,18 @@ class TrainSource:
 
 
 def train_sources(entries: Sequence[str]) -> tuple[TrainSource, ...]:
-    """Read `DIR` or `DIR=weight` entries; raises ValueError on an entry that is neither."""
-    return tuple(map(_train_source, entries))
+    """Read `DIR` or `DIR=weight` entries.
+
+    Raises ValueError on an entry that is neither, a directory given twice, and weights for some.
+    """
+    sources = tuple(map(_train_source, entries))
+    directories = [source.directory for source in sources]
+    if twice := [each for each in dict.fromkeys(directories) if directories.count(each) > 1]:
+        raise ValueError(f"train_data names {twice[0]} twice: give it a weight instead")
+    bare = [source.directory for source in sources if source.weight is None]
+    if 0 < len(bare) < len(sources):
+        raise ValueError(f"train_data gives no weight to {', '.join(bare)}: weight all or none")
+    return sources
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
@@ -208,22 +274,6 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"eval_data names {name!r} twice: {splits[name]} and {directory}")
         splits[name] = directory
     return splits
-
-
-def weight_problems(sources: Sequence[TrainSource]) -> list[str]:
-    """Say what is wrong with the training datasets taken together."""
-    problems = []
-    weighted = [source for source in sources if source.weight is not None]
-    if weighted and len(weighted) < len(sources):
-        bare = ", ".join(source.directory for source in sources if source.weight is None)
-        problems.append(
-            f"train_data gives weights to some datasets and none to {bare}: weight all or none"
-        )
-    directories = [source.directory for source in sources]
-    for directory in dict.fromkeys(directories):
-        if directories.count(directory) > 1:
-            problems.append(f"train_data names {directory} twice: give it a weight instead")
-    return problems
 
 
 def _train_source(entry: str) -> TrainSource:

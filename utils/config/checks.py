@@ -7,19 +7,11 @@ another one are in utils/config/settings.py.
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from utils.config.arguments import (
-    TrainSource,
-    accumulation_steps,
-    eval_splits,
-    train_sources,
-    weight_problems,
-)
+from utils.config.arguments import eval_splits, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
-from utils.config.errors import ConfigurationError
 from utils.config.precision import is_true
 from utils.config.unknown_names import unknown_name
 
@@ -48,30 +40,16 @@ def check_precision(values: SettingValues) -> Iterator[str]:
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
             "at null, and set fp16: true for mixed precision"
         )
-    import torch
-
-    on_cpu = values["use_cpu"] or is_true("ACCELERATE_USE_CPU")
-    if not on_cpu and (values["dry_run"] or torch.accelerator.is_available()):
-        return
-    why = "this run is on the CPU" if on_cpu else "and no accelerator is visible here"
-    if values["fp16"]:
-        yield f"{values.shown('fp16')} needs a GPU, {why}: leave it out"
-    if values["bf16"] and not on_cpu:
-        yield (
-            f"{values.shown('bf16')} needs a GPU, {why}: to compute in bfloat16 on this CPU (fast "
-            "only with AMX or AVX512-BF16) add use_cpu: true; otherwise leave it out"
-        )
+    if values["fp16"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU")):
+        yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
 
 
 def check_train_data(values: SettingValues) -> Iterator[str]:
     """Refuse entries that are not DIR or DIR=weight, and some weights without the others."""
-    sources: list[TrainSource] = []
-    for entry in values["train_data"]:
-        try:
-            sources += train_sources([entry])
-        except ValueError as error:
-            yield str(error)
-    yield from weight_problems(sources)
+    try:
+        train_sources(values["train_data"])
+    except ValueError as error:
+        yield str(error)
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
@@ -135,18 +113,6 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
                 continue
             if value is not None and not is_within(value):
                 yield f"{values.shown(name)}: it must be {range_text}"
-
-
-def check_global_batch(values: SettingValues) -> Iterator[str]:
-    """Refuse a global batch that does not divide over the ranks of this launch."""
-    sizes = values["global_batch_size"], values["per_device_train_batch_size"]
-    if min(sizes) < 1:
-        return  # check_ranges says so
-    try:
-        accumulation_steps(*sizes, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    except ConfigurationError as error:
-        launched = "WORLD_SIZE" in os.environ
-        yield error.problems[0] + ("" if launched else " (this process was started alone)")
 
 
 def check_schedule(values: SettingValues) -> Iterator[str]:
@@ -230,7 +196,6 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_train_data,
     check_evaluation,
     check_ranges,
-    check_global_batch,
     check_schedule,
     check_packages,
 )

@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from transformers import TrainingArguments
 
 from utils.config.arguments import (
     DataArguments,
+    FineTuneConfig,
     ModelArguments,
+    PretrainConfig,
     RunArguments,
     eval_splits,
     fitting_micro_batch,
@@ -17,13 +20,7 @@ from utils.config.arguments import (
 from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_fault
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
-from utils.config.precision import settle_precision
-from utils.config.trainer_arguments import (
-    FineTuneConfig,
-    PretrainConfig,
-    TrainingClass,
-    training_arguments,
-)
+from utils.config.precision import settle_precision, without_launch
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def parse_fine_tuning(argv: Sequence[str] | None, description: str) -> RunSettin
 
 
 def _parse(
-    training_class: type[TrainingClass],
+    training_class: type[PretrainConfig | FineTuneConfig],
     checks: Sequence[Check],
     argv: Sequence[str] | None,
     prog: str,
@@ -74,11 +71,16 @@ def _parse(
         prog=prog,
         description=description,
     )
+    # So a recipe for bf16 on GPUs is checked on a login node.
+    without_gpu = values["dry_run"] and not torch.accelerator.is_available()
+    instead = {"use_cpu": True, "tf32": None} if without_gpu else {}
+    with without_launch(is_dry_run=values["dry_run"]):
+        training = values.build(training_class, **instead)
     return RunSettings(
         values.build(RunArguments),
         values.build(DataArguments),
         values.build(ModelArguments),
-        training_arguments(training_class, values),
+        training,
         values,
         dict(values),
     )

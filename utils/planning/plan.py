@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import accumulation_steps, batch_arithmetic
+from utils.config.arguments import FineTuneConfig, accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
 from utils.config.settings import RunSettings
-from utils.config.trainer_arguments import FineTuneConfig
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts

@@ -3,14 +3,11 @@
 import re
 
 import pytest
-import torch
 from command_lines import BOTH, EVALUATED, METRICS, parse, problems_of
 
 from utils.config import checks as contradictions
 from utils.config.checks import check_packages
-from utils.config.errors import UnfitClusterError
 from utils.config.settings import parse_fine_tuning
-from utils.config.trainer_arguments import missing_devices
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 LORA = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
@@ -30,7 +27,7 @@ CONTRADICTIONS = [
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
     ({"fp16": "true"}, "fp16 true .* needs a GPU, this run is on the CPU"),
     ({"bf16": "true", "use_cpu": None},
-     "bf16 true .* needs a GPU, and no accelerator is visible here: .* add use_cpu: true"),
+     "You need to assign use_cpu if you want to train the model on CPU"),
     ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* has no effect: optim sgd"),
     ({"optim_states": "int8", "optim_args": "a=1"}, "optim_args a=1 .* has no effect: optim_st"),
     ({"optim_states": "bfloat16", "fp16": "true", "use_cpu": None, "dry_run": "true"},
@@ -39,7 +36,7 @@ CONTRADICTIONS = [
     ({"stochastic_rounding": "true", "dtype": "bfloat16", "bf16": "true"},
      "stochastic_rounding true .* has no effect: bf16 true"),
     ({"train_data": ["a=x"]}, "train_data 'a=x': expected DIR or DIR=weight"),
-    ({"train_data": ["a=2", "b"]}, "weights to some datasets and none to b"),
+    ({"train_data": ["a=2", "b"]}, "gives no weight to b"),
     ({"eval_data": ["a.b=x"]}, "eval_data 'a.b=x': expected NAME=DIR"),
     ({"eval_data": ["a=x"], "eval_strategy": "no"}, "eval_data a=x .* no effect: eval_strategy no"),
     ({"eval_strategy": "epoch"}, r"eval_strategy epoch .* has no effect: eval_data null \(default"),
@@ -77,9 +74,6 @@ CONTRADICTIONS = [
      "activation_checkpointing_kwargs .* has no effect: activation_checkpointing auto"),
     ({"activation_checkpointing": "some"}, "expected one of none, selective, full, auto, true"),
     ({"dataloader_prefetch_factor": "2"}, "prefetch_factor 2 .* no effect: dataloader_num_workers"),
-    ({"global_batch_size": "12", "per_device_train_batch_size": "8"},
-     "global_batch_size 12 does not divide over 1 rank .*: use global_batch_size 8 or 16, or "
-     r"per_device_train_batch_size 6 \(this process was started alone\)"),
     ({"accept_changes": ["seed", "sed"]},
      r"accept_changes \(--accept_changes\): unknown setting sed: did you mean seed\?"),
     # What transformers itself refuses is a configuration error too.
@@ -144,13 +138,6 @@ def test_a_setting_whose_package_is_missing_is_refused(changes, said, monkeypatc
     assert list(check_packages(plain)) == []
 
 
-def test_the_ranks_of_the_launch_count(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    (problem,) = problems_of()
-    assert "global_batch_size 8 does not divide over 3 ranks of 8 sequences each" in problem
-    assert "started alone" not in problem
-
-
 @BOTH
 def test_a_dry_run_checks_a_recipe_for_gpus_on_a_machine_without(no_accelerator, parse_argv):
     settings = parse(parse_argv, bf16="true", tf32="true", use_cpu=None, dry_run="true")
@@ -158,24 +145,3 @@ def test_a_dry_run_checks_a_recipe_for_gpus_on_a_machine_without(no_accelerator,
     assert settings.training.bf16 is True
     assert settings.resolved["use_cpu"] is False, "the settings stay the user's"
     assert settings.resolved["tf32"] is True
-
-
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    for environment, gpus in [
-        (TORCHRUN, 4), (TORCHRUN | {"ACCELERATE_USE_CPU": "True"}, 1), ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 1),  # each task of srun sees its own
-    ]:  # fmt: skip
-        assert missing_devices(environment, gpus) is None
-    problem = missing_devices({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 2)
-    assert "local rank 2), but torch sees 2 GPU(s)" in problem
-    for name, value in (TORCHRUN | {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UnfitClusterError, match=r"has 4 processes .*CUDA_VISIBLE_DEVICES: 0\)"):
-        parse(use_cpu=None)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert parse(use_cpu=None, dry_run="true").training.device.type == "cpu"

@@ -7,12 +7,17 @@ from command_lines import problems_of
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.arguments import DataArguments, ModelArguments, RunArguments
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    PretrainConfig,
+    RunArguments,
+)
 from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
-from utils.config.trainer_arguments import FineTuneConfig, PretrainConfig
 from utils.config.unknown_names import (
     OTHER_NAMES,
     REFUSED_FINE_TUNING_SETTINGS,
@@ -83,23 +88,18 @@ def test_refused_settings_and_changed_defaults_exist_in_the_libraries():
     assert not [name for name in KNOWN if "token" in name and "tokenizer" not in name]
 
 
-@pytest.mark.parametrize(
-    ("training_class", "refused"),
-    [
-        (PretrainConfig, REFUSED_TRAINING_SETTINGS | REFUSED_MODEL_SETTINGS),
-        (FineTuneConfig, REFUSED_FINE_TUNING_SETTINGS | REFUSED_MODEL_SETTINGS),
-    ],
-)
-def test_giving_a_refused_setting_is_answered_with_its_reason(training_class, refused, tmp_path):
+def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
     # fine-tuning has a --packing of ours in place of TRL's
-    refused = {name: reason for name, reason in refused.items() if name != "packing"}
+    refused = REFUSED_FINE_TUNING_SETTINGS | REFUSED_MODEL_SETTINGS
+    refused.pop("packing")
     path = tmp_path / "all.yaml"
     path.write_text("".join(f"{name}: 1\n" for name in refused))
     flags = [word for name in refused for word in (f"--{name}", "1")]
-    classes = (DataArguments, ModelArguments, training_class)
-    for argv in (["--config", str(path)], flags):
-        with pytest.raises(ConfigurationError) as caught:
-            read_settings(classes, argv)
-        for line, (name, reason) in enumerate(refused.items(), 1):
-            given = f"{path}:{line}: {name}" if argv[0] == "--config" else f"--{name}"
-            assert f"{given} cannot be set here: {reason}" in caught.value.problems
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings((DataArguments, ModelArguments, FineTuneConfig), ["--config", str(path)])
+    for line, (name, reason) in enumerate(refused.items(), 1):
+        assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings((DataArguments, ModelArguments, FineTuneConfig), flags)
+    for name, reason in refused.items():
+        assert f"--{name} cannot be set here: {reason}" in caught.value.problems
