@@ -25,20 +25,6 @@ cores_per_node() {
   printf '%s' "${fewest:-${SLURM_CPUS_ON_NODE:-1}}"
 }
 
-# Two neighbouring ports that nothing on this node answers at. Below 32768, where any outgoing
-# connection may take one; in bash, because Python may exist only inside a container.
-free_port() {
-  local try port
-  for ((try = 0; try < 100; try++)); do
-    port=$((20000 + 2 * (RANDOM % 6000)))
-    if ! { : <"/dev/tcp/127.0.0.1/$port" || : <"/dev/tcp/127.0.0.1/$((port + 1))"; } 2>/dev/null; then
-      printf '%s' "$port"
-      return
-    fi
-  done
-  refuse 69 "no two free ports from 20000 to 32000: set STOKER_MAIN_PORT in slurm/cluster.env."
-}
-
 # What ranks and launchers of all nodes leave behind. A failed start's stays for the reader.
 notes=$root/.stoker/job-$job.$restarts
 rm -rf -- "$root/.stoker/job-$job."*
@@ -46,9 +32,6 @@ if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
   refuse 74 "$notes cannot be made: the repository has to be yours and seen by all nodes."
 fi
 export STOKER_NOTES_DIR=$notes
-
-STOKER_MAIN_PORT=${STOKER_MAIN_PORT:-$(free_port)}
-export STOKER_MAIN_PORT
 
 step_options=(
   --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1

@@ -103,4 +103,4 @@ def test_a_full_disk_is_an_ending_of_its_own(run):
     assert seen.codes[0] == 74, seen.output
     assert "storage error on n7" in seen.output
     assert (seen.notes[0].kind, seen.notes[0].exit_code) == ("refused", 74)
-    assert "no space (or no inode) is left on the device, writing" in seen.notes[0].text
+    assert "No space left on device, writing" in seen.notes[0].text

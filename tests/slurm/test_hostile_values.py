@@ -98,8 +98,6 @@ def test_variables_arrive_at_the_node(stand_ins):
         )
         assert done.returncode == 0, done.stdout
         arrived = stand_ins.environment("srun")
-        if not value:  # as if it were not set
-            assert arrived.pop("STOKER_MAIN_PORT").isdecimal()
         assert {arrived.get(name, value) for name in HANDED_ON} == {value}
         # Ours, whatever it was before: ranks write there.
         assert arrived["STOKER_NOTES_DIR"] == f"{stand_ins.root}/.stoker/job-7.0"

@@ -34,29 +34,28 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        kind = config.get("distributed_type", "missing")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"{CONFIG}={path} cannot be read as YAML ({error}): name a file of "
+            f"{CONFIG}={path} is no accelerate config ({error}): name a file of "
             "accelerate_configs/ or your own, from the repository's root."
         ) from error
-    kind = config.get("distributed_type", "missing") if isinstance(config, dict) else "missing"
     if kind not in (*_ONE_PROCESS, "MULTI_GPU", "FSDP", "DEEPSPEED"):
         raise ConfigurationError(
             f"{CONFIG}={path}: distributed_type {kind} is not supported: take one of "
             "accelerate_configs/, or a file that `accelerate config` wrote."
         )
     if kind in _ONE_PROCESS and allocation.world_size > 1:
-        better = "cpu" if allocation.gpus is None else "multi_gpu"
         raise ConfigurationError(
             f"{CONFIG}={path}: distributed_type {kind or 'NO'} starts one process, but the job has "
             f"{allocation.world_size} ({len(allocation.hosts)} node(s) of {allocation.processes}): "
-            f"use accelerate_configs/{better}.yaml, or ask for one GPU."
+            "use accelerate_configs/multi_gpu.yaml (without GPUs cpu.yaml), or ask for one GPU."
         )
     if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
             f"{CONFIG}={path}: DeepSpeed is not installed: pip install deepspeed, or use fsdp2."
         )
-    return config
+    return dict(config)
 
 
 def launch_arguments(

@@ -9,7 +9,6 @@ again at its end. It is replaced in one step; what two jobs add at once is compi
 import hashlib
 import logging
 import os
-import platform
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -18,18 +17,17 @@ from pathlib import Path
 
 from utils.launch.signals import NODE_DIR
 from utils.support.files import cache_root
-from utils.support.host import cpu_fact
+from utils.support.host import cpu_fact, host_name
 from utils.support.notes import NOTES_DIR
 
 logger = logging.getLogger(__name__)
 
-COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-LARGEST_BYTES = 2**30  # of an archive; what would not fit begins a new one
+LARGEST_BYTES = 2**30  # a larger archive is begun anew
 _CACHES = (
     "CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "MPLCONFIGDIR", "NUMBA_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR", *COMPILED,
+    "TORCH_EXTENSIONS_DIR",
 )  # fmt: skip
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+_COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _DEBUG = {
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH",
@@ -51,8 +49,7 @@ def debugging(environment: Mapping[str, str]) -> bool:
 def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return what is added for this node's processes; what the user set stays as it is."""
     added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
-    if "SLURM_JOB_ID" in environment and "HF_HUB_OFFLINE" not in environment:
-        added |= dict.fromkeys(_OFFLINE, "1")  # nodes seldom have internet: time-outs
+    added |= {name: str(directory / "compiled" / name.lower()) for name in _COMPILED}
     added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
     if debugging(environment):
         added |= _DEBUG
@@ -64,77 +61,50 @@ def node_environment(environment: Mapping[str, str], directory: Path) -> dict[st
 
 
 class CompileCache:
-    """The private directories for compiled code, filled from the archive and packed again.
+    """The node directory's folder for compiled code, filled from the archive and packed again.
 
-    Directories that the user placed elsewhere are left alone: they outlive the job by themselves.
-    Nothing is raised: without an archive layers are compiled again, which is logged.
+    What the user placed elsewhere is not in it and outlives the job by itself. Nothing is raised:
+    without an archive layers are compiled again, which is logged.
     """
 
-    def __init__(self, node_directory: Path, environment: Mapping[str, str]):
+    def __init__(self, node_directory: Path):
+        self.folder = node_directory / "compiled"
         self.archive = archive_path()
-        self.directories = {
-            name: Path(environment[name])
-            for name in COMPILED
-            if Path(environment.get(name, "/")).is_relative_to(node_directory)
-        }
-        if self.directories and self.archive.exists():
-            self._unpack()
-        self.known = self._files().keys()
-
-    def _unpack(self) -> None:
-        try:
-            with tarfile.open(self.archive) as tar:
-                for member in tar:
-                    name, _, path = member.name.partition("/")
-                    if member.isfile() and name in self.directories:
-                        tar.extract(
-                            member.replace(name=path), self.directories[name], filter="data"
-                        )
-        except (OSError, tarfile.TarError) as error:
-            logger.warning("%s cannot be read (%s): layers are compiled again", self.archive, error)
+        if self.archive.exists() and self.archive.stat().st_size <= LARGEST_BYTES:
+            try:
+                with tarfile.open(self.archive) as tar:
+                    tar.extractall(self.folder, filter="data")
+            except (OSError, tarfile.TarError) as error:
+                logger.warning("%s cannot be read (%s): layers compile again", self.archive, error)
+        self.known = self._files()
 
     def keep(self) -> None:
-        """Pack what is in the directories, if it is more than at the start."""
+        """Pack what is in the folder, if it is more than at the start."""
         files = self._files()
-        new = files.keys() - self.known
-        if not new:
+        if not files - self.known:
             return
-        if sum(path.stat().st_size for path in files.values()) > LARGEST_BYTES:
-            files = {name: files[name] for name in new}
-        draft = self.archive.with_name(f".{self.archive.name}.{platform.node()}.{os.getpid()}")
+        draft = self.archive.with_name(f".{self.archive.name}.{host_name()}.{os.getpid()}")
         try:
             self.archive.parent.mkdir(parents=True, exist_ok=True)
             with tarfile.open(draft, "w") as tar:
-                for name, path in files.items():
-                    tar.add(path, name, recursive=False)
+                for path in sorted(files):
+                    tar.add(path, path.relative_to(self.folder))
             draft.replace(self.archive)
         except (OSError, tarfile.TarError) as error:
             logger.warning("compiled code cannot be saved in %s (%s)", self.archive, error)
             draft.unlink(missing_ok=True)
 
-    def _files(self) -> dict[str, Path]:
-        """Return the finished files of each directory, by variable and relative path."""
-        found = {}
-        for variable, directory in self.directories.items():
-            for path in sorted(directory.rglob("*")):
-                unfinished = path.suffix in (".lock", ".tmp") or ".tmp." in path.name
-                if path.is_file() and not unfinished:
-                    found[f"{variable}/{path.relative_to(directory)}"] = path
-        return found
+    def _files(self) -> set[Path]:
+        """Return all finished files."""
+        paths = {path for path in self.folder.rglob("*") if path.is_file()}
+        return {path for path in paths if not {".lock", ".tmp"} & set(path.suffixes)}
 
 
 def archive_path() -> Path:
-    """Return this user's archive for these versions and this processor, which C++ code is made for.
+    """Return this user's archive for this Python, torch and processor; a GPU is in entries' keys.
 
-    GPUs are part of the entries' own keys.
+    C++ code is made for the processor.
     """
-    versions = []
-    for package in ("torch", "triton"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    cpu = cpu_fact("vendor_id"), cpu_fact("model name")
-    facts = [*versions, sys.version, platform.machine(), *cpu]
+    facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return cache_root() / "compiled" / f"{name}.tar"

@@ -3,6 +3,7 @@
 slurm/launch_node.sh runs it, once a node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -10,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import FrameType
 
@@ -46,8 +46,7 @@ class StopSignals:
         for number in STOPPING:
             signal.signal(number, self._handle)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         verdict = read_verdict() if number == signal.SIGTERM else None
         if verdict is None and not self.started:
@@ -60,8 +59,7 @@ class StopSignals:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Not logging: it may be in the middle of a line, holding its lock.
-            clock = time.strftime("%H:%M:%S")
-            line = f"{clock}  launch_node on {host_name()}: {name}, asking the processes to stop\n"
+            line = f"launch_node on {host_name()}: {name}, asking the processes to stop\n"
             os.write(sys.stdout.fileno(), line.encode())
 
     def clean_up(self) -> None:
@@ -90,7 +88,7 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     try:
         directory = enter_node_directory(signals)
         configure_logging()
-        compiled = CompileCache(directory, os.environ)
+        compiled = CompileCache(directory)
         verdict = launch(command, signals)
         kill_workers()
         if os.environ.get("SLURM_NODEID", "0") == "0":
@@ -147,10 +145,11 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
 
     Raises ConfigurationError for what cannot be launched.
     """
-    if not command:
-        raise ConfigurationError("no script given: slurm/launch_node.sh SCRIPT ARGUMENTS ...")
-    if not Path(command[0]).is_file():
-        raise ConfigurationError(f"{command[0]} is no file in {Path.cwd()}: name a Python script.")
+    if not command or not Path(command[0]).is_file():
+        raise ConfigurationError(
+            f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "
+            "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
+        )
     allocation = with_free_port(read_allocation(os.environ, count_devices))
     path, reason = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
@@ -160,13 +159,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             "launch: %d process(es) on each of %d node(s), %s (%s)",
             allocation.processes, len(allocation.hosts), path, reason,
         )  # fmt: skip
-    job_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    if allocation.node == 0 and job_nodes > len(allocation.hosts):
-        logger.warning("%d of the job's %d nodes are used", len(allocation.hosts), job_nodes)
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
     files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
-    facts = node_facts(allocation, files, count_devices())
-    found = check_nodes(allocation, facts)
+    found = check_nodes(allocation, node_facts(allocation, files, count_devices()))
     if allocation.node == 0:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
@@ -187,9 +182,8 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
     added = {}
     if not os.environ.get("OMP_NUM_THREADS"):
         # An equal share of the cores that Slurm gave, or of all.
-        given = (os.environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
-        cores = next((int(count) for count in given if count.isdecimal()), None)
-        cores = cores or len(os.sched_getaffinity(0))
+        given = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
+        cores = int(given or len(os.sched_getaffinity(0)))
         added["OMP_NUM_THREADS"] = str(max(cores // allocation.processes, 1))
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         added["ACCELERATE_USE_CPU"] = "true"
@@ -210,23 +204,16 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
     except ChildFailedError as error:
         ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
         note_worker_ends(ends, signals.asked)
+        return None
     except subprocess.CalledProcessError as error:
         note_worker_ends({0: error.returncode}, signals.asked)
+        return None
     except SignalException:
         return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
-    except RendezvousError as error:
-        raise UnfitClusterError(
-            f"{host_name()}: torchrun's launchers of all nodes did not find each other: {error}. "
-            "They had met a moment before: look for a firewall, or set STOKER_MAIN_PORT."
-        ) from error
-    except (ValueError, ConnectionError, ImportError) as error:
-        raise ConfigurationError(f"accelerate launch: {error}") from error
-    else:
-        stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
-        if not stopped:
-            return Verdict("done", ExitCode.DONE)
-        return Verdict(stopped[0].text, ExitCode.STOPPED)
-    return None
+    except (RendezvousError, ValueError, ConnectionError, ImportError) as error:
+        raise UnfitClusterError(f"{host_name()}: accelerate launch: {error}") from error
+    stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
+    return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 
 
 def quieten_torchrun() -> None:
@@ -244,16 +231,12 @@ def quieten_torchrun() -> None:
 
 def kill_workers() -> None:
     """Leave no process of ours behind."""
-    try:
+    with contextlib.suppress(ModuleNotFoundError):  # no packages at all: nothing was started
         import psutil
-    except ModuleNotFoundError:
-        return  # no packages at all: nothing was started
 
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 if __name__ == "__main__":

@@ -60,62 +60,40 @@ def check_launch() -> LaunchFacts:
     visible_gpus = torch.cuda.device_count() if device == "cuda" else 0
     problem = launch_problem(os.environ, state.num_processes, visible_gpus)
     if problem is not None:
-        raise problem
+        raise ConfigurationError(problem)
     hosts: tuple[str, ...] = (host_name(),)
     if state.num_processes > 1:
         hosts = all_hosts(state.process_index, state.num_processes, state.device)
-    return LaunchFacts(
-        rank=state.process_index,
-        world_size=state.num_processes,
-        strategy=requested_strategy(os.environ, state.num_processes),
-        hosts=hosts,
-        device=device,
-    )
+    strategy = requested_strategy(os.environ, state.num_processes)
+    return LaunchFacts(state.process_index, state.num_processes, strategy, hosts, device)
 
 
-def launch_problem(
-    environment: Mapping[str, str], processes: int, visible_gpus: int
-) -> ConfigurationError | None:
+def launch_problem(environment: Mapping[str, str], processes: int, visible_gpus: int) -> str | None:
     """Say what is wrong with a launch of `processes` connected processes; None when nothing is."""
     asked = int(environment.get("WORLD_SIZE", "1"))
     if asked != processes:
-        return _unconnected(environment, asked, processes)
+        return (
+            f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
+            f"{processes}: each would train alone and write to the same output directory. Without "
+            "a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; with GPUs check "
+            "that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
+        )
     if "WORLD_SIZE" in environment:
         return None
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1:
-        return ConfigurationError(
+        return (
             f"srun started {tasks} copies of this script that do not know of each other "
             f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE): srun --ntasks-per-node=1 "
             "slurm/launch_node.sh SCRIPT ... starts a process per GPU on each node."
         )
     if visible_gpus > 1:
-        return ConfigurationError(
+        return (
             f"{visible_gpus} GPUs are visible, but one process was started: transformers' Trainer "
             "would use DataParallel, which is slow and changes the batch. Use one GPU "
-            "(CUDA_VISIBLE_DEVICES=0) or all of them (slurm/launch_node.sh, or accelerate launch "
-            f"--config_file accelerate_configs/multi_gpu.yaml --num_processes {visible_gpus} ...)."
+            "(CUDA_VISIBLE_DEVICES=0) or all of them (slurm/launch_node.sh SCRIPT ...)."
         )
     return None
-
-
-def _unconnected(environment: Mapping[str, str], asked: int, processes: int) -> ConfigurationError:
-    problem = (
-        f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
-        f"{processes}: each would train alone and write to the same output directory. "
-    )
-    # Set where a scheduler handed out GPUs; the value names or counts them.
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"):
-        if environment.get(name):
-            return UnfitClusterError(
-                f"{problem}Devices were allocated here ({name}={environment[name]}), but torch "
-                f"sees none: look at nvidia-smi on {host_name()} and whether torch is built for "
-                "them."
-            )
-    return ConfigurationError(
-        f"{problem}Without a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; "
-        "with GPUs check that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
-    )
 
 
 def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, ...]:
@@ -127,8 +105,10 @@ def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, 
     """
     from torch.distributed import TCPStore
 
-    name = f"{host_name()} rank {rank} of {world_size}"
-    collective = f"the first collective of all ranks ({device.type})"
+    what = (
+        f"{host_name()} rank {rank} of {world_size}: the first collective of all ranks "
+        f"({device.type})"
+    )
     store = None
     try:
         if "MASTER_ADDR" in os.environ:  # else the process group met elsewhere (MPI)
@@ -138,15 +118,14 @@ def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, 
             store.set(f"stoker/rank-{rank}", host_name())
         return call_within(FIRST_COLLECTIVE_LIMIT_S, lambda: _gather_hosts(world_size, device))
     except TimeoutError:
-        problem = f"{collective} did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s"
-        if absent := _absent(store, world_size):
-            problem += f": there is no sign of {absent}. Look in the log for what happened there."
-        else:
-            problem += f", though all ranks are there. {ADVICE}"
-        raise UnfitClusterError(f"{name}: {problem}") from None
+        cause = (
+            f"There is no sign of {absent}." if (absent := _absent(store, world_size)) else ADVICE
+        )
+        limit_s = f"{FIRST_COLLECTIVE_LIMIT_S:g} s"
+        raise UnfitClusterError(f"{what} did not end within {limit_s}. {cause}") from None
     except RuntimeError as error:  # of which torch's DistError is one
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnfitClusterError(f"{name}: {collective} failed ({first_line}). {ADVICE}") from error
+        raise UnfitClusterError(f"{what} failed ({first_line}). {ADVICE}") from error
 
 
 def _absent(store: "torch.distributed.TCPStore | None", world_size: int) -> str:
@@ -154,17 +133,13 @@ def _absent(store: "torch.distributed.TCPStore | None", world_size: int) -> str:
     if store is None:
         return ""
     try:
-        came = {
-            rank: store.get(f"stoker/rank-{rank}").decode()
-            for rank in range(world_size)
-            if store.check([f"stoker/rank-{rank}"])
-        }
+        keys = {f"rank {rank}": f"stoker/rank-{rank}" for rank in range(world_size)}
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        came = {store.get(key).decode() for rank, key in keys.items() if rank not in missing}
     except RuntimeError:
         return ""  # rank 0, and the store with it, has given up already
-    missing = [f"rank {rank}" for rank in range(world_size) if rank not in came]
     nodes = expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
-    missing[8:] = ["..."] * (len(missing) > 8)
-    return ", ".join([*missing, *(node for node in nodes if node not in came.values())])
+    return ", ".join([*missing[:8], *["..."] * (len(missing) > 8), *(set(nodes) - came)])
 
 
 def _gather_hosts(world_size: int, device: "torch.device") -> tuple[str, ...]:
@@ -216,13 +191,10 @@ def check_strategy(facts: LaunchFacts) -> None:
     # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
     if {requested, actual} == {"single", "ddp"}:
         return
-    on_cpu = (
-        " FSDP and DeepSpeed need GPUs: on a CPU use accelerate_configs/cpu.yaml."
-        if facts.device == "cpu"
-        else " Check the accelerate config and the script's --fsdp and --deepspeed flags."
-    )
     raise ConfigurationError(
-        f"The launcher asked for {requested}, but accelerate runs {actual}.{on_cpu}"
+        f"The launcher asked for {requested}, but accelerate runs {actual} on {facts.device}. FSDP "
+        "and DeepSpeed need GPUs: on a CPU use accelerate_configs/cpu.yaml. On GPUs check the "
+        "accelerate config and the script's --fsdp and --deepspeed flags."
     )
 
 

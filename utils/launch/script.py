@@ -26,35 +26,30 @@ FAILED = 1  # an exception nobody foresaw, as Python itself ends
 # Libraries that tell at INFO what helps nobody in a training log.
 _NOISY = ("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "huggingface_hub")
 
-
-class LineHandler(logging.StreamHandler):
-    """Writes each record to stdout as whole, flushed lines, above a progress bar if one shows."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stdout)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
-        # tqdm is only looked at when something else loaded it: no bar can show before that.
-        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        if tqdm is None or not getattr(tqdm, "_instances", None):
-            super().emit(record)
-            return
-        tqdm.write(self.format(record), file=self.stream)
-        self.flush()
+_SWITCHES = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL reports each trainer to the Hub otherwise
+    "DO_NOT_TRACK": "1",
+    # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
+    "TOKENIZERS_PARALLELISM": "false",
+    # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "1",
+    # Bars redraw one line with carriage returns, which a log file keeps, all of them.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 class LineFormatter(logging.Formatter):
     """`12:34:56  message`, with the level where it is not INFO and the rank where it is not 0."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
         super().__init__(datefmt="%H:%M:%S")
-        self.origin = f"{host_name()} rank {rank}  " if rank else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put time, origin and level in front of the message."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
-        return f"{self.formatTime(record, self.datefmt)}  {self.origin}{level}{record.message}"
+        return f"{self.formatTime(record, self.datefmt)}  {_origin()}{level}{record.message}"
 
 
 def configure_logging() -> None:
@@ -65,12 +60,11 @@ def configure_logging() -> None:
     """
     rank = global_rank()
     install_redaction()
-    handler = LineHandler()
-    handler.setFormatter(LineFormatter(rank))
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(LineFormatter())
     root = logging.getLogger()
-    for old in [known for known in root.handlers if isinstance(known, LineHandler)]:
-        root.removeHandler(old)
-    root.addHandler(handler)
+    earlier = [known for known in root.handlers if isinstance(known.formatter, LineFormatter)]
+    root.handlers[:] = [*(known for known in root.handlers if known not in earlier), handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
@@ -87,29 +81,19 @@ def configure_logging() -> None:
 def configure_environment() -> None:
     """Set the switches that libraries read once, when they are imported.
 
-    Call it before huggingface_hub, transformers or datasets is imported. Telemetry is off (TRL
-    reports each trainer to the Hub otherwise), and so are progress bars without a terminal.
-    A Slurm job is offline: its nodes seldom have internet and would wait for time-outs. What the
-    user set stays: HF_HUB_OFFLINE=0 keeps a job online.
+    Call it before huggingface_hub, transformers or datasets is imported. A Slurm job is offline:
+    its nodes seldom have internet and would wait for time-outs. What the user set stays:
+    HF_HUB_OFFLINE=0 keeps a job online.
     """
     # Imports leave 700,000 objects for good: a start is a third shorter if the collector does not
     # go through them a thousand times, nor once more when the process ends.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
-    if not sys.stderr.isatty():
-        # Bars redraw one line with carriage returns, which a log file keeps, all of them.
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "SLURM_JOB_ID" in os.environ and "HF_HUB_OFFLINE" not in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "1"
         logger.info("Hugging Face Hub: offline (Slurm job); HF_HUB_OFFLINE=0 allows downloads")
+    for name, value in _SWITCHES.items():
+        os.environ.setdefault(name, value)
 
 
 def run_script(main: Callable[[], int | None]) -> int:
@@ -171,29 +155,24 @@ def _run(main: Callable[[], int | None]) -> int:
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
     """Return the refusal for a package that is not installed here; None for any other error."""
-    name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = (name or "utils").partition(".")[0]
     if package == "utils" or importlib.util.find_spec(package) is not None:
         return None
     return UnfitClusterError(
         f"{sys.executable} has no {package}: activate the environment that has Stoker's packages "
-        "(`source .venv/bin/activate`; in jobs slurm/cluster.env does it, on a file system that "
-        "the nodes see), or install them: pip install -r requirements.lock"
+        "(`source .venv/bin/activate`, in jobs slurm/cluster.env), or install them: pip install -r "
+        "requirements.lock"
     )
 
 
 def _fail(error: Exception) -> int:
     """Show an exception that nobody foresaw, with its traceback."""
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        error.add_note(
-            "torch could not compile what this run trains: --compile false trains without, slower."
-        )
+        error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     lines = redact("".join(traceback.format_exception(error))).splitlines()
-    origin = f"{host_name()} rank {global_rank()}  " if global_rank() else ""
-    # In one write: ranks that fail together do not mix their lines.
-    sys.stderr.write("".join(f"{origin}{line}\n" for line in lines))
-    sys.stderr.flush()
     leave_note("failed", FAILED, redact(last_line(error)))
+    _show([f"{_origin()}{line}" for line in lines])
     return FAILED
 
 
@@ -208,11 +187,20 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         host = "" if anywhere else f" on {host_name()}"
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
-        sys.stderr.write("\n".join([f"{error.kind}{host} ({count}):", *listed]) + "\n")
+        _show([f"{error.kind}{host} ({count}):", *listed])
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        sys.stderr.write(f"{host_name()} rank {global_rank()}  {error.kind}: {first}\n")
+        _show([f"{_origin()}{error.kind}: {first}"])
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
         time.sleep(SPEAK_FIRST_S)
-    sys.stderr.flush()
     return error.exit_code
+
+
+def _origin() -> str:
+    return f"{host_name()} rank {global_rank()}  " if global_rank() else ""
+
+
+def _show(lines: list[str]) -> None:
+    """Write lines to stderr at once: ranks that fail together do not mix theirs."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()

@@ -1,6 +1,5 @@
 """Why a job ended: what the ranks noted and torchrun saw, made into one sentence and one code."""
 
-import os
 import re
 import signal
 import time
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.errors import ExitCode
-from utils.support.notes import EXIT_CODE, NOTES_DIR, VERDICT, Note, leave_note, read_notes
+from utils.support.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
 
 # How an error reads that is another rank's end, not this one's fault.
 _LOST_PEER = re.compile(
@@ -47,21 +46,16 @@ def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None
     Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
     before it can answer ends by it: it is stopped, too.
     """
+    names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
-        if asked_to_stop and -code in (signal.SIGUSR1, signal.SIGTERM):
-            leave_note("stopped", ExitCode.STOPPED, "stopped before training began", rank)
+        name = names.get(code, f"signal {-code}")
+        if code == ExitCode.STOPPED or (asked_to_stop and name in ("SIGUSR1", "SIGTERM")):
+            leave_note("stopped", ExitCode.STOPPED, "stopped", rank)
         elif code < 0:
-            leave_note("killed", ExitCode.LOST_RANK, _killed_by(-code), rank)
-        elif code == ExitCode.STOPPED:
-            leave_note("stopped", code, "stopped", rank)
+            hint = " (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
+            leave_note("killed", ExitCode.LOST_RANK, name + hint * (name == "SIGKILL"), rank)
         elif code:
             leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
-
-
-def _killed_by(number: int) -> str:
-    names = {one.value: one.name for one in signal.Signals}
-    hint = " (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
-    return names.get(number, f"signal {number}") + (hint if number == signal.SIGKILL else "")
 
 
 def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
@@ -77,15 +71,15 @@ def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
         time.sleep(0.1)
 
 
-def read_verdict(directory: str | os.PathLike[str] | None = None) -> Verdict | None:
+def read_verdict(directory: Path | None = None) -> Verdict | None:
     """Return the verdict that is there (of STOKER_NOTES_DIR, by default); None without one."""
-    directory = directory or os.environ.get(NOTES_DIR)
-    if not directory:
+    directory = directory or notes_directory()
+    if directory is None:
         return None
     try:
         # The code first: it is written after the text.
-        code = int((Path(directory) / EXIT_CODE).read_text(encoding="utf-8"))
-        return Verdict((Path(directory) / VERDICT).read_text(encoding="utf-8").rstrip(), code)
+        code = int((directory / EXIT_CODE).read_text(encoding="utf-8"))
+        return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
     except (OSError, ValueError):
         return None
 
@@ -99,11 +93,10 @@ def judge(notes: Iterable[Note]) -> Verdict:
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
     lost = cause.kind in ("killed", "hung") or _is_consequence(cause)
-    text = f"rank {cause.rank} on {cause.host} {_HOW[cause.kind]} {cause.text}"
+    how = _HOW[cause.kind]
     if cause.kind == "failed" and lost:
-        text = (
-            f"rank {cause.rank} on {cause.host} lost another rank, which left no word: {cause.text}"
-        )
+        how = "lost another rank, which left no word:"
+    text = f"rank {cause.rank} on {cause.host} {how} {cause.text}"
     return Verdict(text, ExitCode.LOST_RANK if lost else cause.exit_code)
 
 
@@ -132,30 +125,24 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
         return (
-            f"{_named(first.rank, first.host)} ended ({first.kind}: {first.text}); the other ranks "
-            "waited for it."
+            f"rank {first.rank} on {first.host} ended ({first.kind}: {first.text}); the other "
+            "ranks waited for it."
         )
+    lines = [f"rank {note.rank} on {note.host} {note.text}" for note in notes]
     if silent := [rank for rank in range(len(hosts)) if rank not in {note.rank for note in notes}]:
-        named = ", ".join(_named(rank, hosts[rank]) for rank in silent[:SHOWN])
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in silent[:SHOWN])
         named += ", ..." * (len(silent) > SHOWN)
         return (
             f"{named}: no sign of life, while the others hang. It was stopped (SIGSTOP, a frozen "
-            "host), stands in a call that never returns to Python, or is gone. "
-            f"{_named(notes[0].rank, notes[0].host)} {notes[0].text}"
+            f"host), stands in a call that never returns to Python, or is gone. {lines[0]}"
         )
     fewest = min(note.beats or 0 for note in notes)
-    behind = [note for note in notes if (note.beats or 0) == fewest]
-    at_fault = [note for note in behind if not note.waiting] or behind
-    others = "; the other ranks waited for it." if len(at_fault) < len(notes) else "."
-    lines = [f"{_named(note.rank, note.host)} {note.text}{others}" for note in at_fault[:SHOWN]]
-    lines += ["..."] * (len(at_fault) > SHOWN)
+    behind = [number for number, note in enumerate(notes) if (note.beats or 0) == fewest]
+    at_fault = [number for number in behind if not notes[number].waiting] or behind
+    ending = "; the other ranks waited for it." if len(at_fault) < len(notes) else "."
+    shown = [lines[number] + ending for number in at_fault[:SHOWN]]
+    shown += ["..."] * (len(at_fault) > SHOWN)
     if len(at_fault) == len(notes) > 1:
-        lines[:0] = [
-            f"All {len(notes)} ranks hang, none behind the others: the network between them, or "
-            "storage that all of them read."
-        ]
-    return "\n".join(lines)
-
-
-def _named(rank: int, host: str) -> str:
-    return f"rank {rank} on {host}"
+        why = "the network between them, or storage that all of them read."
+        shown.insert(0, f"All {len(notes)} ranks hang, none behind the others: {why}")
+    return "\n".join(shown)

@@ -15,7 +15,6 @@ from utils.support.host import host_name
 from utils.support.notes import storage_error
 
 Answer = TypeVar("Answer")
-Refusal = tuple[type[ConfigurationError], list[str]]
 
 
 def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
@@ -26,17 +25,12 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
     outcome = _attempt(action) if leads else None
-    answer, refusal = gathered(outcome, group)[0]
-    if refusal is not None:
-        _raise([refusal])
-    return answer
+    return _answers(gathered(outcome, group)[:1])[0]
 
 
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
     """Let every rank act; return all answers by rank, or raise all refusals on every rank."""
-    outcomes = gathered(_attempt(action), group)
-    _raise([refusal for _, refusal in outcomes if refusal is not None])
-    return [answer for answer, _ in outcomes]
+    return _answers(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
@@ -48,26 +42,27 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def _attempt(action: Callable[[], Answer]) -> tuple[Answer | None, Refusal | None]:
-    """Return what `action` returns, or what it refuses: other ranks wait for either of them."""
+def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
+    """Return the answer, or type and problems of a refusal: other ranks wait for either of them."""
     try:
-        return action(), None
+        return action(), None, []
     except ConfigurationError as error:
-        return None, (type(error), error.problems)
+        return None, type(error), error.problems
     except OSError as error:
         found = storage_error(error) or StorageError(f"{host_name()}: {error}.")
-        return None, (StorageError, found.problems)
+        return None, StorageError, found.problems
 
 
-def _raise(refusals: list[Refusal]) -> None:
-    if refusals:
-        problems = [problem for _, problems in refusals for problem in problems]
-        raise refusals[0][0](list(dict.fromkeys(problems)))
+def _answers(outcomes: list[Any]) -> list[Any]:
+    """Return the answers, or raise the refusals of all as one."""
+    refused = [kind for _, kind, _ in outcomes if kind is not None]
+    if refused:
+        raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
+    return [answer for answer, *_ in outcomes]
 
 
 def _connected() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def cpu_group(timeout_s: float) -> Any:

@@ -18,56 +18,39 @@ def global_rank() -> int:
 
 def cpu_fact(name: str) -> str:
     """Return what /proc/cpuinfo says of the first core, `vendor_id` or `model name`; else ""."""
-    facts = Path("/proc/cpuinfo")
-    found = re.search(rf"^{name}\s*: (.*)$", facts.read_text() if facts.exists() else "", re.M)
+    found = re.search(rf"^{name}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1].strip() if found else ""
 
 
-# How much more memory the processes of this job may take on this host.
-
-
 def memory_room_bytes(root: Path = Path("/")) -> int:
-    """Return the least of what the kernel has available and what each control group leaves.
+    """Return how much more memory this job may take here: what the kernel and Slurm leave.
 
-    Slurm limits a job's memory by control groups, and what is in /dev/shm counts. File pages that
-    the kernel would drop first are no use of memory. `root` is there for tests.
+    Slurm limits a job's memory by control groups, around its step, job and user; what is in
+    /dev/shm counts, file pages that the kernel would drop first do not. `root` is for tests.
     """
     memory = (root / "proc/meminfo").read_text(encoding="utf-8")
-    room = [int(re.findall(r"^MemAvailable: *([0-9]+) kB$", memory, re.MULTILINE)[0]) * 1024]
+    available_kib = re.findall(r"^MemAvailable: *([0-9]+) kB$", memory, re.MULTILINE)[0]
+    rooms = [float(available_kib) * 1024]
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            room += _group_rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            room += _group_rooms(
-                root / "sys/fs/cgroup/memory",
-                path,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-    return max(0, min(room))
+            mount, names = "", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1 of control groups
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = "memory"
+        else:
+            continue
+        group = root / "sys/fs/cgroup" / mount / path.lstrip("/")
+        rooms += [_room(directory, *names) for directory in (group, *group.parents)]
+    return int(max(0, min(rooms)))
 
 
-def _group_rooms(mount: Path, path: str, limit_file: str, usage_file: str) -> list[int]:
-    """Return what a group and those around it (step, job, user) leave, where they limit."""
-    rooms = []
-    group = mount / path.lstrip("/")
-    for directory in (group, *group.parents):
-        if not directory.is_relative_to(mount):
-            break
-        limit, usage = directory / limit_file, directory / usage_file
-        if not (limit.is_file() and usage.is_file()):
-            continue  # the root has no limit; in a container the path may be the host's
-        allowed = limit.read_text(encoding="utf-8").strip()
-        if allowed != "max":
-            used = int(usage.read_text(encoding="utf-8"))
-            rooms.append(int(allowed) - used + _droppable_bytes(directory))
-    return rooms
-
-
-def _droppable_bytes(group: Path) -> int:
-    statistics = dict(
-        line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-    )
-    # Version 1 counts the groups within under a name of its own.
-    return int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
+    """Return the bytes that one control group leaves; infinity where it has no limit."""
+    if not (group / limit).is_file():
+        return float("inf")  # the root; in a container the path may be the host's
+    allowed = (group / limit).read_text(encoding="utf-8").strip()
+    used = int((group / usage).read_text(encoding="utf-8"))
+    lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    statistics = dict(line.split() for line in lines)
+    return float(allowed.replace("max", "inf")) - used + int(statistics.get(droppable, 0))

@@ -5,6 +5,7 @@ of one node under slurm/launch_node.sh, of all nodes of a job under slurm/traini
 it there is nobody to read a note.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -26,24 +27,12 @@ NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
-_NO_SPACE = "no space (or no inode) is left on the device"
-_QUOTA = "the disk quota is used up"
-_READ_ONLY = "the file system is read-only"
-_BROKEN = "the storage failed (input/output error)"
-_CUT_OFF = "a file could not be written to its end"
-_ERRNOS = {
-    errno.ENOSPC: _NO_SPACE, errno.EDQUOT: _QUOTA, errno.EROFS: _READ_ONLY, errno.EIO: _BROKEN,
-}  # fmt: skip
-# safetensors, pyarrow and torch raise types of their own, tokenizers none, so that the text alone
-# says what happened; torch says only that its writer failed (caffe2/serialize/inline_container.cc).
-_TEXTS = {
-    "No space left on device": _NO_SPACE,
-    "Disk quota exceeded": _QUOTA,
-    "Read-only file system": _READ_ONLY,
-    "Input/output error": _BROKEN,
-    "PytorchStreamWriter failed writing": _CUT_OFF,
-    "iostream error": _CUT_OFF,
-}
+_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+# safetensors and pyarrow raise types of their own, tokenizers none, so that the text alone says
+# what happened; torch and protobuf say only that their writer failed.
+_STORAGE_TEXTS = (
+    *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,13 +68,10 @@ def leave_note(
 
     Never raises: what made the process end matters more than a full disk.
     """
-    directory = notes_directory()
-    if directory is None:
-        return
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
-    _create(directory / f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+    _create(f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
@@ -99,35 +85,31 @@ def leave_verdict(text: str, exit_code: int) -> bool:
 
     Only the first one of a job counts. False, too, without a directory.
     """
-    directory = notes_directory()
-    if directory is None or not _create(directory / VERDICT, text.rstrip() + "\n"):
-        return False
-    return _create(directory / EXIT_CODE, f"{int(exit_code)}\n")
+    first = _create(VERDICT, text.rstrip() + "\n")
+    return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def mark_run_started() -> None:
-    """Say that this start got as far as the run itself, which counts starts without progress.
-
-    The job script counts those that did not (slurm/training_job.sh).
-    """
-    directory = notes_directory()
-    if directory is not None:
-        _create(directory / RUN_STARTED, "")
+    """Tell the job script, which counts starts without progress, that the run itself began."""
+    _create(RUN_STARTED, "")
 
 
-def _create(path: Path, text: str) -> bool:
+def _create(name: str, text: str) -> bool:
     """Write a file that is whole as soon as it is there; False where there is one already."""
-    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}")
+    directory = notes_directory()
+    if directory is None:
+        return False
+    draft = directory / f".{name}.{host_name()}.{os.getpid()}"
     try:
         draft.write_text(text, encoding="utf-8")
         try:
-            os.link(draft, path)  # fails where a file is: who wrote first knows best
+            os.link(draft, directory / name)  # fails where a file is: who wrote first knows best
         finally:
             draft.unlink()
     except FileExistsError:
         return False
     except OSError as error:
-        sys.stderr.write(f"{path} cannot be written ({error.strerror}); it would say: {text}\n")
+        sys.stderr.write(f"{draft} cannot be written ({error.strerror}); it would say: {text}\n")
         sys.stderr.flush()
         return False
     return True
@@ -139,28 +121,23 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
     Without any of those, of the innermost of all; `frames` hold it last, as `extract_tb` does.
     """
     for frame in reversed(frames):
-        if name := _shown_path(frame.filename, packages):
+        name = frame.filename.removeprefix(f"{_ROOT}/")
+        installed = name.rpartition("/site-packages/")[2]
+        if installed != name:  # the virtual environment may lie in the repository
+            if installed.split("/")[0] in packages:
+                return f"{installed}:{frame.lineno} in {frame.name}"
+        elif name != frame.filename:
             return f"{name}:{frame.lineno} in {frame.name}"
     if not frames:
         return "no Python code"
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
 
 
-def _shown_path(filename: str, packages: Sequence[str]) -> str | None:
-    _, installed, name = filename.rpartition("/site-packages/")
-    if installed:  # looked at first: the virtual environment may lie in the repository
-        return name if name.split("/")[0] in packages else None
-    path = Path(filename)
-    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else None
-
-
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:
     """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
     frame = sys._current_frames().get(thread)
-    if frame is None:
-        return []
-    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return list(reversed(summary))
+    stack = traceback.walk_stack(frame) if frame else iter(())
+    return list(reversed(traceback.StackSummary.extract(stack, lookup_lines=False)))
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
@@ -184,41 +161,37 @@ def storage_error(error: BaseException) -> StorageError | None:
 
     Looks through what it was raised from: torch closes a half-written archive with another error.
     """
-    link: BaseException | None = error
-    while link is not None and (fault := _fault(link)) is None:
-        link = link.__cause__ or link.__context__
-    if link is None or fault is None:
+    cause: BaseException | None = error
+    while cause is not None and (fault := _storage_fault(cause)) is None:
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
-    where = place(traceback.extract_tb(error.__traceback__))
-    remedy = "Make room (df -h, df -i, your site's quota command), or lower save_total_limit,"
-    if fault == _BROKEN:
-        remedy = "See whether the storage is sound (the administrators' logs know),"
     return StorageError(
-        f"{host_name()}: {fault}{_target(link, error)} (at {where}). {remedy} and start the same "
-        "command again: it resumes from the newest checkpoint."
+        f"{host_name()}: {fault}{_target(cause, error)}. Make room (df -h, df -i, your site's "
+        "quota command) or have the storage repaired, and start the same command again: it resumes "
+        "from the newest checkpoint."
     )
 
 
-def _fault(error: BaseException) -> str | None:
-    if isinstance(error, OSError) and error.errno in _ERRNOS:
-        return _ERRNOS[error.errno]
+def _storage_fault(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
+        return os.strerror(error.errno)
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     if untyped or "safetensors" in type(error).__module__.lower():
-        return next((fault for text, fault in _TEXTS.items() if text in str(error)), None)
+        return next((text for text in _STORAGE_TEXTS if text in str(error)), None)
     return None
 
 
-def _target(fault: BaseException, error: BaseException) -> str:
+def _target(cause: BaseException, error: BaseException) -> str:
     """Name the file, or the folder that a frame wrote into, with the free space there."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     folders = [names.get("output_dir") or names.get("save_directory") for names in frames]
-    targets = [getattr(fault, "filename", None), *reversed(folders)]
-    target = next((target for target in targets if isinstance(target, str | Path)), None)
-    if target is None:
-        return ""
-    path = Path(target).absolute()
-    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
-    try:
-        return f", writing {target} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free)"
-    except OSError:
-        return f", writing {target}"
+    for target in (getattr(cause, "filename", None), *reversed(folders)):
+        if isinstance(target, str | Path):
+            path = Path(target).absolute()
+            folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+            free = "unknown"
+            with contextlib.suppress(OSError):
+                free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB"
+            return f", writing {target} ({free} free)"
+    return ""

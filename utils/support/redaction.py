@@ -24,7 +24,7 @@ _SHORTEST_SECRET = 8
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 # Not every `--*_token` is a secret: --eos_token and --pad_token are vocabulary entries.
 _SECRET_FLAG = re.compile(
-    r"token|(\w*_)?((hub|hf|access|auth|write|bearer)_token|api_key|secret|password)"
+    r"__(token|(\w*_)?((hub|hf|access|auth|write|bearer)_token|api_key|secret|password))"
 )
 
 
@@ -38,11 +38,8 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
 
     from dotenv import dotenv_values
 
-    text = _read_private(Path(path))
-    if text is None:
-        return []
     # Without interpolation: a `$` in a token is a `$`.
-    values = dotenv_values(stream=StringIO(text.removeprefix("\ufeff")), interpolate=False)
+    values = dotenv_values(stream=StringIO(_read_private(Path(path))), interpolate=False)
     taken = [name for name in TOKEN_NAMES if values.get(name) and not os.environ.get(name)]
     os.environ.update({name: str(values[name]) for name in taken})
     if unused := len(values.keys() - set(TOKEN_NAMES)):
@@ -51,33 +48,27 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
     return taken
 
 
-def _read_private(path: Path) -> str | None:
-    """Read a file that only its owner, this user, can read; None where there is no file."""
+def _read_private(path: Path) -> str:
+    """Read a file that only its owner, this user, can read; empty where there is no file."""
     try:
         # Not through a symlink, whose target others may change; a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return None
+        return ""
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be read ({error.strerror}): make it a file of your own, no symlink."
         ) from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+        if not private or status.st_uid != os.getuid():
             raise ConfigurationError(
-                f"{path} holds tokens, but it is not a file of yours (owner: uid {status.st_uid}): "
-                f"copy yours there, then chmod 600 {path}"
-            )
-        if status.st_mode & 0o077:
-            raise ConfigurationError(
-                f"{path} can be read or changed by others (mode {status.st_mode & 0o777:03o}): "
+                f"{path} holds tokens, but is not a file that you alone can read and change (owner "
+                f"{status.st_uid}, mode {status.st_mode & 0o777:03o}): make it your own, then "
                 f"chmod 600 {path}"
             )
-        return os.read(descriptor, status.st_size).decode("utf-8")
-    except UnicodeDecodeError:
-        # `from None`: the error's text holds the file's bytes.
-        raise ConfigurationError(f"{path} is not UTF-8 text: write it again.") from None
+        return os.read(descriptor, status.st_size).decode("utf-8-sig", errors="replace")
     finally:
         os.close(descriptor)
 
@@ -101,12 +92,11 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     secret_follows = False
     for argument in argv:
         flag, equals, _ = argument.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        names_secret = flag.startswith("-") and bool(_SECRET_FLAG.fullmatch(name))
-        if secret_follows and not argument.startswith("--"):
-            redacted.append(MASK)
-        elif names_secret and equals:
+        names_secret = bool(_SECRET_FLAG.fullmatch(flag.replace("-", "_")))
+        if names_secret and equals:
             redacted.append(f"{flag}={MASK}")
+        elif secret_follows and not argument.startswith("--"):
+            redacted.append(MASK)
         else:
             redacted.append(redact(argument))
         secret_follows = names_secret and not equals

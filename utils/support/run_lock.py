@@ -1,9 +1,9 @@
 """One job per run directory: a second one is refused, a dead job's lock is taken over.
 
 The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. Its owner
-rewrites it every few seconds, and when it leaves writes that into it; nobody else removes it. A
-newcomer that finds the owner gone creates the next number, exclusively: one newcomer alone
-succeeds, on NFS too, where flock may not work. No clocks are compared.
+rewrites its file every few seconds, and when it leaves writes that into it. A newcomer that finds
+the owner gone creates the next number, exclusively: one newcomer alone succeeds, on NFS too, where
+flock may not work. No file is removed, so no number is taken twice. No clocks are compared.
 """
 
 import atexit
@@ -88,9 +88,11 @@ class RunLock:
         self.beats = 0
         self.lost: str | None = None
         self.folder.mkdir(exist_ok=True)
-        while not self._create(number := self._wait_for_the_last_owner() + 1):
-            pass
-        self.number = number
+        while True:
+            self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
+            with contextlib.suppress(FileExistsError):  # another newcomer was faster
+                self._write(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                break
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
         self._thread.start()
@@ -103,7 +105,7 @@ class RunLock:
         self._thread.join(timeout=BEAT_S)
         with contextlib.suppress(OSError):
             if not self._thread.is_alive() and self.taken_over() is None:
-                self._write(self.number, os.O_WRONLY, left=True)
+                self._write(os.O_WRONLY, left=True)
 
     def taken_over(self) -> str | None:
         """Return who has the directory now; None: this process."""
@@ -123,43 +125,26 @@ class RunLock:
         number, before = _newest(self.folder)
         if number == 0 or before.get("left"):
             return number
+        until = time.monotonic()
         if not _is_gone(before):
+            until += WATCH_S
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                _named(before),
-                WATCH_S,
-            )
-            until = time.monotonic() + WATCH_S
-            while time.monotonic() < until:
-                time.sleep(LOOK_S)
-                number, content = _newest(self.folder)
-                if content.get("left"):
-                    return number
-                if content and content != before:
-                    raise ConfigurationError(self._refusal(content))
+                _named(before), WATCH_S,
+            )  # fmt: skip
+        while time.monotonic() < until:
+            time.sleep(LOOK_S)
+            number, content = _newest(self.folder)
+            if content.get("left"):
+                return number
+            if content and content != before:
+                raise ConfigurationError(
+                    f"{self.output_dir} is in use by {_named(content)}: two jobs in one directory "
+                    "would overwrite each other. Wait for it to end, stop it (touch "
+                    f"{self.output_dir / 'STOP'}), or name another --output_dir."
+                )
         logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
         return number
-
-    def _refusal(self, content: dict[str, Any]) -> str:
-        job = content["owner"].get("job")
-        return (
-            f"{self.output_dir} is in use by {_named(content)}: two jobs in one directory would "
-            "overwrite each other. Wait for it to end, stop it (touch "
-            f"{self.output_dir / 'STOP'}{f', scancel {job}' if job else ''}), or name another "
-            "--output_dir."
-        )
-
-    def _create(self, number: int) -> bool:
-        """Take a number; False if another process was faster."""
-        try:
-            self._write(number, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        numbers = _numbers(self.folder)
-        for other in numbers:
-            if other < max(numbers):  # earlier owners; or ours, if this process was slow
-                (self.folder / f"owner-{other}").unlink(missing_ok=True)
-        return max(numbers) == number
 
     def _keep_beating(self) -> None:
         warned = False
@@ -167,61 +152,53 @@ class RunLock:
             self.beats += 1
             try:
                 self.lost = self.taken_over()
-                if self.lost is None:
-                    self._write(self.number, os.O_WRONLY)
+                if self.lost is not None:
+                    logger.error("%s", self.lost)
+                    return
+                self._write(os.O_WRONLY)
             except OSError as error:
                 if not warned:
                     logger.warning("the lock of %s cannot be renewed: %s", self.output_dir, error)
                 warned = True
-            if self.lost is not None:
-                logger.error("%s", self.lost)
-                return
 
-    def _write(self, number: int, flags: int, *, left: bool = False) -> None:
+    def _write(self, flags: int, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""
         content = {"owner": self.owner, "beat": self.beats, "left": left}
-        text = json.dumps(content).ljust(1023) + "\n"
-        descriptor = os.open(self.folder / f"owner-{number}", flags, 0o644)
+        descriptor = os.open(self.path, flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
-            file.write(text.encode())
-
-
-def _numbers(folder: Path) -> list[int]:
-    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
+            file.write((json.dumps(content).ljust(1023) + "\n").encode())
 
 
 def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the highest number (0: none) and its file's content, empty if it names no owner."""
-    number = max(_numbers(folder), default=0)
+    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    number = max((int(name[1]) for name in found if name), default=0)
     try:
-        content = json.loads((folder / f"owner-{number}").read_bytes()) if number else {}
+        content = json.loads((folder / f"owner-{number}").read_bytes())
     except (FileNotFoundError, ValueError):
         return number, {}
-    named = isinstance(content, dict) and isinstance(content.get("owner"), dict)
-    return number, content if named else {}
+    return number, content if isinstance(content, dict) and content.get("owner") else {}
 
 
 def _named(content: dict[str, Any]) -> str:
     if not content:
         return "a process that left no name"
     owner = content["owner"]
-    job = f" (Slurm job {owner.get('job')})" if owner.get("job") else ""
-    return f"process {owner.get('pid')} on {owner.get('host')}{job}, since {owner.get('since')}"
+    job = f" (Slurm job {owner['job']})" if owner["job"] else ""
+    return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"
 
 
 def _is_gone(content: dict[str, Any]) -> bool:
     """Whether an owner is known to be gone; False: only its heartbeat tells."""
-    owner = content.get("owner", {})
+    if not content:
+        return False
+    owner = content["owner"]
     # Slurm starts a job again once every process of the earlier start is gone.
-    same_job = owner.get("job") is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
+    same_job = owner["job"] is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
     if same_job and _restart_count() > owner["restart_count"]:
         return True
-    if owner.get("machine") and owner["machine"] == _machine():
+    if owner["machine"] == _machine():
         try:
             os.kill(owner["pid"], 0)
         except ProcessLookupError:
@@ -236,9 +213,6 @@ def _restart_count() -> int:
 
 
 def _machine() -> str:
-    """Name the boot and the pid namespace in which a pid means something; empty without /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
+    """Name the boot and the pid namespace in which a pid means something."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,20 +1,20 @@
 """Launches: what is wrong with one, the first collective of all ranks, the strategy that runs."""
 
+import re
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launching import free_port, quiet_environment
 
-from utils.config.errors import ConfigurationError, ExitCode
-from utils.launch import processes as launch
+from utils.config.errors import ConfigurationError
 from utils.launch.processes import (
     LaunchFacts,
-    actual_strategy,
     check_launch,
     check_strategy,
     launch_problem,
@@ -24,80 +24,51 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("environment", "processes", "visible_gpus", "code", "message"),
+    ("environment", "processes", "visible_gpus", "message"),
     [
-        ({"WORLD_SIZE": "2"}, 1, 0, 2, r"n1: .*started 2 processes, .* connected 1.*--use_cpu"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, 2, r"srun started 4 copies.*--ntasks-per-node=1"),
-        ({}, 1, 4, 2, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*--num_processes 4"),
-        (
-            {"WORLD_SIZE": "2", "SLURM_STEP_GPUS": "0,1"}, 1, 0,
-            ExitCode.UNFIT, r"SLURM_STEP_GPUS=0,1\), but torch sees none.* n1",
-        ),
+        ({"WORLD_SIZE": "2"}, 1, 0, r"n1: .*started 2 processes, .* connected 1.*--use_cpu"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, r"srun started 4 copies.*--ntasks-per-node=1"),
+        ({}, 1, 4, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*launch_node.sh"),
+        ({}, 1, 0, None),
+        ({"MASTER_ADDR": "n1"}, 1, 1, None),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, 1, 1, None),
+        ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8, 4, None),
+        ({"WORLD_SIZE": "1"}, 1, 4, None),
     ],
-)  # fmt: skip
+)
 def test_a_launch_that_went_wrong_is_explained(
-    environment, processes, visible_gpus, code, message, monkeypatch
+    environment, processes, visible_gpus, message, monkeypatch
 ):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     problem = launch_problem(environment, processes, visible_gpus)
-    assert problem.exit_code == code
-    with pytest.raises(ConfigurationError, match=message):
-        raise problem
+    assert (problem is None) == (message is None)
+    assert message is None or re.search(message, problem)
 
 
 @pytest.mark.parametrize(
-    ("environment", "processes", "visible_gpus"),
+    ("requested", "kind", "number", "refused"),
     [
-        ({}, 1, 0),
-        ({"MASTER_ADDR": "n1"}, 1, 1),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, 1, 1),
-        ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8, 4),
-        ({"WORLD_SIZE": "1"}, 1, 4),
+        ("fsdp2", "MULTI_CPU", 0, "asked for fsdp2, but accelerate runs ddp on cuda"),
+        ("fsdp2", "FSDP", 1, "asked for fsdp2, but accelerate runs fsdp1"),
+        ("zero2", "DEEPSPEED", 3, "asked for zero2, but accelerate runs zero3"),
+        ("single", "DEEPSPEED", 2, "asked for single, but accelerate runs zero2"),
+        ("single", "MULTI_GPU", 0, None),
+        ("single", "NO", 0, None),
+        ("fsdp2", "FSDP", 2, None),
+        ("zero_file", "DEEPSPEED", 3, None),
     ],
 )
-def test_a_sound_launch_has_no_problem(environment, processes, visible_gpus):
-    assert launch_problem(environment, processes, visible_gpus) is None
-
-
-@pytest.mark.parametrize(
-    ("requested", "actual", "device", "message"),
-    [
-        ("fsdp2", "ddp", "cpu", "asked for fsdp2, but accelerate runs ddp.*need GPUs"),
-        ("fsdp2", "fsdp1", "cuda", "asked for fsdp2, but accelerate runs fsdp1.*--fsdp"),
-        ("zero2", "zero3", "cuda", "asked for zero2, but accelerate runs zero3"),
-        ("single", "zero2", "cuda", "asked for single, but accelerate runs zero2"),
-        ("single", "ddp", "cuda", None),
-        ("fsdp2", "fsdp2", "cuda", None),
-        ("zero_file", "zero3", "cuda", None),
-    ],
-)
-def test_another_strategy_than_asked_for_is_refused(
-    monkeypatch, requested, actual, device, message
-):
-    monkeypatch.setattr(launch, "actual_strategy", lambda: actual)
-    facts = LaunchFacts(0, 1, requested, ("n1",), device)
-    if message is None:
-        check_strategy(facts)
-        return
-    with pytest.raises(ConfigurationError, match=message):
-        check_strategy(facts)
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [("NO", "single"), ("MULTI_GPU", "ddp"), ("MULTI_CPU", "ddp"), ("FSDP", "fsdp2"),
-     ("DEEPSPEED", "zero3")],
-)  # fmt: skip
-def test_the_actual_strategy_is_read_from_accelerates_state(monkeypatch, kind, strategy):
+def test_another_strategy_than_asked_for_is_refused(monkeypatch, requested, kind, number, refused):
     from accelerate.utils import DistributedType
 
     state = SimpleNamespace(
         distributed_type=DistributedType(kind),
-        fsdp_plugin=SimpleNamespace(fsdp_version=2),
-        deepspeed_plugin=SimpleNamespace(zero_stage=3),
+        fsdp_plugin=SimpleNamespace(fsdp_version=number),
+        deepspeed_plugin=SimpleNamespace(zero_stage=number),
     )
     monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
-    assert actual_strategy() == strategy
+    with pytest.raises(ConfigurationError, match=refused) if refused else nullcontext():
+        check_strategy(LaunchFacts(0, 1, requested, ("n1",), "cuda"))
 
 
 def test_one_process_passes_unless_more_were_started(monkeypatch):
@@ -124,7 +95,7 @@ RANK = """
     from utils.launch.script import run_script
 
     rank = int(os.environ["RANK"])
-    launch.FIRST_COLLECTIVE_LIMIT_S = 3
+    launch.FIRST_COLLECTIVE_LIMIT_S = 2
 
     def main():
         PartialState(cpu=True)
@@ -170,32 +141,23 @@ def run_ranks(trouble: str, processes: int = 2) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_ranks_that_meet_know_each_others_hosts():
-    for rank, (code, output) in enumerate(run_ranks("pass")):
-        assert code == 0, output
-        assert f"rank={rank}" in output
-        assert "hosts=('n0', 'n1')" in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
-        ("if rank == 1: time.sleep(5); os._exit(9)", "there is no sign of rank 1, n1."),
-        (
-            "if rank == 1: dist.all_gather_object = lambda *_: time.sleep(100)",
-            "though all ranks are there. Look at the interface",
-        ),
+        ("pass", None),
+        ("if rank == 1: time.sleep(4); os._exit(9)", "There is no sign of rank 1, n1."),
+        ("if rank == 1: dist.all_gather_object = lambda *_: time.sleep(100)", "Look at the inter"),
     ],
-    ids=["absent", "stuck"],
+    ids=["together", "absent", "stuck"],
 )
-def test_a_collective_that_never_ends_names_the_cause_and_does_not_keep_the_process(
-    trouble, message
-):
+def test_the_first_collective_ends_in_time_or_names_who_is_absent(trouble, message):
     begin = time.monotonic()
     (code, output), _ = run_ranks(trouble)
+    if message is None:
+        assert code == 0, output
+        assert "hosts=('n0', 'n1')" in output
+        return
     assert code == 69, output
-    said = "n0 rank 0 of 2: the first collective of all ranks (cpu) did not end within 3 s"
-    assert said in output
-    assert message in output
+    said = "n0 rank 0 of 2: the first collective of all ranks (cpu) did not end within 2 s. "
+    assert said + message in output
     assert time.monotonic() - begin < 40

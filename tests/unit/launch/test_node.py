@@ -153,13 +153,13 @@ def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
-        ((), {}, "no script given: slurm/launch_node.sh SCRIPT"),
+        ((), {}, "nothing is no file in"),
         (("none.py",), {}, "none.py is no file in"),
         (("pretrain.py",), {"STOKER_MAIN_PORT": "x"}, "STOKER_MAIN_PORT='x' is no port"),
         (
             ("pretrain.py",),
             {"ACCELERATE_CONFIG": "/none.yaml"},
-            "CONFIG=/none.yaml cannot be",
+            "CONFIG=/none.yaml is no accelerate config",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(signals, tmp_
     assert directory.parent == tmp_path
     assert directory.name.startswith("stoker-5-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    inductor = str(directory / "cache/torchinductor_cache_dir")
+    inductor = str(directory / "compiled/torchinductor_cache_dir")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
     assert Path(inductor).is_dir()
     assert Path(os.environ["STOKER_NOTES_DIR"]).is_dir()

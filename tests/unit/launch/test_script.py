@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tqdm import tqdm
 
 from utils.config.errors import (
     ConfigurationError,
@@ -26,7 +25,6 @@ from utils.config.errors import (
 from utils.launch import script
 from utils.launch.script import (
     LineFormatter,
-    LineHandler,
     configure_environment,
     configure_logging,
     run_script,
@@ -112,12 +110,8 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
     assert the_note(notes)[:2] == ("failed", 3)
 
 
-def fail_in_the_repository():
-    place(3)  # type: ignore[arg-type] # fails in notes.py
-
-
 def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_place(capsys, notes):
-    assert run_script(fail_in_the_repository) == 1
+    assert run_script(lambda: place(3)) == 1  # fails in notes.py
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback (most recent call last):\n")
     assert shown.splitlines()[-1].startswith("TypeError: ")
@@ -125,9 +119,6 @@ def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_plac
     assert (kind, code) == ("failed", 1)
     assert text.startswith("TypeError: 'int' object is not reversible (utils/support/notes.py:")
     assert text.endswith(" in place)")
-    (notes / "rank-0.json").unlink()
-    run_script(raising(RuntimeError("the cause\n\nCompile with DSA")))
-    assert the_note(notes)[2].startswith("RuntimeError: the cause (tests/unit/launch/test_script")
 
 
 def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch):
@@ -139,16 +130,11 @@ def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch
     assert lines[-1] == "n1 rank 5  bang"
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert run_script(raising(OSError(errno.ENOSPC, "full", "/no/x"))) == 74
-    assert capsys.readouterr().err.startswith("n1 rank 5  storage error: n1: no space")
+    assert capsys.readouterr().err.startswith("n1 rank 5  storage error: n1: No space")
 
 
 def test_a_failure_of_the_compiler_says_what_to_do(capsys, notes):
-    def layer(states):
-        torch._dynamo.graph_break()
-        return states
-
-    compiled = torch.compile(layer, fullgraph=True)
-    assert run_script(lambda: compiled(torch.ones(1))) == 1
+    assert run_script(raising(torch._dynamo.exc.Unsupported("a graph break"))) == 1
     assert capsys.readouterr().err.endswith("--compile false trains without, slower.\n")
     assert "--compile" not in the_note(notes)[2]
 
@@ -166,11 +152,15 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     ("error", "said"),
     [
         # What tokenizers raises, which has no type of its own.
-        (Exception("No space left on device (os error 28)"), "no space .* Make room .df -h"),
-        (Exception("Input/output error (os error 5)"), "storage failed .* See whether the storage"),
-        (OSError(errno.EIO, "Input/output error", "/x"), "storage failed .* See whether the stora"),
-        (OSError(errno.EDQUOT, "Quota", "/no/x"), r"disk quota is used up, writing /no/x \(.* GiB"),
-        (OSError(errno.EROFS, "Read-only", "/no/x"), "the file system is read-only, writing"),
+        (
+            Exception("No space left on device (os error 28)"),
+            r"No space left on device\. Make room",
+        ),
+        (OSError(errno.EIO, "x", "/x"), r"Input/output error, writing /x \(.* or have the storage"),
+        (
+            OSError(errno.EDQUOT, "x", "/no/x"),
+            r"Disk quota exceeded, writing /no/x \(.* GiB free\)",
+        ),
     ],
 )
 def test_storage_that_fails_in_any_words_is_a_storage_error(error, said, capsys, notes):
@@ -217,12 +207,9 @@ def test_the_words_of_libraries_for_a_full_disk_are_known(save, small_disk, caps
     assert str(small_disk) in shown
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [("return 0", 0), ("raise RuntimeError", 1), ("return 75", 75), ("sys.exit(3)", -6)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "code"), [("return 0", 0), ("raise RuntimeError", 1)])
 def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, code):
-    """What leaves by SystemExit ends as Python ends."""
     program = f"""
         import os, sys
         from utils.launch.script import run_script
@@ -243,7 +230,7 @@ def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, cod
 @pytest.mark.parametrize(
     "command",
     [
-        ["pretrain.py", "--help"], ["sft_train.py", "--help"], ["prepare_data.py", "--help"],
+        ["pretrain.py", "--help"], ["prepare_data.py", "--help"],
         ["-m", "utils.launch.node", "pretrain.py"],
     ],
 )  # fmt: skip
@@ -281,7 +268,8 @@ def fresh_logging(monkeypatch):
 def logged(level=logging.INFO):
     out = io.StringIO()
     configure_logging()
-    (handler,) = [known for known in logging.getLogger().handlers if isinstance(known, LineHandler)]
+    known = logging.getLogger().handlers
+    (handler,) = [one for one in known if isinstance(one.formatter, LineFormatter)]
     handler.setStream(out)
     log = logging.getLogger("utils.test")
     log.info("started")
@@ -305,22 +293,6 @@ def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     (line,) = logged()
     assert line.endswith("  n1 rank 3  WARNING  careful")
-
-
-def test_a_line_does_not_break_a_progress_bar():
-    out = io.StringIO()
-    handler = LineHandler()
-    handler.setStream(out)
-    handler.setFormatter(LineFormatter(0))
-    with tqdm(total=3, file=out, mininterval=0) as bar:
-        bar.update(1)
-        handler.emit(logging.LogRecord("x", logging.INFO, "f", 1, "hello", None, None))
-        bar.update(1)
-    shown = out.getvalue()
-    # On a line of its own: the bar was wiped before and drawn again after.
-    assert "hello\n" in shown
-    before = shown[: shown.index("hello")].rsplit("\r", 1)[1]
-    assert "%" not in before
 
 
 @pytest.mark.parametrize(

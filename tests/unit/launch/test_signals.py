@@ -34,87 +34,70 @@ print("came back", flush=True)
 """
 
 
-class Child:
-    def __init__(self, program: str, node_dir: Path | None = None, within_s: float = 1.0):
+@pytest.fixture
+def start():
+    """Start a process that has installed its handlers; killed after the test."""
+    children = []
+
+    def ready(program: str, node_dir: Path | None = None, within_s: float = 1.0):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "WITHIN_S": str(within_s)}
-        environment.pop(signals.NODE_DIR, None)
-        if node_dir is not None:
-            environment[signals.NODE_DIR] = str(node_dir)
-        self.process = subprocess.Popen(
+        environment[signals.NODE_DIR] = str(node_dir or "")
+        child = subprocess.Popen(
             [sys.executable, "-c", START + program],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n"
+        children.append(child)
+        assert child.stdout.readline() == "ready\n"
+        return child
 
-    def send(self, *numbers: int) -> None:
-        for number in numbers:
-            self.process.send_signal(number)
-
-    def end(self, timeout_s: float = 15) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_process(monkeypatch):
-    children = []
-    start = Child.__init__
-
-    def remembered(self, *args, **kwargs):
-        children.append(self)
-        start(self, *args, **kwargs)
-
-    monkeypatch.setattr(Child, "__init__", remembered)
-    yield
+    yield ready
     for child in children:
-        child.process.kill()
-        child.process.wait()
+        child.kill()
+        child.wait()
+
+
+def end(child: subprocess.Popen, timeout_s: float = 15) -> tuple[int, str]:
+    output, _ = child.communicate(timeout=timeout_s)
+    return child.returncode, output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_without_our_launcher_a_signal_asks_for_a_stop(number):
-    child = Child(WAIT)
-    child.send(number, number)
-    assert child.end() == (0, f"asked: {number.name}\n")
+def test_without_our_launcher_a_signal_asks_for_a_stop(start):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        child = start(WAIT)
+        child.send_signal(number)
+        assert end(child) == (0, f"asked: {number.name}\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [WAIT, STUCK_IN_C], ids=["waiting", "stuck in C"])
-def test_a_sigterm_without_the_launchers_file_ends_the_process(program, tmp_path):
+def test_a_sigterm_without_the_launchers_file_ends_the_process(program, tmp_path, start):
     """Its launcher is ending it because another rank failed."""
-    child = Child(program, tmp_path)
+    child = start(program, tmp_path)
     begin = time.monotonic()
-    child.send(signal.SIGTERM)
-    code, output = child.end()
-    assert (code, output) == (143, "")
+    child.send_signal(signal.SIGTERM)
+    assert end(child) == (143, "")
     assert 0.9 < time.monotonic() - begin < 4
 
 
 @pytest.mark.slow
-def test_a_sigterm_to_the_whole_job_is_a_request(tmp_path):
+def test_a_sigterm_to_the_whole_job_is_a_request(tmp_path, start):
     """The launcher got it too and leaves its file a moment later."""
-    child = Child(WAIT, tmp_path, within_s=3)
-    child.send(signal.SIGTERM)
+    child = start(WAIT, tmp_path, within_s=3)
+    child.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     (tmp_path / "STOP").write_text("SIGTERM, 300 s before the time limit\n")
-    assert child.end() == (0, "asked: SIGTERM, 300 s before the time limit\n")
+    assert end(child) == (0, "asked: SIGTERM, 300 s before the time limit\n")
 
 
 @pytest.mark.slow
-def test_a_process_stuck_in_c_stays_where_the_job_is_to_stop(tmp_path):
+def test_a_process_stuck_in_c_stays_where_the_job_is_to_stop(tmp_path, start):
     (tmp_path / "STOP").touch()
-    child = Child(STUCK_IN_C, tmp_path, within_s=0.3)
-    child.send(signal.SIGTERM, signal.SIGUSR1)
+    child = start(STUCK_IN_C, tmp_path, within_s=0.3)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        child.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
-        child.end(timeout_s=1.5)
-
-
-def test_the_launchers_file_is_a_request(tmp_path, monkeypatch):
-    monkeypatch.setenv(signals.NODE_DIR, str(tmp_path))
-    assert signals.stop_request() is None
-    (tmp_path / "STOP").touch()
-    assert signals.stop_request() == "a signal to the job"
+        end(child, timeout_s=1)
 
 
 LOADER = """

@@ -7,7 +7,6 @@ import pytest
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.launch.slurm import (
     Allocation,
-    allocated_gpus,
     asks_for_cpu,
     expand_hosts,
     job_end_time,
@@ -34,20 +33,6 @@ def test_a_slurm_step_is_read_from_its_variables():
     given = {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
     found = read_allocation(STEP | given, no_devices)
     assert (found.address, found.port) == ("10.0.0.1", 4242)
-
-
-@pytest.mark.parametrize(
-    ("variables", "count"),
-    [
-        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0"}, 8),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ({}, 0),
-    ],
-)
-def test_gpus_are_counted_from_what_slurm_sets(variables, count):
-    assert allocated_gpus(variables) == count
 
 
 def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it():
@@ -88,22 +73,21 @@ BATCH = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
     ("environment", "error", "message"),
     [
         (STEP | {"SLURM_GPUS_ON_NODE": "0"}, UnfitClusterError, r"n2: Slurm gave this job no GPU"),
-        (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"=2, but n2 has 4 GPU"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"8 tasks on 2 node.*--ntasks"),
-        (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, r"not by srun.*2 node"),
+        (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"=2, but .* has 4 GPU"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"started 8 tasks on 2 node"),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, "started by srun"),
         # The shell that salloc gives, on the login node.
-        (BATCH | {"SLURM_NODEID": None}, ConfigurationError, "not by srun"),
+        ({"SLURM_JOB_ID": "5"}, ConfigurationError, "started by srun"),
         *[
             (
                 STEP | {"STOKER_PROCESSES_PER_NODE": given, "DS_ACCELERATOR": "cpu"},
                 ConfigurationError, "is no number of processes",
             )
-            for given in ("0", "-1", "2 ", "1;id", "\u0662", "99999")
+            for given in ("0", "2 ", "1;id", "\u0662")
         ],
     ],
 )  # fmt: skip
 def test_allocations_that_cannot_train_are_refused(environment, error, message):
-    environment = {name: value for name, value in environment.items() if value is not None}
     with pytest.raises(error, match=message):
         read_allocation(environment, no_devices)
     assert read_allocation(BATCH, no_devices).world_size == 1
@@ -137,35 +121,23 @@ def test_ports_of_neighbouring_jobs_and_steps_differ_and_are_not_ephemeral():
 
 def test_a_given_port_wins_and_has_to_be_one():
     assert main_port({"SLURM_JOB_ID": "5", "STOKER_MAIN_PORT": "4242"}) == 4242
-    assert main_port({"SLURM_JOB_ID": "5", "STOKER_MAIN_PORT": ""}) == main_port(
-        {"SLURM_JOB_ID": "5"}
-    )
-    for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662", "$(x)"):
+    for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662"):
         with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
             main_port({"STOKER_MAIN_PORT": given})
 
 
-@pytest.fixture
-def squeue(tmp_path, monkeypatch):
-    """A squeue that answers as told, and refuses to be asked anything else."""
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "123")
-
-    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-
-    def answers(text: str, code: int = 0, job: str = "123"):
+def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_path, caplog):
+    def squeue(text: str, job: str = "123") -> None:
         path = tmp_path / "squeue"
-        path.write_text(
-            f'#!/bin/sh\n[ "$*" = "--noheader --jobs={job} --format=%e" ] || exit 9\n'
-            f"echo '{text}'\nexit {code}\n"
-        )
+        asked = f"--noheader --jobs={job} --format=%e"
+        path.write_text(f"#!/bin/sh\n[ \"$*\" = '{asked}' ] && echo '{text}'\n")
         path.chmod(0o755)
 
-    return answers
-
-
-def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, squeue, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert job_end_time() is None  # no job
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
     squeue("2030-01-02T03:04:05")
     assert job_end_time() == datetime.datetime(2030, 1, 2, 3, 4, 5).timestamp()
     # The last task of an array has the array's own id, by which squeue would show every task.
@@ -173,21 +145,14 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, squeue,
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
     squeue("2030-01-02T03:04:05", job="123_4")
     assert job_end_time() == datetime.datetime(2030, 1, 2, 3, 4, 5).timestamp()
+    assert not caplog.records
+    for text, job in [("N/A", "123_4"), ("", "123_4"), ("", "none")]:
+        squeue(text, job)
+        assert job_end_time() is None
+    (tmp_path / "squeue").unlink()  # no squeue at all
+    assert job_end_time() is None
+    for record in caplog.records:
+        assert "the end of the time limit is unknown (squeue" in record.message
+    assert len(caplog.records) == 4
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
     assert job_end_time() == 1893456000.0
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert job_end_time() is None  # no job
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(("text", "code"), [("N/A", 0), ("", 0), ("no such job", 1), ("", 127)])
-def test_an_unknown_end_is_logged(text, code, squeue, caplog, monkeypatch, tmp_path):
-    if code == 127:
-        monkeypatch.setenv("PATH", str(tmp_path))  # no squeue at all
-    else:
-        squeue(text, code)
-    assert job_end_time() is None
-    (record,) = caplog.records
-    assert "the end of the time limit is unknown (squeue" in record.message
-    assert "signals and STOP still work" in record.message
