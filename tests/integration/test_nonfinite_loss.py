@@ -71,9 +71,9 @@ def documents(run: Path) -> set[int]:
 
 
 CAUSES = {
-    "nan": "step 4: the loss of rank 0 in micro-batch 2 is NaN",
-    "inf_loss": "step 4: the loss of rank 0 in micro-batch 2 is infinite",
-    "inf_gradient": "step 4: the gradient norm is (NaN|infinite), though the losses are finite",
+    "nan": "step 4: the loss of rank 0 in micro-batch 2 is nan",
+    "inf_loss": "step 4: the loss of rank 0 in micro-batch 2 is inf",
+    "inf_gradient": "step 4: the gradient norm is not finite .*, though the losses are",
 }
 
 
@@ -150,10 +150,10 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
         pytest.param(
             "multi_gpu",
             "inf_loss",
-            "step 4: the loss of rank 1 in micro-batch 2 is infinite",
+            "step 4: the loss of rank 1 in micro-batch 2 is inf",
             marks=pytest.mark.exhaustive,
         ),
-        ("fsdp2", "inf_loss", "step 4: the loss of rank 1 in micro-batch 2 is infinite"),
+        ("fsdp2", "inf_loss", "step 4: the loss of rank 1 in micro-batch 2 is inf"),
         ("zero2", "inf_gradient", "step 4: the gradient norm is [a-zA-Z ]*, though the losses"),
     ],
 )

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
@@ -47,14 +47,13 @@ class Journal(TrainerCallback):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.sources, self.stopped = checkpoints, list(sources), stopped
         self.saves_written = 0
-        self.file: TextIO | None = None
         self.first_step: tuple[int, float] | None = None  # of this start, and when it ended
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the file and note the start."""
+        """Note the start."""
         self.first_step = None
         if not state.is_world_process_zero:
             return
@@ -63,7 +62,6 @@ class Journal(TrainerCallback):
             file.seek(max(file.tell() - 1, 0))
             if file.read(1) not in (b"\n", b""):
                 file.write(b"\n")  # the process died within a line, which stays one of its own
-        self.file = self.path.open("a", encoding="utf-8")
         event = "resumed" if state.global_step else "started"
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
@@ -97,8 +95,10 @@ class Journal(TrainerCallback):
             return
         self._write_saves()
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
-        if any(key.startswith("eval_") for key in logs):
-            line |= {"event": "eval", "split": split_of(logs)}
+        losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
+        if losses:
+            split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
+            line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
@@ -121,29 +121,13 @@ class Journal(TrainerCallback):
             self._write({"event": "save", **dataclasses.asdict(save)})
             self.saves_written += 1
 
-    @override
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-
     def _write(self, line: Mapping[str, Any]) -> None:
         """Append a line, unless another job owns the run directory by now (the lock logged it)."""
         if known_loss(self.path.parent) is not None:
             return
         text = json.dumps(valid_json({**line, "time": round(time.time(), 3)}), allow_nan=False)
-        # Closed: an evaluation outside of training.
-        file = self.file or self.path.open("a", encoding="utf-8")
-        file.write(text + "\n")
-        file.flush()
-        if self.file is None:
-            file.close()
-
-
-def split_of(logs: Mapping[str, Any]) -> str | None:
-    """Return the split's name in `eval_NAME_loss`; None for an unnamed one."""
-    key = next((key for key in logs if key.startswith("eval_") and key.endswith("_loss")), "")
-    return key.removeprefix("eval_").removesuffix("loss").removesuffix("_") or None
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def valid_json(value: Any) -> Any:
@@ -165,49 +149,22 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Non-finite figures are floats again. Of several events of one kind, split and step the last
     counts (an interrupted evaluation is done again, all of its splits).
     """
+    numbers = {written: float(number) for number, written in NOT_FINITE.items()}
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        line = _parse_line(text)
-        if line is None:
-            continue
-        if line["event"] in ("started", "resumed"):
-            done = line["step"] if line["event"] == "resumed" else -1
+        try:
+            line = json.loads(text)
+            event, step = line["event"], line["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off where a process died
+        if event in ("started", "resumed"):
+            done = step if event == "resumed" else -1
             events = {key: old for key, old in events.items() if old["step"] <= done}
             continue
-        events[line["event"], line.get("split"), line["step"]] = line
+        texts = {key: value for key, value in line.items() if isinstance(value, str)}
+        line |= {key: numbers[value] for key, value in texts.items() if value in numbers}
+        events[event, line.get("split"), step] = line
     return list(events.values())
-
-
-def _parse_line(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or "event" not in line or "step" not in line:
-        return None
-    numbers = {written: float(number) for number, written in NOT_FINITE.items()}
-    return {
-        key: numbers.get(value, value) if isinstance(value, str) else value
-        for key, value in line.items()
-    }
-
-
-def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
-    """Format an event of the journal; figures that it does not hold are left out."""
-    if line["event"] == "eval":
-        split = line.get("split")
-        prefix = f"eval_{split}_" if split else "eval_"
-        figures = _figures({key.removeprefix(prefix): value for key, value in line.items()}, _EVAL)
-        return "  ".join([f"eval {split}" if split else "eval", *figures, f"(step {line['step']})"])
-    if line["event"] in ("summary", "stopped"):
-        ended = "stopped" if line["event"] == "stopped" else "finished"
-        text = f"{ended} at step {line['step']} after {duration(line['train_runtime'])}"
-        return "  ".join([text, *_figures(line, {"train_loss": ("mean loss {}", ".4f")})])
-    width = len(str(max_steps))
-    parts = [f"step {line['step']:>{width}}/{max_steps}", *_figures(line, _TRAINING)]
-    if seconds_left is not None:
-        parts.append(f"eta {duration(seconds_left)}")
-    return "  ".join(parts)
 
 
 # How each figure is shown, and the format of its number.
@@ -224,12 +181,27 @@ _TRAINING = {
 }
 
 
+def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
+    """Format an event of the journal; figures that it does not hold are left out."""
+    event, step = line["event"], line["step"]
+    if event == "eval":
+        named = ["eval", *([line["split"]] if line["split"] else [])]
+        prefix = "_".join(named) + "_"
+        figures = _figures({key.removeprefix(prefix): line[key] for key in line}, _EVAL)
+        return "  ".join([" ".join(named), *figures, f"(step {step})"])
+    if event in ("summary", "stopped"):
+        ended = "stopped" if event == "stopped" else "finished"
+        text = f"{ended} at step {step} after {duration(line['train_runtime'])}"
+        return "  ".join([text, *_figures(line, {"train_loss": ("mean loss {}", ".4f")})])
+    parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}", *_figures(line, _TRAINING)]
+    if seconds_left is not None:
+        parts.append(f"eta {duration(seconds_left)}")
+    return "  ".join(parts)
+
+
 def _figures(line: Mapping[str, Any], shown: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Format the figures that a line holds; text (a loss that is not a number) stays as it is."""
     return [
-        text.format(format(line[key], spec) if isinstance(line[key], int | float) else line[key])
-        for key, (text, spec) in shown.items()
-        if key in line
+        text.format(format(line[key], spec)) for key, (text, spec) in shown.items() if key in line
     ]
 
 

@@ -2,12 +2,10 @@
 
 import logging
 import resource
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,15 +19,6 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-PHASES = ("train", "eval", "save")
-_FIGURES = (
-    "memory_allocated_gib",
-    "memory_reserved_gib",
-    "memory_free_gib",
-    *(f"memory_peak_{phase}_gib" for phase in PHASES),
-    "host_rss_gib",
-    "host_peak_rss_gib",
-)
 
 
 class MetricCallback(TrainerCallback):
@@ -56,20 +45,6 @@ class MetricCallback(TrainerCallback):
     def details(self) -> dict[str, Any]:
         """Return JSON beside the figures of the last `metrics()`, for the journal alone."""
         return {}
-
-
-def gather_over_ranks(values: Sequence[float], device: torch.device) -> np.ndarray:
-    """Return every rank's values, float64 (ranks, values); all ranks call it with equally many.
-
-    One small all-gather on `device`, so that it works with NCCL and gloo alike; NaN marks a figure
-    that a rank does not have.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return np.array([list(values)], dtype=np.float64)
-    own = torch.tensor(list(values), dtype=torch.float64, device=device)
-    ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(ranks, own)
-    return torch.stack(ranks).cpu().numpy()
 
 
 class MixtureShares(MetricCallback):
@@ -107,14 +82,11 @@ class MixtureShares(MetricCallback):
         return figures
 
     def _asked(self) -> str:
-        dataset, shares = self.loader.dataset, self.loader.batch_sampler.order.shares()
-        per_sequence = np.array([plan.sequence_tokens.mean() for plan in dataset.plans])
-        of_tokens = shares * per_sequence / (shares * per_sequence).sum()
+        names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
+        tokens = [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans] * shares
         return ", ".join(
-            f"{name} {share:.1%} of the sequences (of the tokens {of_all:.1%})"
-            for name, share, of_all in zip(
-                self.loader.tokens_seen.names, shares, of_tokens, strict=True
-            )
+            f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%})"
+            for name, share, own in zip(names, shares, tokens, strict=True)
         )
 
 
@@ -193,13 +165,13 @@ class Throughput(MetricCallback):
             self.first_step_time_s = None
         if steps:
             elapsed_s = now - self.window_start - self.excluded_s
-            own = [elapsed_s, self.loader.wait_s - self.window_wait_s]
-            elapsed_s, wait_s = gather_over_ranks(own, self.device).max(axis=0)
-            per_s = float((tokens_seen - self.window_tokens) / elapsed_s)
+            own = (elapsed_s, self.loader.wait_s - self.window_wait_s)
+            elapsed_s, wait_s = map(max, zip(*gathered(own), strict=True))
+            per_s = (tokens_seen - self.window_tokens) / elapsed_s
             figures["tokens_per_s"] = per_s
             figures["tokens_per_s_per_device"] = per_s / self.world_size
-            figures["step_time_s"] = float(elapsed_s / steps)
-            figures["data_wait_s"] = float(wait_s / steps)
+            figures["step_time_s"] = elapsed_s / steps
+            figures["data_wait_s"] = wait_s / steps
         figures["tokens_seen"] = tokens_seen
         self._begin_window(now)
         return figures
@@ -219,9 +191,8 @@ class MemoryMonitor(MetricCallback):
     """
 
     def __init__(self) -> None:
-        self.peaks_bytes: dict[str, float] = {}
-        self.hosts = [host_name()]
-        self.figures = np.full((1, len(_FIGURES)), np.nan)
+        self.peaks_bytes: dict[str, int] = {}
+        self.by_rank: list[dict[str, Any]] = []
 
     @override
     def on_train_begin(
@@ -229,7 +200,6 @@ class MemoryMonitor(MetricCallback):
     ) -> None:
         """Start the peaks here: loading the model is none of the phases."""
         super().on_train_begin(args, state, control, **kwargs)
-        self.hosts = gathered(host_name())
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -261,42 +231,33 @@ class MemoryMonitor(MetricCallback):
     def metrics(self) -> dict[str, float]:
         """Return the worst rank's figures in GiB: most used, least free. Collective over ranks."""
         self._close("train")  # the open phase at a training log
-        current: list[float] = [np.nan] * 3
+        sizes = {
+            "host_rss_gib": psutil.Process().memory_info().rss,
+            "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
         if self.device.type == "cuda":
-            current = [
-                torch.cuda.memory_allocated(self.device),
-                torch.cuda.memory_reserved(self.device),
-                torch.cuda.mem_get_info(self.device)[0],
-            ]
-        peaks = [self.peaks_bytes.get(phase, np.nan) for phase in PHASES]
-        host = [psutil.Process().memory_info().rss, _peak_rss_bytes()]
-        own = [value / GIB for value in [*current, *peaks, *host]]
-        self.figures = gather_over_ranks(own, self.device)
+            sizes |= {
+                "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
+                "memory_reserved_gib": torch.cuda.memory_reserved(self.device),
+                "memory_free_gib": torch.cuda.mem_get_info(self.device)[0],
+            }
+        for phase, peak in self.peaks_bytes.items():
+            sizes[f"memory_peak_{phase}_gib"] = peak
+        own = {name: size / GIB for name, size in sizes.items()}
+        ranks = gathered((host_name(), own))
+        self.by_rank = [
+            {"rank": rank, "host": host, **{name: round(gib, 3) for name, gib in figures.items()}}
+            for rank, (host, figures) in enumerate(ranks)
+        ]
         return {
-            name: float(column.min() if name == "memory_free_gib" else column.max())
-            for name, column in zip(_FIGURES, self.figures.T, strict=True)
-            if not np.isnan(column).any()
+            name: (min if name == "memory_free_gib" else max)(figures[name] for _, figures in ranks)
+            for name in own
         }
 
     @override
     def details(self) -> dict[str, Any]:
         """Return rank, host and figures in GiB of each rank, as of the last `metrics()`."""
-        ranks = [
-            {"rank": rank, "host": self.hosts[rank]}
-            | {
-                name: round(float(value), 3)
-                for name, value in zip(_FIGURES, values, strict=True)
-                if not np.isnan(value)
-            }
-            for rank, values in enumerate(self.figures)
-        ]
-        return {"memory_by_rank": ranks}
-
-
-def _peak_rss_bytes() -> int:
-    """Return the highest resident set of this process; getrusage counts KiB (bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        return {"memory_by_rank": self.by_rank}
 
 
 class CompilationWatch(TrainerCallback):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from utils.config.errors import NotFiniteError
 from utils.data.loader import DocumentPart, TrainLoader
 from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
+
+NAMED = 8  # documents of a dataset in the message; the file lists all
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,7 @@ class Finding:
     weights: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _StepFigures:
+class _StepFigures(NamedTuple):
     """A step's figures on their way from the device, complete when `ready` has passed.
 
     values: float32, the losses of the micro-batches, the gradient norm, and how many tokens of the
@@ -46,19 +47,6 @@ class _StepFigures:
     step: int
     values: torch.Tensor
     ready: torch.cuda.Event | None  # None: they are complete
-
-    def arrived(self, wait: bool) -> bool:
-        if self.ready is not None and wait:
-            self.ready.synchronize()
-        return self.ready is None or self.ready.query()
-
-    def findings(self, rank: int) -> list[Finding]:
-        """Return one if something is not finite. DeepSpeed's norm of NaN is below 0."""
-        *losses, norm, _ = self.values.tolist()
-        spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
-        wrong_norm = None if math.isfinite(norm) and norm >= 0 else norm
-        finite = not spoilt and wrong_norm is None
-        return [] if finite else [Finding(rank, self.step, spoilt, wrong_norm)]
 
 
 class NonFiniteGuard(TrainerCallback):
@@ -143,16 +131,25 @@ class NonFiniteGuard(TrainerCallback):
 
     def _read(self, wait: bool) -> None:
         """Judge the figures that have arrived, in the order of the steps."""
-        while self.on_their_way and self.on_their_way[0].arrived(wait):
-            figures = self.on_their_way.pop(0)
-            self.last_step = figures.step
-            self.findings += figures.findings(self.rank)
-            if figures.values[-1:].tolist() == [0] and self.rank == 0:
+        while self.on_their_way:
+            step, values, ready = self.on_their_way[0]
+            if ready is not None and wait:
+                ready.synchronize()
+            if ready is not None and not ready.query():
+                return
+            del self.on_their_way[0]
+            self.last_step = step
+            *losses, norm, targets = values.tolist()
+            spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
+            wrong_norm = not math.isfinite(norm) or norm < 0  # DeepSpeed's norm of NaN is -1
+            if spoilt or wrong_norm:
+                finding = Finding(self.rank, step, spoilt, norm if wrong_norm else None)
+                self.findings.append(finding)
+            if targets == 0 and self.rank == 0:
                 logger.warning(
                     "step %d: no token of the global batch is trained on, so its loss and gradient "
-                    "are 0; a larger global_batch_size makes that rarer",
-                    figures.step + 1,
-                )
+                    "are 0; a larger global_batch_size makes that rarer", step + 1,
+                )  # fmt: skip
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
@@ -206,7 +203,12 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     ]
     norms = [finding.gradient_norm for finding in found if finding.gradient_norm is not None]
     weights = sorted({name for finding in found for name in finding.weights})
-    parts = _documents_of(loader, step, losses)
+    sampler = loader.batch_sampler
+    sequences = sampler.sequences_of_step(step)
+    if losses:
+        by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
+        sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
+    parts = loader.dataset.documents_in(sequences)
     of_what = "the micro-batches" if losses else "the global batch"
     facts = {
         "step": step + 1,
@@ -232,48 +234,28 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     )
 
 
-def _documents_of(
-    loader: TrainLoader, step: int, losses: Sequence[dict[str, Any]]
-) -> list[DocumentPart]:
-    sampler = loader.batch_sampler
-    sequences = sampler.sequences_of_step(step)
+def _cause(losses: list[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
     if losses:
-        by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
-        sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
-    return loader.dataset.documents_in(sequences)
+        first, more = losses[0], len(losses) - 1
+        return (
+            f"the loss of rank {first['rank']} in micro-batch {first['micro_batch'] + 1} is "
+            f"{first['loss']}" + (f", and {more} more are not finite" if more else "")
+        )
+    if norms:
+        return f"the gradient norm is not finite ({norms[0]}), though the losses are"
+    return (
+        f"{len(weights)} of the weights are not finite after it ({weights[0]} first), though its "
+        "loss and gradient are: the optimizer's update overflowed"
+    )
 
 
 def named_documents(parts: Sequence[DocumentPart]) -> str:
     """Name the first documents of each dataset."""
-    by_dataset: dict[Path, list[str]] = {}
+    by_dataset: dict[Path, list[int]] = {}
     for dataset, document in sorted({(part.dataset, part.document) for part in parts}):
-        by_dataset.setdefault(dataset, []).append(str(document))
-    return "; ".join(
-        f"{_listed(numbers, 8)} of {dataset}" for dataset, numbers in by_dataset.items()
-    )
-
-
-def _listed(items: Sequence[str], shown: int) -> str:
-    more = len(items) - shown
-    return ", ".join(items[:shown]) + (f" and {more} more" if more > 0 else "")
-
-
-def _cause(losses: Sequence[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
-    named = [
-        f"the loss of rank {loss['rank']} in micro-batch {loss['micro_batch'] + 1} is "
-        f"{_named(loss['loss'])}"
-        for loss in losses
-    ]
-    if named:
-        return _listed(named, 4)
-    if norms:
-        return f"the gradient norm is {_named(norms[0])}, though the losses are finite"
-    return (
-        f"{len(weights)} of the weights are not finite after it ({_listed(weights, 3)}), though "
-        "its loss and gradient are: the optimizer's update overflowed"
-    )
-
-
-def _named(value: float) -> str:
-    """Name a number that is not finite; DeepSpeed says -1 for either kind."""
-    return {"nan": "NaN", "inf": "infinite", "-inf": "infinite"}.get(str(value), "not finite")
+        by_dataset.setdefault(dataset, []).append(document)
+    named = []
+    for dataset, documents in by_dataset.items():
+        more = f" and {len(documents) - NAMED} more" if len(documents) > NAMED else ""
+        named.append(f"{', '.join(map(str, documents[:NAMED]))}{more} of {dataset}")
+    return "; ".join(named)

@@ -54,41 +54,26 @@ class Deadline:
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
         # A guess must not eat a short job up: its first save is early, and measured.
         self.guessed_save_s = min(guess_s, self.total_s / 10)
-        self.steps_s: deque[float] = deque(maxlen=RECENT_EVENTS)
+        # A step, an evaluation batch, or what else lies between two looks.
+        self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
-    def took_step(self, seconds: float) -> None:
-        """Count a step, an evaluation batch, or what else lies between two looks."""
-        self.steps_s.append(seconds)
-
-    @property
     def _save_s(self) -> float:
-        saves = self.checkpoints.saves
-        return max((save.total_s for save in saves), default=self.guessed_save_s)
+        return max((save.total_s for save in self.checkpoints.saves), default=self.guessed_save_s)
 
     @property
     def needed_s(self) -> float:
         """Seconds that stopping may take."""
         saves = 1.5 + self.checkpoints.writing
-        return 2 * max(self.steps_s, default=0.0) + saves * self._save_s + self.margin_s
+        return 2 * max(self.steps_s) + saves * self._save_s() + self.margin_s
 
     def reason(self, now: float) -> str | None:
         """Say why it is time to stop; None while it is not."""
         left_s = self.ends_at - now
         if left_s > self.needed_s:
             return None
-        save = "a save took" if self.checkpoints.saves else "a save takes an estimated"
-        step_s = max(self.steps_s, default=0.0)
         return (
-            f"the time limit ends in {left_s:.0f} s: a step takes {step_s:.2g} s, "
-            f"{save} {self._save_s:.2g} s"
-        )
-
-    def plan(self, end_time: float) -> str:
-        """Say when the job ends (seconds since the epoch) and that the run stops before it."""
-        ends = datetime.datetime.fromtimestamp(end_time).strftime("%H:%M")
-        return (
-            f"time limit: ends at {ends}, in {duration(self.total_s)}; the run stops early enough "
-            f"for a save (estimated at {self.guessed_save_s:.2g} s until one is measured)"
+            f"the time limit ends in {left_s:.0f} s: a step takes {max(self.steps_s):.2g} s, "
+            f"a save {self._save_s():.2g} s"
         )
 
 
@@ -155,19 +140,20 @@ class StopWatch(TrainerCallback):
             logger.info("evaluating step %d first: the stop came before it", state.global_step)
         self.rank, self.step = args.process_index, state.global_step
         self.saved_at = self.clock()
-        self.deadline = self._deadline() if self.rank == 0 else None
+        end = self.end_time() if self.rank == 0 else None
+        self.deadline = None
+        if end is not None:
+            self.deadline = Deadline(end - time.time(), self.saved_at, self.checkpoints)
+            logger.info(
+                "time limit: ends at %s, in %s; the run stops early enough for a save (estimated "
+                "at %.2g s until one is measured)",
+                datetime.datetime.fromtimestamp(end).strftime("%H:%M"),
+                duration(self.deadline.total_s), self.deadline.guessed_save_s,
+            )  # fmt: skip
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
         self._put_forward()
-
-    def _deadline(self) -> Deadline | None:
-        end = self.end_time()
-        if end is None:
-            return None
-        deadline = Deadline(end - time.time(), self.clock(), self.checkpoints)
-        logger.info("%s", deadline.plan(end))
-        return deadline
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -199,10 +185,8 @@ class StopWatch(TrainerCallback):
         self._count_event()
         agreed = self._take_turn(state)
         if agreed >= STOPPING:
-            self._note_stop(agreed, f"a part of the evaluation at step {state.global_step}")
-            self.evaluation_due, control.should_evaluate = True, False
-            control.should_training_stop = True
-            self.ask_for_save(args, state, control)
+            self.evaluation_due = True
+            self._stop(agreed, "a part of the evaluation at ", args, state, control)
             raise EvaluationInterrupted
         if self.save_due:
             self.ask_for_save(args, state, control)
@@ -216,13 +200,13 @@ class StopWatch(TrainerCallback):
         agreed = self.agreement.result()
         if agreed >= FAILED:
             self.checkpoints.finish()  # raises
+        # A checkpoint that was written since it was asked for is what was asked for.
         if agreed == SAVING and not self.save_due:
-            # A checkpoint that was written since it was asked for is what was asked for.
+            self._consume(SAVE)
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
-                step, reason = state.global_step, self.save_reason
-                logger.info("saving at step %d, then continuing: %s", step, reason)
-            self._consume(SAVE)
+                reason = self.save_reason
+                logger.info("saving at step %d, then continuing: %s", state.global_step, reason)
         if not alone:
             self._put_forward()
         return agreed
@@ -241,29 +225,28 @@ class StopWatch(TrainerCallback):
             return self.found
         self.looked_at, self.found = now, NOTHING
         files = self._files() if self.rank == 0 else set()
+        directory = self.checkpoints.output_dir
         self.reason = self.signalled()
         if self.reason is None and STOP in files:
-            self.reason = str(self.checkpoints.output_dir / STOP)
+            self.reason = str(directory / STOP)
         if self.reason is None and self.deadline is not None:
             self.reason = self.deadline.reason(now)
+        too_old = self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at
         if self.reason is not None:
             self.found = STOPPING + self.rank
-        elif SAVE in files:
-            self.found, self.save_reason = SAVING, str(self.checkpoints.output_dir / SAVE)
-        elif self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at:
-            minutes = f"{self.save_minutes:g} minutes"
+        elif SAVE in files or too_old:
+            minutes = f"{self.save_minutes:g} minutes since the last checkpoint (save_minutes)"
             self.found = SAVING
-            self.save_reason = f"{minutes} since the last checkpoint (save_minutes)"
+            self.save_reason = str(directory / SAVE) if SAVE in files else minutes
         return self.found
 
     def _files(self) -> set[str]:
-        directory = self.checkpoints.output_dir
         try:
             # Listed, not asked for by name: NFS remembers for a while that a file was not there.
-            return {path.name for path in directory.iterdir()}
+            return {path.name for path in self.checkpoints.output_dir.iterdir()}
         except OSError as error:
             if not self.warned:
-                logger.warning("cannot look for STOP and SAVE in %s: %s", directory, error)
+                logger.warning("cannot look for STOP and SAVE: %s", error)
             self.warned = True
             return set()
 
@@ -285,18 +268,24 @@ class StopWatch(TrainerCallback):
                 logger.info("finishing, not stopping: step %d is the last", state.global_step)
             self._consume(STOP)
             return
-        self._note_stop(agreed, f"step {state.global_step}")
-        # There may be no time for it: the resumed run begins with it.
-        self.evaluation_due, control.should_evaluate = due, False
-        control.should_training_stop = True
-        self.ask_for_save(args, state, control)
+        self.evaluation_due = due  # there may be no time for it: the resumed run begins with it
+        self._stop(agreed, "", args, state, control)
 
-    def _note_stop(self, agreed: int, place: str) -> None:
+    def _stop(
+        self,
+        agreed: int,
+        place: str,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+    ) -> None:
         self.stopped = True
         if self.rank == 0:
             reason = self.reason or f"a signal to rank {agreed - STOPPING}"
-            logger.info("stopping after %s: %s", place, reason)
+            logger.info("stopping after %sstep %d: %s", place, state.global_step, reason)
         self._consume(STOP, SAVE)
+        control.should_evaluate, control.should_training_stop = False, True
+        self.ask_for_save(args, state, control)
 
     def ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -332,7 +321,7 @@ class StopWatch(TrainerCallback):
         """Measure the time since the event before; the first one ends the start-up."""
         before, self.last_event = self.last_event, self.clock()
         if self.deadline is not None and before is not None:
-            self.deadline.took_step(self.last_event - before)
+            self.deadline.steps_s.append(self.last_event - before)
 
     # A log waits for the device, where the time of steps on a GPU shows.
     on_log = on_evaluate = _count_event

@@ -87,19 +87,17 @@ class HangWatch(TrainerCallback):
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    @override
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Beat, an evaluation batch."""
-        self.beat(state, control)
-        self.evaluated = True
-
     def _on_event(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         del args, kwargs
         self.beat(state, control)
+
+    @override
+    def on_prediction_step(self, *event: Any, **kwargs: Any) -> None:
+        """Beat, an evaluation batch."""
+        self._on_event(*event, **kwargs)
+        self.evaluated = True
 
     on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _on_event
     on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _on_event
@@ -147,14 +145,12 @@ class HangWatch(TrainerCallback):
         )
         waiting = waits_for_ranks(frames)
         leave_note("hung", ExitCode.LOST_RANK, text, self.rank, beats=self.beats, waiting=waiting)
-        origin = f"{host_name()} rank {self.rank}  "
-        stack = "".join(traceback.format_list(frames)).splitlines()
-        _say([f"{origin}{line}" for line in (text, *stack)])
-        self._judge(origin)
+        self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
+        self._judge()
         limit.cancel()
         self.end(ExitCode.LOST_RANK)
 
-    def _judge(self, origin: str) -> None:
+    def _judge(self) -> None:
         """Write the verdict of all ranks' notes; the lowest of them says it."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(notes := _notes()) < len(self.hosts) and time.monotonic() < end:
@@ -164,9 +160,14 @@ class HangWatch(TrainerCallback):
         verdict = redact(hang_verdict(notes, self.hosts))
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
-            _say([f"{origin}{line}" for line in verdict.splitlines()])
+            self._say(verdict)
         else:
             time.sleep(OTHERS_LIMIT_S / 2)  # that rank speaks: a launcher ends all with the first
+
+    def _say(self, text: str) -> None:
+        origin = f"{host_name()} rank {self.rank}  "
+        sys.stderr.write(redact("".join(f"{origin}{line}\n" for line in text.splitlines())))
+        sys.stderr.flush()
 
 
 def _notes() -> list[Note]:
@@ -175,8 +176,3 @@ def _notes() -> list[Note]:
         return read_notes(directory) if directory is not None else []
     except OSError:
         return []  # each rank then speaks for itself, as without a directory
-
-
-def _say(lines: list[str]) -> None:
-    sys.stderr.write(redact("".join(f"{line}\n" for line in lines)))
-    sys.stderr.flush()

@@ -1,6 +1,5 @@
 """StopWatch over several ranks and a clock of its own, without processes."""
 
-import datetime
 import itertools
 import logging
 from types import SimpleNamespace
@@ -191,7 +190,7 @@ def test_the_directory_is_listed_once_a_second_and_a_failure_is_logged_once(
     for _ in range(50):
         ranks.step(0.1)
     assert 5 <= len(looks) <= 7
-    assert caplog.text.count("cannot look for STOP and SAVE in") == 1
+    assert caplog.text.count("cannot look for STOP and SAVE") == 1
     assert ranks.stopped == [False]
 
 
@@ -341,13 +340,13 @@ def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step_or_batch(tmp_
 def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     deadline = Deadline(3600, 100.0, Saves(tmp_path))
     for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first is forgotten
-        deadline.took_step(step_s)
+        deadline.steps_s.append(step_s)
     for stall_s, write_s in ((3.0, 17.0), (12.0, 0.0)):
         deadline.checkpoints.saved(stall_s, write_s)
     needed = 2 * 7.0 + 1.5 * 20.0 + 30.0
     assert deadline.reason(3700 - needed - 0.1) is None
     assert deadline.reason(3700 - needed + 0.1) == (
-        "the time limit ends in 74 s: a step takes 7 s, a save took 20 s"
+        "the time limit ends in 74 s: a step takes 7 s, a save 20 s"
     )
     deadline.checkpoints.writing = True
     assert deadline.needed_s == pytest.approx(needed + 20.0), "one more to wait for"
@@ -355,11 +354,9 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
 
 
 def test_before_any_save_its_time_follows_from_its_size_within_a_share_of_the_job(tmp_path):
-    end = datetime.datetime(2026, 11, 20, 14, 5).timestamp()
     deadline = Deadline(36_000, 0.0, Saves(tmp_path, estimated_bytes=20 * 10**9))
     assert deadline.needed_s == pytest.approx(1.5 * 100 + 30)
-    assert "a save takes an estimated 1e+02 s" in deadline.reason(35_900)
-    assert deadline.plan(end).startswith("time limit: ends at 14:05, in 10h00m; the run stops")
+    assert "a save 1e+02 s" in deadline.reason(35_900)
     short = Deadline(60, 0.0, Saves(tmp_path, estimated_bytes=10**12))
-    short.took_step(1.0)
+    short.steps_s.append(1.0)
     assert short.needed_s == pytest.approx(6 + 1.5 * 6 + 2)
