@@ -83,7 +83,7 @@ class MixtureShares(MetricCallback):
 
     def _asked(self) -> str:
         names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
-        tokens = [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans] * shares
+        tokens = shares * [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans]
         return ", ".join(
             f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%})"
             for name, share, own in zip(names, shares, tokens, strict=True)

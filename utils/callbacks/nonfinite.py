@@ -196,7 +196,7 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]
-    losses = [
+    losses: list[dict[str, Any]] = [
         {"rank": finding.rank, "micro_batch": micro_batch, "loss": loss}
         for finding in found
         for micro_batch, loss in finding.losses.items()
