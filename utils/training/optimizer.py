@@ -15,8 +15,6 @@ from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
 
 logger = logging.getLogger(__name__)
 
-SHOWN_PROBLEMS = 5
-
 
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan
@@ -57,41 +55,34 @@ class InheritedOptimizer(TrainerCallback):
         optimizer = kwargs["optimizer"]
         saved = torch.load(self.path, map_location="cpu", weights_only=True)
         fresh = optimizer.state_dict()
-        problems = _misfits(saved, fresh, optimizer)
-        if problems:
-            raise ConfigurationError(
-                [f"init_optimizer: {self.path}: {problem}" for problem in problems[:SHOWN_PROBLEMS]]
-            )
+        if problem := _misfit(saved, fresh, optimizer):
+            raise ConfigurationError(f"init_optimizer: {self.path}: {problem}")
         optimizer.load_state_dict({**fresh, "state": saved["state"]})
-        steps = {float(values["step"]) for values in saved["state"].values() if "step" in values}
-        after = f" after {max(steps):,.0f} steps" if steps else ""
         logger.info(
-            "optimizer: the state of %d tensors%s from %s, under this run's own schedule",
-            len(saved["state"]),
-            after,
-            self.path,
-        )
+            "optimizer: the state of %d tensors from %s, under this run's own schedule",
+            len(saved["state"]), self.path,
+        )  # fmt: skip
 
 
-def _misfits(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> list[str]:
-    """Return why the saved state is no state of this optimizer and its parameters."""
+def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
+    """Return why the saved state is no state of this optimizer and its parameters, if so."""
     sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (saved, fresh)]
     if sizes[0] != sizes[1]:
-        return [f"it is of groups of {sizes[0]} tensors, this run trains groups of {sizes[1]}."]
+        return f"it is of groups of {sizes[0]} tensors, this run trains groups of {sizes[1]}."
     keys = [set(each["param_groups"][0]) - {"initial_lr"} for each in (saved, fresh)]
     if keys[0] != keys[1]:
         other = ", ".join(sorted(keys[0] ^ keys[1]))
-        return [f"it is of another kind of optimizer (they differ in {other}): set the same optim."]
+        return f"it is of another kind of optimizer (they differ in {other}): set the same optim."
     torchs_own = not isinstance(getattr(optimizer, "optimizer", optimizer), LowPrecisionAdamW)
     if torchs_own and any(FIRST_SCALES in values for values in saved["state"].values()):
-        return ["it keeps Adam's moments in 8 bits: set optim_states, which reads them."]
+        return "it keeps Adam's moments in 8 bits: set optim_states, which reads them."
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [
-        f"{key} of tensor {index} has shape {tuple(value.shape)}, the tensor has "
-        f"{tuple(parameter.shape)}: the architectures differ."
-        for index, parameter in enumerate(parameters)
-        for key, value in saved["state"].get(index, {}).items()
-        if isinstance(value, torch.Tensor)
-        and value.dim() == parameter.dim()
-        and value.shape != parameter.shape
-    ]
+    for index, parameter in enumerate(parameters):
+        for key, value in saved["state"].get(index, {}).items():
+            same_dimensions = isinstance(value, torch.Tensor) and value.dim() == parameter.dim()
+            if same_dimensions and value.shape != parameter.shape:
+                return (
+                    f"{key} of tensor {index} has shape {tuple(value.shape)}, the tensor has "
+                    f"{tuple(parameter.shape)}: the architectures differ."
+                )
+    return None

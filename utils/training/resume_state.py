@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,23 +40,14 @@ KEY = "stoker"  # of ours in trainer_state.json
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Resumable(Protocol):
-    """A callback with state of its own in each checkpoint."""
-
-    def resume_state(self) -> dict[str, Any]:
-        """Return JSON for the checkpoint that is written next; collective over ranks."""
-
-    def resume_from(self, saved: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds of all callbacks; empty at a run's first start."""
-
-
 class ResumeState(TrainerCallback):
     """Saves and restores the position in the data, losses not logged yet, and callbacks' state.
 
     As JSON in trainer_state.json. The order of samples is a pure function of the step
     (utils/data/order.py), so the loader resumes by one assignment: no batch is read and skipped.
-    It stands before the callbacks whose state it restores.
+    It stands before the callbacks whose state it restores: those with `resume_state()`, which
+    returns JSON for the next checkpoint, collective over ranks, and `resume_from(saved)`, which
+    gets what a checkpoint holds of all of them, nothing at a run's first start.
     """
 
     def __init__(self, trainer: "PackedTrainer"):
@@ -112,9 +103,8 @@ class ResumeState(TrainerCallback):
         unlogged = step - trainer._globalstep_last_logged
         if unlogged:
             values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": self._unlogged_losses()}
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, Resumable):
-                values |= callback.resume_state()
+        for callback in self._resumable():
+            values |= callback.resume_state()
         states: Any = trainer.state.stateful_callbacks  # a dict, whatever its annotation says
         states[KEY] = values
 
@@ -131,9 +121,12 @@ class ResumeState(TrainerCallback):
             own = rank_share(sums, args.process_index, args.world_size)
             self.trainer._tr_loss = torch.full_like(self.trainer._tr_loss, own)
             self.trainer._globalstep_last_logged -= saved["unlogged_steps"]
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, Resumable):
-                callback.resume_from(saved)
+        for callback in self._resumable():
+            callback.resume_from(saved)
+
+    def _resumable(self) -> list[Any]:
+        callbacks = self.trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if hasattr(callback, "resume_from")]
 
     def mean_loss(self) -> float:
         """Return the mean loss of the run's steps, over all its starts; collective over ranks."""

@@ -80,6 +80,10 @@ class PackedTrainer(Trainer):
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
+        if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
+            # Trainer would cast the weights in place in the evaluation before the export.
+            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
+            settings.training.bf16_full_eval = settings.training.fp16_full_eval = False
         super().__init__(
             model=model,
             args=settings.training,
@@ -93,8 +97,6 @@ class PackedTrainer(Trainer):
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
         self.args.save_total_limit = None  # Checkpoints deletes old ones
-        if self.args.bf16_full_eval or self.args.fp16_full_eval:
-            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         if self.accelerator.ddp_handler is not None:
@@ -219,15 +221,7 @@ class PackedTrainer(Trainer):
         Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
         """
         self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        # Outside of training Trainer would cast the weights in place for bf16_full_eval, and the
-        # evaluation after the last step comes before the export.
-        training, self.is_in_train = self.is_in_train, True
-        try:
-            output = super().evaluation_loop(
-                dataloader, metric_key_prefix=metric_key_prefix, **others
-            )
-        finally:
-            self.is_in_train = training
+        output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
         loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
         loss = loss_sum / tokens
         assert output.metrics is not None
@@ -329,15 +323,13 @@ class PackedTrainer(Trainer):
         would write those of the published format, where each expert is a tensor of its own.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
-        bare: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         set_generation_settings(bare, self.generation)
         if isinstance(model, PreTrainedModel):
             save = partial(model.save_pretrained, save_original_format=False)
             vars(model)["save_pretrained"] = save
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            vars(model).pop("save_pretrained", None)
+        super().save_model(output_dir, _internal_call)
+        vars(model).pop("save_pretrained", None)
         if self.args.should_save:
             (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             describe_shards(self, directory)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from transformers import Trainer
 
 from utils.checkpoints.discovery import RESHARDED
-from utils.checkpoints.files import read_manifest, readable
+from utils.checkpoints.files import read_manifest
 from utils.config.errors import StorageError
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.host import host_name
@@ -98,14 +97,9 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
     logger.info(
-        "%s is of %d ranks, now there are %d: converting its ZeRO state (%s) in %s",
-        checkpoint,
-        ranks,
-        world_size,
-        readable(read_manifest(checkpoint).size_bytes),
-        scratch,
-    )
-    begun = time.monotonic()
+        "%s is of %d ranks, now there are %d: converting its ZeRO state in %s",
+        checkpoint, ranks, world_size, scratch,
+    )  # fmt: skip
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")
@@ -118,20 +112,14 @@ def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> No
         "--num_merge_workers", str(min(MERGING, os.cpu_count() or 1)),
         "--inject_missing_state",
     ]  # fmt: skip
+    alone = {name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")}
     done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, cwd=REPOSITORY, env=alone, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        last = "\n".join(done.stdout.strip().splitlines()[-5:])
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
         raise StorageError(
             f"{host_name()}: the ZeRO state of {checkpoint} could not be converted for "
             f"{world_size} ranks: {last}. {ranks} ranks resume from it as it is; other numbers "
             f"need as much free space again in {checkpoint.parent}."
         )
-    logger.info("%s is ready (%.1f s)", scratch, time.monotonic() - begun)

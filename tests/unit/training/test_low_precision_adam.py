@@ -11,7 +11,7 @@ from utils.model.compilation import compiled_graphs
 from utils.training import low_precision_adam
 from utils.training import low_precision_states as stochastic_rounding
 from utils.training.low_precision_adam import LowPrecisionAdamW
-from utils.training.optimizer import _misfits
+from utils.training.optimizer import _misfit
 
 # Units of 256, 192 and 1; periods of 2**13 end within weights, parts of eight within some.
 SHAPES = ((700, 256), (1500, 192), (384,), (300, 50))
@@ -75,13 +75,6 @@ def test_in_float32_it_is_torchs_own_to_the_bit():
     assert all(map(torch.equal, ours, take(torchs_own(weights()), range(4))))
 
 
-@pytest.mark.slow
-def test_compiled_in_float32_it_is_torchs_own_but_for_rounding():
-    theirs = take(torchs_own(weights()), range(4))
-    for one, other in zip(take(low(weights(), "float32", True), range(4)), theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("kept_as", "bytes_", "tolerance"), [("bfloat16", 4, 1e-2), ("int8", 2, 0.1)]
 )
@@ -130,8 +123,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
 @pytest.mark.parametrize(
     ("dtype", "kept_as"),
     [
-        (torch.float32, "int8"),
-        (torch.bfloat16, "float32"),
+        (torch.float32, "float32"),
         (torch.bfloat16, "bfloat16"),
         (torch.bfloat16, "int8"),
     ],
@@ -225,7 +217,7 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
     saved = through_a_file(earlier.state_dict(), tmp_path / "state")
     optimizer, plain = low(weights(), kept_as), low(weights(), "float32")
     fresh = optimizer.state_dict()
-    assert _misfits(saved, fresh, optimizer) == []
+    assert _misfit(saved, fresh, optimizer) is None
     optimizer.load_state_dict({**fresh, "state": saved["state"]})
     assert optimizer.steps == 5
     plain.load_state_dict(through_a_file(optimizer.state_dict(), tmp_path / "other"))
@@ -236,5 +228,4 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
             difference = (one[name] - other[name]).norm() / other[name].norm()
             assert difference < (0.1 if "int8" in (before, kept_as) else 0.01)
     if before == "int8":
-        (problem,) = _misfits(saved, reference.state_dict(), reference)
-        assert "in 8 bits: set optim_states" in problem
+        assert "in 8 bits: set optim_states" in _misfit(saved, reference.state_dict(), reference)

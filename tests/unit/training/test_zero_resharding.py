@@ -33,35 +33,28 @@ def convert(monkeypatch):
     return stand_in
 
 
-def test_as_many_ranks_load_the_checkpoint_itself(checkpoint, convert):
+def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(
+    checkpoint, convert, monkeypatch
+):
+    """Rank 0 once took it away while others were still reading the scheduler."""
     convert("raise SystemExit('not needed')")
     with universal_checkpoint(checkpoint, 2) as directory:
-        assert directory is None
-
-
-def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(checkpoint, convert):
+        assert directory is None, "as many ranks load the checkpoint itself"
     convert("import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()")
     leftover = checkpoint.with_name("resharded.checkpoint-3")
     leftover.mkdir()
     (leftover / "of a start that was killed").touch()
     before = sorted(path.name for path in checkpoint.rglob("*"))
+    there_when_all_met = []
     with universal_checkpoint(checkpoint, 4) as directory:
         assert directory == leftover
         assert sorted(path.name for path in directory.iterdir()) == ["global_step3", "scheduler.pt"]
-    assert not leftover.exists()
-    assert sorted(path.name for path in checkpoint.rglob("*")) == before
-
-
-def test_it_resumesly_when_no_rank_reads_it_any_more(checkpoint, convert, monkeypatch):
-    """Rank 0 once took it away while others were still reading the scheduler."""
-    convert("import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()")
-    there_when_all_met = []
-    with universal_checkpoint(checkpoint, 4) as directory:
         monkeypatch.setattr(
-            zero_resharding, "gathered", lambda _: there_when_all_met.append(directory.exists())
+            zero_resharding, "gathered", lambda _: there_when_all_met.append(leftover.exists())
         )
     assert there_when_all_met == [True]
-    assert not directory.exists()
+    assert not leftover.exists()
+    assert sorted(path.name for path in checkpoint.rglob("*")) == before
 
 
 def test_a_conversion_that_fails_says_what_continues(checkpoint, convert):
