@@ -2,8 +2,7 @@
 
 plan        sources.py lists files, plan.py decides the format and cuts the files into work units
 read        records.py reads rows of any kind of file, rows.py and documents.py make them documents
-chats       chat_templates.py renders and marks them, chat_masks.py finds what is trained on,
-            chat_checks.py sees that nothing is missing
+chats       chat_templates.py renders and marks them, chat_masks.py finds what is trained on
 tokenize    tokenizer.py chooses the tokenizer and its template, tokenization.py gives ids and masks
 write       units.py runs the work units into workspace.py, pipeline.py assembles the datasets
 """

@@ -19,20 +19,21 @@ ends it.
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from utils.data.prepare.chat_checks import Spans, check_spans, check_texts
 from utils.data.prepare.chat_templates import (
     MARKS,
+    NOBODY,
     RENDERING_ERRORS,
-    TAGS,
     Chat,
     ChatRefused,
     ChatTemplate,
     MarkedChat,
     Message,
+    check_texts,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 PROBE = "probe"
-CACHED = 20_000  # starts and ends of turns that are remembered; a template has a few dozen
+CACHED = 20_000  # kinds of turns that are remembered; a template has a few dozen
+
+Span = tuple[int, int]  # [start, stop), in characters
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class MaskedChat:
     """
 
     text: str
-    spans: Spans
+    spans: Sequence[Span]
     drops_thinking: bool = False
 
 
@@ -65,9 +68,7 @@ class ChatMasks:
         self._specials = _pattern(special)
         self._added = _pattern(special | {str(t) for t in added})
         self._stop = str(tokenizer.eos_token)
-        self._headers: dict[Any, str] = {}
-        self._starts: dict[Any, int] = {}
-        self._ends: dict[Any, tuple[int, str]] = {}
+        self._delimiters: dict[Any, tuple[int, int, str]] = {}
 
     def __call__(
         self,
@@ -81,34 +82,23 @@ class ChatMasks:
         Turns before message `first_trained` and those with `weight: 0` are not trained on. Raises
         ChatRefused, with the reason, where the template does not fit the chat.
         """
-        if len(self._starts) + len(self._ends) > CACHED:
-            self._starts.clear()
-            self._ends.clear()
-        adapted = self.template.adapted(messages)
-        tried = [adapted]
-        if not self.template.reads_parts:  # a message of calls alone, for one that reads contents
-            tried.append([{"content": "", **message} for message in adapted])
-        refused: Exception | None = None
-        for form in tried if tried[-1] != adapted else tried[:1]:
-            try:
-                return self._masked(Chat(form, tools, options), first_trained)
-            except ChatRefused:
-                raise
-            except RENDERING_ERRORS as error:
-                refused = error
-        raise ChatRefused(f"the chat template refuses this conversation ({refused})") from refused
+        chat = Chat(self.template.adapted(messages), tools, options)
+        try:
+            return self._masked(chat, first_trained)
+        except ChatRefused:
+            raise
+        except RENDERING_ERRORS as error:
+            message = f"the chat template refuses this conversation ({error})"
+            raise ChatRefused(message) from error
 
     def _masked(self, chat: Chat, first_trained: int) -> MaskedChat:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        text, blocks = self.template.render_with_markers(chat)
+        marked = self._marked(chat, text)
+        drops_thinking = check_texts(marked, text)
         if self.template.has_markers:
-            text, blocks = self.template.render_with_markers(chat)
-            marked = self._marked(chat, text)
-            drops_thinking = check_texts(marked, text)
             spans = _spans_of_blocks(marked, turns, blocks)
         else:
-            text = self.template.render(chat)
-            marked = self._marked(chat, text)
-            drops_thinking = check_texts(marked, text)
             spans, closing = self._derived(marked, turns)
             text += closing
         trained = {
@@ -116,78 +106,101 @@ class ChatMasks:
             for turn in turns
             if turn >= first_trained and chat.messages[turn].get("weight") != 0
         }
-        check_spans(marked, trained, text, self._added, self._stop)
+        indices = [marked.unmarked(mark.at) for mark in marked.marks]
+        for turn, own in trained.items():
+            self._check_spans(marked, turn, own, text, indices)
         return MaskedChat(text, [s for own in trained.values() for s in own], drops_thinking)
 
     def _marked(self, chat: Chat, text: str) -> MarkedChat:
         """Return the chat with marks that change nothing."""
-        for edges in (True, False):
-            try:
-                marked = MarkedChat(self.template, chat, text, edges=edges)
-            except ChatRefused:
-                raise
-            except RENDERING_ERRORS:
-                continue  # it refuses the marks, not the chat
-            if marked.plain == text:
-                return marked
-        raise ChatRefused("the template prints other text where marks are put around the messages'")
+        if MARKS.search(text):
+            raise ChatRefused("it holds characters of Unicode's private-use plane 16")
+        try:
+            marked = MarkedChat(self.template, chat)
+        except RENDERING_ERRORS:
+            marked = None  # the template refuses the marks, not the chat
+        if marked is None or MARKS.sub("", marked.whole) != text:
+            raise ChatRefused(
+                "the template prints other text where marks are put around the messages'"
+            )
+        return marked
 
-    def _derived(
-        self, chat: MarkedChat, turns: Sequence[int]
-    ) -> tuple[dict[int, list[tuple[int, int]]], str]:
+    def _check_spans(
+        self,
+        chat: MarkedChat,
+        turn: int,
+        spans: Sequence[Span],
+        text: str,
+        indices: Sequence[int],
+    ) -> None:
+        """Raise ChatRefused unless the spans of a turn hold its words, no other's, and its end.
+
+        indices: where each mark would be in `text`.
+        """
+        words = [chat.unmarked(index) for index in chat.own(turn)]
+        inside = {
+            mark.message
+            for low, high in spans
+            for mark in chat.marks[bisect_right(indices, low) : bisect_left(indices, high)]
+        }
+        trained_text = "".join(text[slice(*span)] for span in spans)
+        written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._stop)
+        ending = text[slice(*spans[-1])].rstrip() if spans else ""
+        problem, reason = "", "mask_incomplete"
+        if not all(any(low <= index <= high for low, high in spans) for index in words):
+            problem = "some of its words would not be trained on"
+        elif inside - {turn, NOBODY}:
+            problem, reason = "words of another message would be trained on", "mask_too_wide"
+        elif trained_text.count(self._stop) > written + 1:
+            problem, reason = "the template prints it as two turns", "mask_too_wide"
+        elif not any(match.end() == len(ending) for match in self._added.finditer(ending)):
+            problem = "the token that ends it would not be trained on"
+        if problem:
+            raise ChatRefused(f"{chat.named(turn)}: {problem}", reason)
+
+    # --- delimiting turns
+
+    def _derived(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
         """Return the span of each turn in the plain rendering, and what closes the last one."""
-        spans: dict[int, list[tuple[int, int]]] = {}
+        spans: dict[int, list[Span]] = {}
         closing, last = "", 0
         for turn in turns:
-            own, (low, high) = chat.own(turn), chat.between(turn)
-            gap = chat.whole[low : own[0] if own else high]
-            header = self._start(chat, turn, gap, bool(own))
-            base = own[-1] + 1 if own else low + header
-            length, closing = self._end(chat, turn, chat.whole[base:high], header, bool(own))
-            start, last = max(low + header, last), base + length
+            low, first, behind, high = chat.around(turn)
+            gap, following = chat.whole[low:first], chat.whole[behind:high]
+            key = gap, following, _context(chat, turn)
+            if key not in self._delimiters:
+                if len(self._delimiters) > CACHED:
+                    self._delimiters.clear()
+                self._delimiters[key] = (
+                    self._start(chat, turn, gap),
+                    *self._end(chat, turn, following),
+                )
+            header, length, closing = self._delimiters[key]
+            start, last = max(low + header, last), behind + length
             if closing and last != len(chat.whole):
                 raise ChatRefused(f"{chat.named(turn)}: nothing ends it")
             spans[turn] = [(chat.unmarked(start), chat.unmarked(last) + len(closing))]
         return spans, closing
 
-    # --- where a turn starts
-
-    def _start(self, chat: MarkedChat, turn: int, gap: str, has_words: bool) -> int:
-        """Return how much of the text since the message before is given to the model."""
-        key = (gap, has_words, _context(chat, turn))
-        if key not in self._starts:
-            self._starts[key] = self._find_start(chat, turn, gap, has_words)
-        return self._starts[key]
-
-    def _find_start(self, chat: MarkedChat, turn: int, gap: str, has_words: bool) -> int:
-        cut, opening = self._cut(chat, turn, gap, has_words)
-        # Where the prompt here is no guide: the header is the one that follows a user's turn.
-        header = self._header(chat)
-        role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
-        line = re.match(r"\W*\w[^\n]*\n", header)
-        for known in (header, role + "\n", role, line.group() if line else ""):
-            at = gap.rfind(known) if has_words else gap.find(known)
-            if known.strip() and at >= 0:
-                return max(cut, at + len(known))
-        if cut < 0 and turn == 0 and not header and chat.chat.messages[0].get("content"):
-            return len(gap)  # no header at all: what precedes the first words is given
-        if cut < 0:
+    def _start(self, chat: MarkedChat, turn: int, gap: str) -> int:
+        """Return how much of the text between the message before and the turn is its header."""
+        header = max(self._prompted(chat, turn, gap), self._headed(chat, gap))
+        if header < 0:
             raise ChatRefused(
-                f"{chat.named(turn)}: the template opens it with {_shown(gap)}, but its "
-                f"generation prompt is {_shown(opening)}"
+                f"{chat.named(turn)}: the template opens it with {_shown(gap)}, and its generation "
+                "prompt is another text"
             )
-        return cut
+        return header
 
-    def _cut(self, chat: MarkedChat, turn: int, gap: str, has_words: bool) -> tuple[int, str]:
-        """Return how much of a gap the prompt prints too, -1 if they are different, and that."""
+    def _prompted(self, chat: MarkedChat, turn: int, gap: str) -> int:
+        """Return how much of a gap the generation prompt prints too, -1 if they are different."""
         earlier = chat.messages[:turn]
         try:
             bare = chat.tail(self._render(chat, earlier))
             opening = chat.tail(self._render(chat, earlier, generation_prompt=True))
         except RENDERING_ERRORS:
-            return -1, ""  # nothing comes before, or nothing that may end a chat
-        has_prompt = opening != bare
-        if not has_prompt and has_words:
+            return -1  # nothing comes before, or nothing that may end a chat
+        if opening == bare:
             # No generation prompt: the model is given what precedes any reply.
             reply = self._tail_with(chat, turn, {"role": ASSISTANT, "content": PROBE})
             reply = reply.partition(PROBE)[0]
@@ -195,54 +208,31 @@ class ChatMasks:
                 opening = reply or opening  # else what it says begins with a blank, no header
         shared = _shared(gap, opening)
         if shared in (len(gap), len(opening)):
-            return shared, opening
+            return shared
         # They part within, as <think></think> and <think>\n do: back to the end of the header.
-        cuts = [m.end() for m in self._added.finditer(opening[:shared])]
-        cuts += [k + 1 for k in range(shared) if opening[k] == "\n"]
-        cut = max(cuts, default=0)
-        if not has_prompt:
-            if gap.startswith(bare):
-                cut = max(cut, len(bare))  # the prompt is printed always
-            return cut if cut > 0 else -1, opening
-        known = _shared(opening, bare)
-        has_header = re.search(r"\w", opening[known:cut]) is not None
-        only_tags = not re.search(r"\w", TAGS.sub("", gap[cut:]))
-        return cut if cut >= known and (has_header or only_tags) else -1, opening
+        cuts = [match.end() for match in self._added.finditer(opening[:shared])]
+        return max([*cuts, opening.rfind("\n", 0, shared) + 1]) or -1
 
-    def _header(self, chat: MarkedChat) -> str:
-        """Return what the generation prompt prints after a user's turn."""
-        key = (bool(chat.chat.tools), _options(chat))
-        if key not in self._headers:
-            user = self.template.adapted([{"role": "user", "content": PROBE}])
-            try:
-                bare = self._render(chat, user)
-                prompt = self._render(chat, user, generation_prompt=True)
-                self._headers[key] = prompt[_shared(prompt, bare) :]
-            except RENDERING_ERRORS:
-                self._headers[key] = ""
-        return self._headers[key]
+    def _headed(self, chat: MarkedChat, gap: str) -> int:
+        """Return the end of a header in the gap: what the prompt prints after a user's turn."""
+        user = self.template.adapted([{"role": "user", "content": PROBE}])
+        try:
+            bare = self._render(chat, user)
+            prompt = self._render(chat, user, generation_prompt=True)
+        except RENDERING_ERRORS:
+            return -1
+        header = prompt[_shared(prompt, bare) :]
+        role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
+        known = next((text for text in (header, role + "\n") if text.strip() and text in gap), None)
+        return -1 if known is None else gap.rindex(known) + len(known)
 
-    # --- where it ends
-
-    def _end(
-        self, chat: MarkedChat, turn: int, following: str, header: int, has_words: bool
-    ) -> tuple[int, str]:
+    def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return how much of what follows a turn's words belongs to it, and what to append."""
         is_last = turn == len(chat.messages) - 1
-        key = (following, header, has_words, is_last, _context(chat, turn + 1))
-        if key not in self._ends:
-            ended = chat.tail(self._render(chat, chat.messages[: turn + 1]))
-            ended = ended if has_words else ended[header:]
-            self._ends[key] = self._find_end(chat, turn, ended, following, is_last)
-        return self._ends[key]
-
-    def _find_end(
-        self, chat: MarkedChat, turn: int, ended: str, following: str, is_last: bool
-    ) -> tuple[int, str]:
+        ended = chat.tail(self._render(chat, chat.messages[: turn + 1]))
         continued = self._if_continued(chat, turn) if is_last else following
         alike = ended[: _shared(ended, continued)] if continued or not is_last else ended
-        end = self._shared_end(alike)
-        if end:
+        if end := self._shared_end(alike):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
         if one and two and ended[: one.start()] == continued[: two.start()]:
@@ -279,17 +269,12 @@ class ChatMasks:
 
     def _if_continued(self, chat: MarkedChat, turn: int) -> str:
         """Return what follows a last turn when another message comes; "" if none can."""
-        calls = chat.chat.messages[turn].get("tool_calls") or []
-        answers: list[dict[str, Any]] = [{"role": "user", "content": PROBE}]
-        if calls:
-            function = calls[-1]["function"].get("name", "")
-            name = {"name": function, "tool_call_id": calls[-1].get("id", "abcdefghi")}
-            answers.insert(0, {"role": "tool", "content": PROBE, **name})
-        for answer in answers:
-            rest = self._tail_with(chat, turn + 1, answer)
-            if PROBE in rest:
-                return rest[: rest.rindex(PROBE)]
-        return ""
+        answer = {"role": "user", "content": PROBE}
+        if calls := chat.chat.messages[turn].get("tool_calls"):
+            name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", "abcdefghi")
+            answer |= {"role": "tool", "name": name, "tool_call_id": number}
+        before, probe, _ = self._tail_with(chat, turn + 1, answer).rpartition(PROBE)
+        return before if probe else ""
 
     def _tail_with(self, chat: MarkedChat, turn: int, message: Message) -> str:
         """Return what follows the first `turn` messages and has `message` in it; "" if refused."""
@@ -308,26 +293,23 @@ class ChatMasks:
 
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
     """Return what delimits a turn besides the text around it: the kinds of messages there."""
+    given = chat.chat
     kinds = tuple(
-        (message["role"], *(bool(message.get(key)) for key in _CONTEXT_KEYS))
-        for message in chat.chat.messages[max(turn - 1, 0) : turn + 1]
+        (
+            message["role"],
+            *(bool(message.get(key)) for key in ("content", "tool_calls", "reasoning_content")),
+        )
+        for message in given.messages[max(turn - 1, 0) : turn + 2]
     )
-    return turn == 0, kinds, chat.edges, bool(chat.chat.tools), _options(chat)
-
-
-_CONTEXT_KEYS = ("content", "tool_calls", "reasoning_content")
-
-
-def _options(chat: MarkedChat) -> str:
-    return json.dumps(chat.chat.options or {}, sort_keys=True, default=repr)
+    options = json.dumps(given.options or {}, sort_keys=True, default=repr)
+    is_last = turn == len(given.messages) - 1
+    return turn == 0, is_last, kinds, bool(given.tools), options
 
 
 def _shared(one: str, two: str) -> int:
     """Return the length of the common beginning of two strings."""
-    for index, (a, b) in enumerate(zip(one, two, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(two))
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
 def _pattern(tokens: set[str]) -> re.Pattern[str]:
@@ -339,15 +321,12 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else "..." + text[-80:])
 
 
-# --- markers
-
-
 def _spans_of_blocks(
-    chat: MarkedChat, turns: Sequence[int], blocks: Spans
-) -> dict[int, list[tuple[int, int]]]:
+    chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
+) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn: with its marks, or next after others'."""
     indices = [(chat.unmarked(mark.at), mark.message) for mark in chat.marks]
-    own: dict[int, list[tuple[int, int]]] = {turn: [] for turn in turns}
+    own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:
         if start == stop:
             continue

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 
@@ -96,12 +95,9 @@ class ChatTemplate:
         return [self._adapted(message) for message in messages]
 
     def _adapted(self, message: Message) -> dict[str, Any]:
-        adapted = {key: value for key, value in message.items() if value is not None}
-        content = adapted.get("content")
-        if isinstance(content, list) and all("text" in part for part in content):
-            adapted["content"] = content = "".join(part["text"] for part in content)
-        if isinstance(content, str) and self.reads_parts:
-            adapted["content"] = [{"type": "text", "text": content}]
+        adapted = {"content": ""} | {k: value for k, value in message.items() if value is not None}
+        if self.reads_parts:
+            adapted["content"] = [{"type": "text", "text": adapted["content"]}]
         reasoning = next((adapted[name] for name in REASONING_NAMES if name in adapted), None)
         if reasoning is not None:
             adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning)
@@ -122,11 +118,10 @@ class ChatTemplate:
         function = {"name": "f", "arguments": {"stoker": "probe"}}
         call = {"type": "function", "id": "abcdefghi", "function": function}
         for as_object in (True, False):
-            for content in ({}, {"content": ""}):
-                text = self._try({"tool_calls": [_adapted_call(call, as_object)], **content})
-                # Not an object printed by Python, nor a string that is encoded a second time.
-                if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
-                    return as_object
+            text = self._try({"content": "", "tool_calls": [_adapted_call(call, as_object)]})
+            # Not an object printed by Python, nor a string that is encoded a second time.
+            if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
+                return as_object
         return True
 
     def _try(self, reply: Message) -> str:
@@ -140,25 +135,10 @@ class ChatTemplate:
 
 
 def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
-    # Data sets also hold calls without the wrapper {"type": "function", "function": ...}.
-    function = dict(call.get("function", call))
-    arguments = function.get("arguments")
-    if as_object:
-        function["arguments"] = arguments_of(arguments)
-    elif not isinstance(arguments, str):
-        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
-    return {**(call if "function" in call else {"type": "function"}), "function": function}
-
-
-def arguments_of(arguments: Any) -> Any:
-    """Return the arguments of a call as an object where they are one, given as JSON or not."""
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
-    try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
-    return found if isinstance(found, dict) else arguments
+    function = dict(call["function"])
+    if not as_object and not isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": function}
 
 
 # --- marks
@@ -167,10 +147,8 @@ def arguments_of(arguments: Any) -> Any:
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NOBODY = -1
-# Supplementary private use, the rarer plane first (icon fonts are in the other one).
-BLOCKS = (0x100000, 0xF0000)
-BLOCK_SIZE = 0xFFFE
-MARKS = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+FIRST_MARK = 0x100000  # plane 16, the rarer one of private use: icon fonts are in plane 15
+MARKS = re.compile("[\U00100000-\U0010ffff]")
 # Templates look for tags in a text and split it there: marks stand around the text between them.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
@@ -190,32 +168,22 @@ class Mark(NamedTuple):
 class MarkedChat:
     """A chat, its copy with marks, and the rendering of that copy (`whole`).
 
-    `expected`: how many marks of each (message, kind) the rendering must show. edges: marks also
-    stand around tags at the edges of a text, and in place of an empty text; a template that looks
-    at such edges, or for empty texts, renders another text then.
+    Marks stand around texts, around tags at the edges of a text, and before an empty text; a
+    template that looks at such edges, or for empty texts, renders another text then. `expected`:
+    how many marks of each (message, kind) the rendering must show.
     """
 
-    def __init__(self, template: ChatTemplate, chat: Chat, text: str, *, edges: bool):
+    def __init__(self, template: ChatTemplate, chat: Chat):
         self.chat = chat
+        self._has_markers = template.has_markers
         self.expected: Counter[tuple[int, int]] = Counter()
-        self.edges = edges
-        self._block = _free_block(text)
-        self._mark_pattern = re.compile(f"[{chr(self._block)}-{chr(self._block + BLOCK_SIZE - 1)}]")
-        if len(chat.messages) * KINDS > BLOCK_SIZE:
-            raise ChatRefused(f"{len(chat.messages):,} messages in one conversation")
         self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
         self.whole = template.render(Chat(self.messages, chat.tools, chat.options))
         self.marks = self._find(self.whole)
-        self._indices: dict[int, list[int]] = {}
-        for mark in self.marks:
-            self._indices.setdefault(mark.message, []).append(mark.at)
         self._others = [mark for mark in self.marks if mark.message != NOBODY]
-
-    @cached_property
-    def plain(self) -> str:
-        """The rendering without its marks."""
-        indices = [-1, *(mark.at for mark in self.marks), len(self.whole)]
-        return "".join(self.whole[a + 1 : b] for a, b in pairwise(indices))
+        self._own: dict[int, list[int]] = {}
+        for mark in self.marks:
+            self._own.setdefault(mark.message, []).append(mark.at)
 
     def named(self, index: int) -> str:
         """Return the name of a message for an error."""
@@ -223,19 +191,22 @@ class MarkedChat:
 
     def own(self, message: int) -> list[int]:
         """Return the indices of a message's marks in `whole`, in order."""
-        return self._indices.get(message, [])
+        return self._own.get(message, [])
 
-    def between(self, message: int) -> tuple[int, int]:
-        """Return [low, high) of the text between the marks before a message's and behind them."""
+    def around(self, message: int) -> tuple[int, int, int, int]:
+        """Return where in `whole`: end of the text before a message, its own start, end, the next.
+
+        Raises ChatRefused for a message of which nothing is printed.
+        """
         own, marks = self.own(message), self._others
-        if own:
-            before, behind = bisect_left(marks, (own[0],)), bisect_right(marks, (own[-1] + 1,))
-        else:
-            before = max((k + 1 for k, m in enumerate(marks) if m.message < message), default=0)
-            later = (k for k, m in enumerate(marks) if m.message > message)
-            behind = min(later, default=len(marks))
+        if not own:
+            raise ChatRefused(
+                f"{self.named(message)}: nothing of it is printed", "content_left_out"
+            )
+        before, behind = bisect_left(marks, (own[0],)), bisect_right(marks, (own[-1] + 1,))
         low = marks[before - 1].at + 1 if before else 0
-        return low, marks[behind].at if behind < len(marks) else len(self.whole)
+        high = marks[behind].at if behind < len(marks) else len(self.whole)
+        return low, own[0], own[-1] + 1, high
 
     def unmarked(self, index: int) -> int:
         """Return where an index of the marked rendering is in the plain one."""
@@ -249,8 +220,8 @@ class MarkedChat:
     def _find(self, rendering: str) -> list[Mark]:
         found = []
         names: Counter[int] = Counter()
-        for match in self._mark_pattern.finditer(rendering):
-            message, kind = divmod(ord(match.group()) - self._block, KINDS)
+        for match in MARKS.finditer(rendering):
+            message, kind = divmod(ord(match.group()) - FIRST_MARK, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
                 message = NOBODY
@@ -259,23 +230,19 @@ class MarkedChat:
 
     # --- marking
 
-    def _mark(self, index: int, kind: int) -> str:
-        return chr(self._block + index * KINDS + kind)
-
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         marked = dict(message)
         calls = message.get("tool_calls") or []
-        content = message.get("content")
-        # An empty text beside calls is left alone, or calls that are dropped pass unseen.
-        can_be_empty = not calls
+        # An empty text beside calls is left alone, or calls that are dropped pass unseen; and one
+        # in a template with markers, which tell where it is.
+        can_be_empty = not calls and not self._has_markers
+        content = message["content"]
         if isinstance(content, list):
+            texts = [self._text(part["text"], index, CONTENT, can_be_empty) for part in content]
             marked["content"] = [
-                {**part, "text": self._text(part["text"], index, CONTENT)}
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-                else part
-                for part in content
+                {**part, "text": text} for part, text in zip(content, texts, strict=True)
             ]
-        elif isinstance(content, str):
+        else:
             marked["content"] = self._text(content, index, CONTENT, can_be_empty)
         reasoning = message.get("reasoning_content")
         if isinstance(reasoning, str):
@@ -287,8 +254,8 @@ class MarkedChat:
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
         """Bracket the words of a text; those between thinking tags count as reasoning."""
-        if not text:
-            return self._mark(index, kind) if can_be_empty and self.edges else text
+        if not text.strip():
+            return _mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
         tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
         # A text that closes a thought first begins within it: the generation prompt opened it.
@@ -299,46 +266,76 @@ class MarkedChat:
                 thinks = thinks if tag is None or kind != CONTENT else not tag[1]
             elif core := piece.strip():
                 of = REASONING if thinks else kind
-                mark = self._mark(index, of)
-                self.expected[index, of] += 2
-                pieces[number] = piece.replace(core, mark + core + mark, 1)
-        if self.edges and len(pieces) > 1:
-            mark = self._mark(index, kind)
-            if not pieces[0].strip():
-                pieces[0] += mark
-            if not pieces[-1].strip():
-                pieces[-1] = mark + pieces[-1]
+                pieces[number] = piece.replace(core, self._bracketed(core, index, of), 1)
+        if len(pieces) > 1:
+            mark = _mark(index, kind)
+            pieces[0] += "" if pieces[0].strip() else mark
+            pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
         return "".join(pieces)
+
+    def _bracketed(self, text: str, index: int, kind: int) -> str:
+        self.expected[index, kind] += 2
+        return _mark(index, kind) + text + _mark(index, kind)
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         before = self.expected[index, CALL]
-        function["arguments"] = self._value(function.get("arguments"), index)
+        function["arguments"] = self._value(function["arguments"], index)
         if self.expected[index, CALL] == before:
-            mark = self._mark(index, NAME)
-            function["name"] = f"{mark}{function.get('name', '')}{mark}"
-            self.expected[index, NAME] += 2
+            function["name"] = self._bracketed(function["name"], index, NAME)
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
         """Bracket every string of a JSON value; keys are left alone."""
-        mark = self._mark(index, CALL)
         if isinstance(value, str):
             # JSON in a string: marks inside its braces, so that its edges stay as they are.
             document = re.fullmatch(r"(\s*[\[{]\s*)(\S.*\S|\S)(\s*[\]}]\s*)", value, re.DOTALL)
             if document:
-                self.expected[index, CALL] += 2
-                return mark.join(document.groups())
+                return document[1] + self._bracketed(document[2], index, CALL) + document[3]
             return self._text(value, index, CALL)
         if isinstance(value, Mapping):
             return {key: self._value(item, index) for key, item in value.items()}
         return [self._value(item, index) for item in value] if isinstance(value, list) else value
 
 
-def _free_block(text: str) -> int:
-    """Return the code of the first mark, in a block that the text has no character of."""
-    used = {ord(c) & 0x1F0000 for c in MARKS.findall(text)}
-    for block in BLOCKS:
-        if block not in used:
-            return block
-    raise ChatRefused("it holds characters of both supplementary private-use planes")
+def _mark(index: int, kind: int) -> str:
+    return chr(FIRST_MARK + index * KINDS + kind)
+
+
+def check_texts(chat: MarkedChat, text: str) -> bool:
+    """Raise ChatRefused unless the text of every message and every tool is in the rendering.
+
+    Returns whether reasoning was left out of a turn that others follow, as many published
+    templates do by design.
+    """
+    found = Counter((mark.message, mark.kind) for mark in chat.marks)
+    dropped = False
+    for (index, kind), expected in chat.expected.items():
+        if found[index, kind] >= expected:
+            continue
+        is_past = any(message["role"] != "tool" for message in chat.messages[index + 1 :])
+        if kind != REASONING or not is_past:
+            what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
+            _refuse_left_out(f"{chat.named(index)}: ", f"its {what}", what)
+        dropped = True
+    for index, message in enumerate(chat.chat.messages):
+        for call in message.get("tool_calls") or []:
+            arguments = call["function"]["arguments"]  # as a string they are marked as a whole
+            keys = arguments if isinstance(arguments, Mapping) else ()
+            for word in map(str, (call["function"]["name"], *keys)):
+                if word not in text:
+                    _refuse_left_out(
+                        f"{chat.named(index)}: ", f"{word!r} of its calls", "tool calls"
+                    )
+    for tool in chat.chat.tools or []:
+        name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
+        if isinstance(name, str) and name not in text:
+            _refuse_left_out("", f"the tool {name!r}", "tools")
+    return dropped
+
+
+def _refuse_left_out(where: str, what: str, kind: str) -> NoReturn:
+    raise ChatRefused(
+        f"{where}the chat template leaves out {what} (--chat_template takes one that prints it)",
+        f"{kind.replace(' ', '_')}_left_out",
+    )

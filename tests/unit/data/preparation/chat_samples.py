@@ -5,28 +5,16 @@ import re
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from utils.data.prepare.rows import document_fields
+
 SPECIAL = re.compile(
     r"<\|[^|<>\s'\"{}+~]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|</?s>|<(?:start|end)_of_(?:turn|utterance)>"
     r"|<turn\|>|<\|turn>|<\|?channel\|?>|<\|?tool_(?:call|response)\|?>|\[/?INST\]|\[TOOL_CALLS\]"
 )
 ADDED = re.compile(r"</?(?:tool_call|tool_response|think)>")
-ENDS = (
-    *(
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|return|>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    ),
-    *(
-        "<|end_of_sentence|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|eom|>",
-        "<|eot|>",
-        "<end_of_utterance>",
-        "<|endoftext|>",
-    ),
+ENDS = re.compile(
+    r"<\|(?:im_end|eot_id|return|end_of_sentence|END_OF_TURN_TOKEN|eom|eot|endoftext)\|>|<turn\|>"
+    r"|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 
 
@@ -42,7 +30,7 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",
-        eos_token=next((end for end in ENDS if end in special), "</s>"),
+        eos_token=next(filter(ENDS.fullmatch, special), "</s>"),
         additional_special_tokens=special,
         clean_up_tokenization_spaces=False,
     )
@@ -123,5 +111,7 @@ CALLS = {
     ],
     "call without arguments": [user("Weather?"), call({}), result("rain"), says("Rain.")],
 }
-KINDS = {**PLAIN, **OTHER, **CALLS}
-assert len(KINDS) == 19
+KINDS = {
+    kind: document_fields({"messages": chat}, "messages")["messages"]  # as rows give them
+    for kind, chat in {**PLAIN, **OTHER, **CALLS}.items()
+}

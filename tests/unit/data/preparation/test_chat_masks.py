@@ -1,7 +1,6 @@
 """Loss masks are the assistant's words and what ends them, in 19 kinds of chats."""
 
 import re
-import time
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +21,7 @@ GLUE = re.compile(r"</?think>|<\|?channel\|?>|(?:final|analysis|thought|to=(?:se
 REASONS = (
     r"leaves out its (reasoning|tool calls|content)|roles must alternate|[Rr]oles? (are|not) supp"
     r"|[Nn]o user query|no special token ends it|words of another message|would not be trained on"
-    r"|has no attribute 'content'"
+    r"|prints other text where marks"
 )
 
 
@@ -46,9 +45,7 @@ def said_in(template, kind):
 
 
 def words_of(message):
-    content = message["content"] or ""
-    text = content if isinstance(content, str) else content[0]["text"]
-    return text.split("</think>")[-1].strip()
+    return message["content"].split("</think>")[-1].strip()
 
 
 def check_turn(message, said):
@@ -208,15 +205,10 @@ def test_each_familys_own_way_is_delimited(family):
     assert said_in(template, "two turns")[1] == turns
     if calls:
         assert said_in(template, "call")[1][:1] == calls
-        given = ChatMasks(samples.byte_tokenizer(template))
-        as_json = samples.KINDS["call"].copy()
-        as_json[1] = samples.call('{"city": "Paris", "days": 3}')
-        assert given(as_json, samples.TOOLS) == given(samples.KINDS["call"], samples.TOOLS)
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():
-    template = FAMILIES["qwen"][0]
-    masks = ChatMasks(samples.byte_tokenizer(template))
+    masks = prepared(FAMILIES["qwen"][0])[1]
     chat = samples.KINDS["one turn"]
     (span,) = masks(chat, options={"enable_thinking": False}).spans
     masked = masks(chat)
@@ -263,31 +255,34 @@ def test_a_template_that_prints_a_turn_as_two_is_refused():
         said_in(template, "reasoning")
 
 
-def test_text_of_a_private_use_plane_is_trained_on_and_of_both_refused():
+def test_text_of_a_private_use_plane_is_trained_on_unless_marks_are_of_it():
     masks = ChatMasks(samples.byte_tokenizer(CHATML.read_text()))
-    icons = [samples.user("\U000f0001"), samples.says("\U000f0002 \U00100003")]
-    with pytest.raises(ChatRefused, match="both supplementary private-use planes"):
-        masks(icons)
-    icons[1]["content"] = "\U000f0002"
-    masked = masks(icons)
+    masked = masks([samples.user("\U000f0001"), samples.says("\U000f0002")])
     assert masked.text[slice(*masked.spans[0])] == "\U000f0002<|im_end|>"
+    with pytest.raises(ChatRefused, match="private-use plane 16"):
+        masks([samples.user("q"), samples.says("\U00100003")])
+
+
+def test_a_turn_of_blanks_alone_is_delimited_like_others():
+    chat = [samples.user("q"), samples.says("\n"), samples.user("r"), samples.says("x")]
+    for family in ("gpt-oss", "command", "glm"):
+        masked = prepared(FAMILIES[family][0])[1](chat)
+        blank, words = (masked.text[slice(*span)] for span in masked.spans)
+        assert blank.startswith(words.partition("x")[0] + "\n")
+        assert samples.SPECIAL.search(blank.partition("\n")[2])
 
 
 def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
     """Not two more for every turn, which made a chat of 100 turns quadratic."""
     masks = ChatMasks(samples.byte_tokenizer(FAMILIES["gemma"][0]))
     rendered = []
-    render = masks.template.render
-    monkeypatch.setattr(
-        masks.template, "render", lambda *a, **k: rendered.append(1) or render(*a, **k)
-    )
+    given = masks.template._given
+    monkeypatch.setattr(masks.template, "_given", lambda *a: rendered.append(1) or given(*a))
     turns = [
         m for i in range(200) for m in (samples.user(f"q{i}"), samples.says(f"answer {i}" * 3))
     ]
-    start = time.perf_counter()
     assert len(masks(turns).spans) == 200
-    assert time.perf_counter() - start < 5
-    assert len(rendered) < 20
+    assert len(rendered) < 30
     rendered.clear()
     masks(turns)
     assert len(rendered) == 2
