@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,23 +24,54 @@ PREFIX = "stoker-staged-"
 GROUP_TIMEOUT_S = 24 * 3600
 
 
-class Staging:
-    """One rank's directory in memory, from the first `open` to `close`.
+class BackgroundWriter:
+    """A thread of each rank that copies what it staged, and commits with the other ranks' threads.
 
-    It is locked while its process lives; the next start on the node removes an unlocked one.
+    The threads have a process group of their own: their collectives never mix with training's. The
+    rank's directory in memory is locked while its process lives; the next start on the node removes
+    an unlocked one.
     """
 
     def __init__(self, run_id: str, rank: int):
-        self.name = f"{PREFIX}{run_id}-{rank}-"
+        self.rank, self.prefix = rank, f"{PREFIX}{run_id}-{rank}-"
         self.directory: Path | None = None
         self.lock: int | None = None
-        atexit.register(self.close)
+        self.group = cpu_group(GROUP_TIMEOUT_S)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None  # of the last write on this rank; `wait` raises it
+        atexit.register(self.remove_directory)
 
-    def open(self) -> Path:
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
+        """Return the directory in memory for this rank's checkpoint; None if a node has no room.
+
+        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
+        then its node needs `all_bytes`).
+        """
+        own_bytes = all_bytes if own_bytes is None else own_bytes
+        rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
+        for host in dict.fromkeys(host for host, _, _ in rooms):
+            written = sum(own for name, own, _ in rooms if name == host)
+            needed = MARGIN * min(written, all_bytes)
+            free = min(free for name, _, free in rooms if name == host)
+            if free < needed:
+                logger.warning(
+                    "the checkpoint of step %d is written before training continues: %s has %s "
+                    "free in %s, its part takes %s",
+                    step, host, readable(free), MEMORY, readable(needed),
+                )  # fmt: skip
+                return None
+        return on_every_rank(self.make_directory)[self.rank]
+
+    def make_directory(self) -> Path:
         """Return the directory, empty, readable by this user alone; raises OSError."""
         while self.directory is None or not self.directory.exists():
             self._release()
-            self.directory = Path(tempfile.mkdtemp(prefix=self.name, dir=MEMORY))
+            self.directory = Path(tempfile.mkdtemp(prefix=self.prefix, dir=MEMORY))
             self.lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             # A start that took it for a leftover before it was locked removes it: then again.
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -53,12 +84,55 @@ class Staging:
             for path in self.directory.iterdir():
                 shutil.rmtree(path)
 
-    def close(self) -> None:
-        """Remove the directory."""
+    def remove_directory(self) -> None:
+        """Remove the directory; what stays is removed by the next start."""
         if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)  # the next start removes what stays
+            shutil.rmtree(self.directory, ignore_errors=True)
             self._release()
             self.directory = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Do `work` in the thread."""
+        assert self.thread is None, "one at a time: wait first"
+        self.thread = threading.Thread(
+            target=self._do, args=[work], name="checkpoint writer", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait for the work under way, if any; raise what it raised."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.thread = None
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Release memory and group; all ranks call it, with no work under way."""
+        self.remove_directory()
+        if self.group is not None:
+            torch.distributed.destroy_process_group(self.group)
+            self.group = None
+
+    def own_files(self, staged: Path) -> list[str]:
+        """Return which staged files this rank copies; collective over the threads.
+
+        These are its own, and those that no owner staged.
+        """
+        writers: dict[str, int] = {}
+        for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
+            for name in names:
+                if name not in writers or owner(name) == writer:
+                    writers[name] = writer
+        return [name for name, writer in writers.items() if writer == self.rank]
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
 
     def _release(self) -> None:
         if self.lock is not None:
@@ -91,88 +165,3 @@ def remove_leftovers() -> None:
             continue  # another rank was faster, or its process lives
         except OSError as error:
             logger.warning("%s could not be removed: %s", directory, error)
-
-
-class BackgroundWriter:
-    """A thread of each rank that copies what it staged, and commits with the other ranks' threads.
-
-    The threads have a process group of their own: their collectives never mix with training's.
-    """
-
-    def __init__(self, run_id: str, rank: int):
-        self.rank = rank
-        self.staging = Staging(run_id, rank)
-        self.group = cpu_group(GROUP_TIMEOUT_S)
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
-
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self.thread is not None and self.thread.is_alive()
-
-    def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return the directory in memory for this rank's checkpoint; None if a node has no room.
-
-        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
-        then its node needs `all_bytes`).
-        """
-        own_bytes = all_bytes if own_bytes is None else own_bytes
-        rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
-        for host in dict.fromkeys(host for host, _, _ in rooms):
-            written = sum(own for name, own, _ in rooms if name == host)
-            needed = MARGIN * min(written, all_bytes)
-            free = min(free for name, _, free in rooms if name == host)
-            if free < needed:
-                logger.warning(
-                    "the checkpoint of step %d is written before training continues: %s has %s "
-                    "free in %s, its part takes %s",
-                    step, host, readable(free), MEMORY, readable(needed),
-                )  # fmt: skip
-                return None
-        return on_every_rank(self.staging.open)[self.rank]
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Do `work` in the thread."""
-        assert self.thread is None, "one at a time: wait first"
-        self.thread = threading.Thread(
-            target=self._do, args=[work], name="checkpoint writer", daemon=True
-        )
-        self.thread.start()
-
-    def wait(self) -> None:
-        """Wait for the work under way, if any; raise what it raised."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.thread = None
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """Release memory and group; all ranks call it, with no work under way."""
-        self.staging.close()
-        if self.group is not None:
-            torch.distributed.destroy_process_group(self.group)
-            self.group = None
-
-    def own_files(self, staged: Path) -> list[str]:
-        """Return which of its staged files this rank copies; collective over the threads."""
-        return own_share(on_every_rank(lambda: list_files(staged), self.group), self.rank)
-
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self.error = error
-
-
-def own_share(names_by_rank: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Return the files that a rank copies: its own, and those that no owner staged."""
-    writers: dict[str, int] = {}
-    for writer, names in enumerate(names_by_rank):
-        for name in names:
-            if name not in writers or owner(name) == writer:
-                writers[name] = writer
-    return [name for name, writer in writers.items() if writer == rank]

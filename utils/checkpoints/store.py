@@ -147,7 +147,7 @@ class Checkpoints:
             size_bytes = self._commit_files(
                 step, tokens, lambda: flush_and_record(target, own, written), background.group
             )
-            background.staging.clear()
+            background.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
 
         background.start(write)

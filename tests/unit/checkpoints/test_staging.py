@@ -10,8 +10,6 @@ from utils.checkpoints import staging
 from utils.checkpoints.staging import (
     PREFIX,
     BackgroundWriter,
-    Staging,
-    own_share,
     remove_leftovers,
 )
 
@@ -23,13 +21,13 @@ def memory(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
-    own = Staging("run-1", 3)
-    directory = own.open()
+    own = BackgroundWriter("run-1", 3)
+    directory = own.make_directory()
     assert directory.parent == memory
     assert directory.name.startswith(f"{PREFIX}run-1-3-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     (directory / "checkpoint-2").mkdir()
-    assert own.open() == directory
+    assert own.make_directory() == directory
     assert not list(directory.iterdir()), "what was staged before is gone"
     own.close()
     assert not list(memory.iterdir())
@@ -37,8 +35,8 @@ def test_a_directory_is_for_its_user_alone_and_says_whose_it_is(memory):
 
 
 def test_what_a_killed_process_staged_is_removed_with_a_log_line(caplog):
-    own = Staging("run-1", 3)
-    directory = own.open()
+    own = BackgroundWriter("run-1", 3)
+    directory = own.make_directory()
     (directory / "checkpoint-4").mkdir()
     remove_leftovers()
     assert (directory / "checkpoint-4").exists(), "its process lives"
@@ -74,7 +72,7 @@ def test_the_room_is_the_jobs_not_the_nodes(monkeypatch):
     remove_leftovers()
 
 
-def test_each_staged_file_is_copied_by_one_rank():
+def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
     """By its owner where it has it (several ranks may write one), else by whoever has it."""
     staged = [
         ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth"],
@@ -82,7 +80,9 @@ def test_each_staged_file_is_copied_by_one_rank():
         ["rng_state_0.pth", "extra", "own"],
     ]
     expected = [["model.safetensors", "rng_state_0.pth"], ["rng_state_1.pth", "extra"], ["own"]]
-    assert [own_share(staged, rank) for rank in range(3)] == expected
+    monkeypatch.setattr(staging, "on_every_rank", lambda _action, _group: staged)
+    writers = [BackgroundWriter("run-1", rank) for rank in range(3)]
+    assert [writer.own_files(Path()) for writer in writers] == expected
 
 
 @pytest.mark.parametrize(
