@@ -188,7 +188,7 @@ PRETRAINING = {
     ),
     "changed model": (
         lambda place: place.resumed(**place.model(intermediate_size=32)),
-        "cannot resume with this model configuration",
+        "its model_config is",
     ),
     "no stage": ({"init_from": "/none", "model_config": None}, "there is no such directory"),
     "stage without weights": (stage_without_weights, "holds no weights"),

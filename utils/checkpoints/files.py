@@ -12,18 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.support.files import (
-    cache_path,
-    file_states,
-    read_cache,
-    replace_text,
-    write_cache,
-)
+from utils.support.files import cache_path, file_states, read_cache, replace_text, write_cache
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +205,16 @@ class Manifest:
     """
 
     run_id: str
-    step: int
-    samples: int
-    tokens: int
     world_size: int
     strategy: str
     global_batch_size: int
-    fingerprints: Mapping[str, Any]
-    versions: Mapping[str, str | None]
-    time: str
-    files: Mapping[str, FileRecord]
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    time: str = ""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:

@@ -6,10 +6,11 @@ for one name (#28364, #36112). In the background Trainer writes into memory, and
 copies its files to where they belong before the manifest is written.
 """
 
+import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What is the same in every manifest of a start, see `Manifest`."""
-
-    run_id: str
-    world_size: int
-    strategy: str
-    global_batch_size: int
-    fingerprints: Mapping[str, Any]
-    versions: Mapping[str, str | None]
-
-
-@dataclass(frozen=True)
 class Save:
     """A committed checkpoint of this start, and how long it took."""
 
@@ -65,16 +54,17 @@ class Save:
 class Checkpoints:
     """Commits and keeps the checkpoints of a run; every method is collective over ranks.
 
-    A save is `begin`, then Trainer's own into `run_dir`, then `commit`. `keep` newest ones stay
-    (None: all) and the best; `estimated_bytes` is what one takes, until one is there to go by.
-    With `background`, commits are under way when `commit` returns; `finish` waits for them.
+    A save is `begin`, then Trainer's own into `run_dir`, then `commit`. `facts` are what all
+    manifests of this start have in common; the `keep` newest checkpoints stay (None: all) and the
+    best; `estimated_bytes` is what one takes, until one is there to go by. With `background`,
+    commits are under way when `commit` returns; `finish` waits for them.
 
     run_dir   the directory in which Trainer makes its checkpoint-N
     saves     what was committed so far, in this start
     """
 
     def __init__(
-        self, output_dir: Path, facts: RunFacts, rank: int, *, keep: int | None,
+        self, output_dir: Path, facts: Manifest, rank: int, *, keep: int | None,
         estimated_bytes: int, background: BackgroundWriter | None = None,
     ):  # fmt: skip
         assert keep is None or keep >= LEAST_KEPT, "checked with the settings"
@@ -185,8 +175,8 @@ class Checkpoints:
         """Record every rank's files, commit, rotate; return their bytes."""
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
-        manifest = Manifest(
-            **vars(self.facts),
+        manifest = dataclasses.replace(
+            self.facts,
             step=step,
             samples=step * self.facts.global_batch_size,
             tokens=tokens,

@@ -237,25 +237,6 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
 
 
-def first_other_shape(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Say which tensor has another shape in the second of two configurations; None: none has."""
-    old_shapes, new_shapes = _shapes(old), _shapes(new)
-    for name in [*old_shapes, *(name for name in new_shapes if name not in old_shapes)]:
-        was, now = old_shapes.get(name), new_shapes.get(name)
-        if was != now:
-            return f"its {name} was {was or 'not there'} and would be {now or 'not there'}"
-    return None
-
-
-def _shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    values = dict(contents)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
-        built: Any = causal_lm_class(config)(config)
-    return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
-
-
 def load_model(
     settings: RunSettings,
     config: PreTrainedConfig,

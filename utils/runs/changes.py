@@ -17,7 +17,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
 from utils.model.stages import own_checkpoint
-from utils.model.weights import base_weights, first_other_shape, model_contents
+from utils.model.weights import base_weights, model_contents
 from utils.planning.run_data import RunData
 
 logger = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ def accepted_changes(
     defaults = {name: one.default for name, one in settings.values.declared.items()}
     before = Snapshot(defaults | in_force(output_dir, starts), starts[-1])
     now = Snapshot(settings.resolved, facts)
-    checkpoint = own_checkpoint(str(output_dir))
-    changes = list(compare(before, now, resumes=checkpoint is not None))
+    resumes = own_checkpoint(str(output_dir)) is not None
+    changes = list(compare(before, now, resumes=resumes))
     if changes:
         table = "\n".join(map(str, changes))
         logger.warning("changed since the last start in %s:\n%s", output_dir, table)
@@ -168,8 +168,6 @@ def accepted_changes(
         if change.impossible
         or (change.dangerous and change.name not in settings.run.accept_changes)
     ]
-    if checkpoint is not None:
-        problems += _other_shapes(output_dir, before.facts, facts)
     if problems:
         raise ConfigurationError(problems)
     if not changes:
@@ -272,15 +270,3 @@ def _problem(output_dir: Path, change: Change) -> str:
         f"{output_dir} holds another run: {changed}. Name another --output_dir, give the old value "
         f"to resume, or resume with the new one: --accept_changes {change.name}."
     )
-
-
-def _other_shapes(output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which tensor the model would have in another shape than the checkpoints, if any."""
-    old, new = before.get("model_config"), now["model_config"]
-    difference = first_other_shape(old, new) if old and new and old != new else None
-    if difference is None:
-        return []
-    return [
-        f"{output_dir} cannot resume with this model configuration, accepted or not: {difference}. "
-        "Put the old one back, or name another --output_dir."
-    ]

@@ -13,11 +13,18 @@ from typing import Any
 
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import CONFIG, PROVENANCE, check_layout, earlier_starts, known_run_id
+from utils.checkpoints.files import (
+    CONFIG,
+    PROVENANCE,
+    Manifest,
+    check_layout,
+    earlier_starts,
+    known_run_id,
+)
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
-from utils.checkpoints.store import Checkpoints, RunFacts
-from utils.config.errors import NoProgressError, UnfitClusterError
+from utils.checkpoints.store import Checkpoints
+from utils.config.errors import NoProgressError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
@@ -37,7 +44,7 @@ from utils.runs.provenance import (
     warn_of_other_versions,
     write_provenance,
 )
-from utils.support.collectives import gathered, on_rank_0
+from utils.support.collectives import on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
 from utils.support.notes import mark_run_started
@@ -86,7 +93,6 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
-        check_same_precision(settings, launch)
         guard_loading(launch.strategy)
         return launch
     import torch
@@ -101,22 +107,6 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         hosts=(),
         device="cpu" if accelerator is None else accelerator.type,
     )
-
-
-def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Refuse ranks that compute in different types; collective over ranks.
-
-    Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
-    """
-    answers = gathered(settings.values["bf16"])
-    if len(set(answers)) > 1:
-        shown = ", ".join(
-            f"{host}: bf16 {answer}" for host, answer in zip(launch.hosts, answers, strict=True)
-        )
-        raise UnfitClusterError(
-            f"the ranks would compute in different types ({shown}): set bf16 yourself, or take "
-            "nodes of one kind."
-        )
 
 
 def start_run(
@@ -138,7 +128,7 @@ def start_run(
         background = BackgroundWriter(claim.run_id, launch.rank)
     checkpoints = Checkpoints(
         output_dir,
-        _run_facts(claim.run_id, settings, data, launch),
+        _manifest(claim.run_id, settings, data, launch),
         launch.rank,
         keep=settings.training.save_total_limit,
         estimated_bytes=plan.checkpoint_bytes,
@@ -208,9 +198,10 @@ def _plan_facts(plan: RunPlan, script: str) -> dict[str, Any]:
     }
 
 
-def _run_facts(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> RunFacts:
+def _manifest(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> Manifest:
+    """Return what the manifests of this start have in common."""
     resolved = json.dumps(settings.resolved, sort_keys=True, default=str)
-    return RunFacts(
+    return Manifest(
         run_id=run_id,
         world_size=launch.world_size,
         strategy=launch.strategy,

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from utils.checkpoints.store import Checkpoints, RunFacts
+from utils.checkpoints.files import Manifest
+from utils.checkpoints.store import Checkpoints
 
 RUN = "run-1"
-FACTS = RunFacts(
+FACTS = Manifest(
     run_id=RUN,
     world_size=1,
     strategy="single",

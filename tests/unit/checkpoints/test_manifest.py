@@ -7,15 +7,14 @@ from made import FACTS
 from utils.checkpoints.files import (
     DamagedCheckpointError,
     FileRecord,
-    Manifest,
     check_layout,
     read_manifest,
     write_manifest,
 )
 from utils.config.errors import ConfigurationError
 
-MANIFEST = Manifest(
-    **vars(FACTS),
+MANIFEST = dataclasses.replace(
+    FACTS,
     step=12,
     samples=96,
     tokens=12_000,

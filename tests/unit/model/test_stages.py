@@ -42,7 +42,7 @@ def checkpoint(directory: Path, *names: str, run_id: str = "run-7") -> Path:
     model_directory(directory, *names)
     step = int(directory.name.rpartition("-")[2])
     files = flush_and_record(directory, list_files(directory))
-    write_manifest(directory, Manifest(run_id, step, 0, 0, 1, "single", 4, {}, {}, "now", files))
+    write_manifest(directory, Manifest(run_id, 1, "single", 4, step=step, files=files))
     return directory
 
 

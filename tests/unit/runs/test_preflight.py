@@ -188,7 +188,7 @@ def commit(run: Path, *steps: int, run_id: str = RUN) -> None:
     for step in steps:
         directory = written(run, f"checkpoint-{step}")
         files = {"weights": FileRecord(int(MIB / 1.02), "")}
-        write_manifest(directory, Manifest(run_id, step, 0, 0, 1, "single", 8, {}, {}, "", files))
+        write_manifest(directory, Manifest(run_id, 1, "single", 8, step=step, files=files))
 
 
 @pytest.mark.parametrize(

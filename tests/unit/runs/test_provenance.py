@@ -83,9 +83,7 @@ def test_other_versions_than_those_of_the_checkpoint_are_one_line(tmp_path, capl
     for step, versions in enumerate([now, older]):
         directory = tmp_path / f"checkpoint-{step}"
         directory.mkdir()
-        write_manifest(
-            directory, Manifest("1", step, 0, 0, 1, "single", 4, {}, versions, "now", {})
-        )
+        write_manifest(directory, Manifest("1", 1, "single", 4, versions=versions))
         warn_of_other_versions(str(directory))
     (record,) = caplog.records
     assert record.getMessage().startswith(

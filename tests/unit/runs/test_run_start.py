@@ -1,12 +1,8 @@
-"""Starts that make no progress, and ranks that would compute in different types, are refused."""
-
-from types import SimpleNamespace
+"""Starts that make no progress are refused."""
 
 import pytest
 
-from utils.config.errors import ExitCode, NoProgressError, UnfitClusterError
-from utils.launch.processes import LaunchFacts
-from utils.runs import start as startup
+from utils.config.errors import ExitCode, NoProgressError
 from utils.runs.start import check_progress
 
 JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
@@ -48,13 +44,3 @@ def test_starts_without_any_checkpoint_count_too():
 )
 def test_others_may_start(starts, job):
     check_progress(starts, "/run/checkpoint-10", job)
-
-
-def test_hosts_that_decide_differently_are_refused(monkeypatch):
-    launch = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("n1", "n2"), device="cpu")
-    settings = SimpleNamespace(values={"bf16": True})
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, False])
-    with pytest.raises(UnfitClusterError, match=r"types \(n1: bf16 True, n2: bf16 False\): set"):
-        startup.check_same_precision(settings, launch)
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, value])
-    startup.check_same_precision(settings, launch)

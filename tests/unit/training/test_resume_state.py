@@ -44,7 +44,7 @@ def _restore():
 @pytest.fixture
 def commit(tmp_path):
     def write(world_size: int):
-        manifest = Manifest("run", 3, 24, 9, world_size, "ddp", 8, {}, {}, "now", {})
+        manifest = Manifest("run", world_size, "ddp", 8, step=3, samples=24, tokens=9)
         write_manifest(tmp_path, manifest)
         return tmp_path
 
