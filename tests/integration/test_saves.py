@@ -227,7 +227,7 @@ def test_storage_that_fails_in_the_background_ends_the_run(
             time.sleep(0.01)
 
     provoke = AtEachStep(look)
-    with pytest.raises(StorageError, match=r"no space .* is left on the device, writing .*/run"):
+    with pytest.raises(StorageError, match=r"No space left on device, writing .*/run"):
         start(run, provoke, **settings, **BACKGROUND)
     assert steps[-1] in (4, 5), "not as late as the next save"
     assert checkpoints(run) == {2}
