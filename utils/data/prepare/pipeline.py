@@ -130,20 +130,18 @@ class Preparation:
         self._report(UnitCounts.total(counts.values()))
         for line in source_lines(self.plan.units, counts):
             logger.info("%s", line)
-        problems = [
-            f"{split}: no document is left for this split; give more documents, another "
-            "--validation_fraction, or see above what was dropped"
-            for split in self.plan.splits
-            if not any(split in unit.splits for unit in counts.values())
-        ]
-        if problems:
-            raise ConfigurationError(problems)
+        filled = {split for unit in counts.values() for split in unit.splits}
+        empty = [split for split in self.plan.splits if split not in filled]
+        if empty:
+            raise ConfigurationError(
+                f"{', '.join(empty)}: no document is left for this split; give more documents, "
+                "another --validation_fraction, or see above what was dropped"
+            )
         for split in self.plan.splits:
             self._assemble_split(split, counts, tokenizer)
         self._move_tokenizer()
         self.workspace.remove()
-        written = ", ".join(str(self.output_dir / split) for split in self.plan.splits)
-        logger.info("written: %s", written)
+        logger.info("written: %s", ", ".join(str(self.output_dir / s) for s in self.plan.splits))
 
     def _report(self, counts: UnitCounts) -> None:
         for line in report_lines(counts, self.plan.splits):
@@ -176,15 +174,6 @@ class Preparation:
             logger.info("an example, with [[ ]] around what is trained on:\n%s", example)
         counted = UnitCounts.total(counts.values()).splits[split]
         is_chat = self.plan.needs_chat_template
-        preparation = {
-            "settings_sha256": self.digest,
-            "settings": asdict(self.plan.settings),
-            "sources": self._origin(split, counts),
-            **split_figures(counted),
-            "example": example,
-            "loss_masks": masks_from(tokenizer) if is_chat else None,
-            "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
-        }
         dataset = describe_split(
             folder,
             tokenizer={
@@ -193,7 +182,15 @@ class Preparation:
                 "vocabulary_size": vocabulary_size(tokenizer),
             },
             chat_template_sha256=chat_template_sha256(tokenizer) if is_chat else None,
-            preparation=preparation,
+            preparation={
+                "settings_sha256": self.digest,
+                "settings": asdict(self.plan.settings),
+                "sources": self._origin(split, counts),
+                **split_figures(counted),
+                "example": example,
+                "loss_masks": masks_from(tokenizer) if is_chat else None,
+                "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
+            },
         )
         found = dataset.statistics
         if (found.documents, found.tokens) != (counted.documents, counted.tokens):
@@ -210,27 +207,16 @@ class Preparation:
     def _move_files(self, split: str, counts: Mapping[int, UnitCounts]) -> list[str]:
         """Move the Arrow files of a split to its folder, in the order of the units.
 
-        Safe to repeat: a file that an interrupted run has moved already stays. Raises
-        ConfigurationError when a file is missing or not as long as it was written.
+        Safe to repeat: a file that an interrupted run has moved already stays.
         """
         units = [unit for unit in sorted(counts) if split in counts[unit].splits]
         folder = self.output_dir / split
         folder.mkdir(parents=True, exist_ok=True)
-        names = []
-        for number, unit in enumerate(units):
-            target = folder / f"data-{number:05d}-of-{len(units):05d}.arrow"
+        names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
+        for unit, name in zip(units, names, strict=True):
             source = self.workspace.unit_file(unit, split)
-            found = source if source.exists() else target
-            expected = counts[unit].splits[split].file_bytes
-            actual = found.stat().st_size if found.exists() else 0
-            if actual != expected:
-                raise ConfigurationError(
-                    f"{found}: has {actual:,} bytes where {expected:,} were written: remove "
-                    f"{self.workspace.root} and {folder} and prepare again"
-                )
             if source.exists():
-                source.replace(target)
-            names.append(target.name)
+                source.replace(folder / name)
         return names
 
     def _write_layout(self, folder: Path, files: list[str], features: dict[str, Any]) -> None:
@@ -238,13 +224,14 @@ class Preparation:
 
         Each split has a fingerprint of its own: `datasets` keys its caches by it.
         """
-        texts = dict.fromkeys(("citation", "description", "homepage", "license"), "")
-        info = dict(sorted({**texts, "features": features}.items()))
+        info = {
+            **{"citation": "", "description": "", "features": features},
+            **{"homepage": "", "license": ""},
+        }
+        fingerprint = hashlib.sha256(f"{self.digest} {folder.name}".encode()).hexdigest()[:16]
         state: dict[str, object] = {
             "_data_files": [{"filename": file} for file in files],
-            "_fingerprint": hashlib.sha256(f"{self.digest} {folder.name}".encode()).hexdigest()[
-                :16
-            ],
+            "_fingerprint": fingerprint,
             "_format_columns": None,
             "_format_kwargs": {},
             "_format_type": None,
@@ -309,19 +296,18 @@ def length_percentiles(lengths: Mapping[int, int]) -> dict[str, int]:
 
 def report_lines(counts: UnitCounts, splits: Sequence[str]) -> list[str]:
     """Return the table of splits and what was dropped, truncated and cut."""
-    names = [*(f"p{p}" for p in PERCENTILES), "max"]
-    header = ("documents", "tokens", "loss tokens", "bytes/token")
-    lines = [f"{'split':<12}" + "".join(f"{name:>15}" for name in header) + _cells(names)]
+    names = ["p1", "p50", "p99", "max"]
+    header = ("documents", "tokens", "loss tokens", "bytes/token", *(f"{n} tokens" for n in names))
+    lines = [f"{'split':<12}" + "".join(f"{name:>13}" for name in header)]
     for split in splits:
         figures = split_figures(counts.splits.get(split, SplitCounts()))
         percentiles = figures["length_percentiles_tokens"]
         lines.append(
-            f"{split:<12}{figures['documents']:>15,}{figures['tokens']:>15,}"
-            f"{figures['loss_token_share']:>15.1%}{figures['bytes_per_token']:>15.2f}"
-            + _cells([f"{percentiles.get(name, 0):,}" for name in names])
+            f"{split:<12}{figures['documents']:>13,}{figures['tokens']:>13,}"
+            f"{figures['loss_token_share']:>13.1%}{figures['bytes_per_token']:>13.2f}"
+            + "".join(f"{percentiles.get(name, 0):>13,}" for name in names)
         )
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.dropped.items()))
-    lines.append("(p1 to max: tokens of a document)")
     lines.append(f"dropped: {dropped or 'none'}; truncated: {counts.truncated:,}")
     if counts.continued:
         lines.append(f"very long texts were cut into {counts.continued:,} further documents")
@@ -332,10 +318,6 @@ def report_lines(counts: UnitCounts, splits: Sequence[str]) -> list[str]:
             "on all of it, give each of these chats once for every turn"
         )
     return [*lines, *(f"  dropped {example}" for example in counts.examples)]
-
-
-def _cells(texts: Sequence[str]) -> str:
-    return "".join(f"{text:>10}" for text in texts)
 
 
 def source_lines(units: Sequence[WorkUnit], counts: Mapping[int, UnitCounts]) -> list[str]:

@@ -24,6 +24,7 @@ from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
+    UnusableRowError,
     columns_to_read,
     detect_formats,
     naming_hint,
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 # Raised whenever the same sources and settings would give other bytes than before.
 OUTPUT_VERSION = 2
 TRAIN, VALIDATION = "train", "validation"
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -150,41 +150,31 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
 
 def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files; logs what is not taken of them."""
-    template = arguments.chat_template
-    missing = template is not None and not Path(template).is_file()
-    problems = [f"chat_template: {template}: no such file"] if missing else []
-    try:
-        sources = sources_of(arguments)
-    except ConfigurationError as error:
-        raise ConfigurationError([*problems, *error.problems]) from error
+    """Return each source with its files.
+
+    A file given twice is refused: it would be trained on twice, or evaluated on after training.
+    """
+    problems = []
+    if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
+        problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
-    for source in sources:
-        split, is_named = source.from_split or source.split, source.from_split is not None
-        listing = list_sources(source.paths, source.format, split, is_named=is_named)
-        problems.extend(f"{source.split}: {problem}" for problem in listing.problems)
-        found.append((source, listing.files))
-        for note in listing.notes:
-            logger.warning("%s: %s", source.split, note)
-        if listing.ignored:
-            skipped = ", ".join(f"{n} x {what}" for what, n in sorted(listing.ignored.items()))
-            logger.warning("%s: files skipped: %s", source.split, skipped)
-    problems.extend(_overlap_problems(found))
-    if problems:
-        raise ConfigurationError(problems)
-    return found
-
-
-def _overlap_problems(sources: Sequence[tuple[Source, list[SourceFile]]]) -> Iterator[str]:
-    """Name the files that are given twice: trained on twice, or evaluated on after training."""
     owner: dict[str, Source] = {}
-    for source, files in sources:
+    for source in sources_of(arguments):
+        split, is_named = source.from_split or source.split, source.from_split is not None
+        files, faults = list_sources(source.paths, source.format, split, is_named=is_named)
+        problems.extend(f"{source.split}: {fault}" for fault in faults)
+        found.append((source, files))
         for file in files:
             other = owner.setdefault(str(Path(file.path).resolve()), source)
             if other.split != source.split:
-                yield f"{file.path}: is given for both {other.split} and {source.split}"
+                problems.append(f"{file.path}: is given for both {other.split} and {source.split}")
             elif other is not source and other.filters == source.filters:
-                yield f"{file.path}: is given twice for {source.split}; give it a weight instead"
+                problems.append(
+                    f"{file.path}: is given twice for {source.split}; give it a weight instead"
+                )
+    if problems:
+        raise ConfigurationError(problems)
+    return found
 
 
 # --- which work units
@@ -256,50 +246,35 @@ def _decide_formats(
     """
     problems: list[str] = []
     rows: list[RowSettings] = []
-    decided: tuple[str, Record] | None = None
+    document_format = decided_by = ""
     is_chat = False
     for number, (source, _) in enumerate(sources):
         own = [unit for unit in units if unit.source == number]
-        record = _first_record(own, source, arguments.on_bad_row)
-        if record is None:
-            problems.append(f"{source.split}: empty source: no record in its files")
+        try:
+            record = _first_record(own, source, arguments.on_bad_row)
+            read = _row_settings(source, record, document_format, arguments.on_bad_row)
+        except ConfigurationError as error:
+            problems.extend(error.problems)
             continue
-        fields = renamed(record.fields, source.columns)
-        found = detect_formats(fields)
-        wanted = decided[0] if decided else None
-        row_format = _row_format(source, found, wanted, skips=arguments.on_bad_row == "skip")
-        if row_format is None:
-            problems.append(_format_problem(record, source, found))
-            continue
-        read = RowSettings(
-            row_format, source.columns, source.filters, source.weight, source.max_tokens
-        )
         rows.append(read)
-        absent = [name for name, _ in read.filters if name not in record.fields]
-        if absent and arguments.on_bad_row == "error":
+        made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
+        prompt = read.renamed(record.fields).get("prompt")
+        is_chat |= made == "messages" or isinstance(prompt, list)
+        if not document_format:
+            document_format, decided_by = made, str(record.location)
+        elif made != document_format:
             problems.append(
-                f"{record.location}: no column {absent[0]!r}, which the filter asks for (columns: "
-                f"{', '.join(sorted(record.fields))})"
+                f"{record.location}: the format {read.row_format} makes {made}, but {decided_by} "
+                f"makes {document_format}, and one dataset holds one kind: prepare them apart, or "
+                "name columns (--columns question=instruction answer=output makes chats)"
             )
-        _log_what_is_read(source, record, read)
-        document_format = DOCUMENT_FORMATS.get(row_format, row_format)
-        is_chat |= document_format == "messages" or isinstance(fields.get("prompt"), list)
-        if decided is None:
-            decided = document_format, record
-        elif document_format != decided[0]:
-            problems.append(
-                f"{record.location}: the format is {row_format}, which makes "
-                f"{document_format}, but {decided[1].location} makes {decided[0]}: one dataset "
-                "holds one kind; prepare them apart, or name columns (--columns "
-                "question=instruction answer=output makes chats)"
-            )
-    if problems or decided is None:
+    if problems:
         raise ConfigurationError(problems)
-    return decided[0], rows, is_chat
+    return document_format, rows, is_chat
 
 
-def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record | None:
-    """Return the first record with all its columns; raises ConfigurationError at a bad row."""
+def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record:
+    """Return the first record with all its columns; ConfigurationError when there is none."""
     text_column = columns_to_read("text", source.columns)
     for part in (part for unit in units for part in unit.parts):
         for record in read_records(part, text_column if part.file.kind == "text" else None):
@@ -307,58 +282,54 @@ def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) ->
                 return record
             if on_bad_row == "error":
                 raise ConfigurationError(str(record))
-    return None
+    raise ConfigurationError(f"{source.split}: empty source: no record in its files")
 
 
-def _row_format(
-    source: Source, found: Sequence[str], wanted: str | None, *, skips: bool
-) -> str | None:
-    """Return the format to read a source with, None when its first record does not tell one."""
-    if source.format != "auto":
-        # A record that does not fit a format the user named is a bad row like any other.
-        return source.format if source.format in found or skips else None
-    if len(found) > 1:  # what the sources before it make decides
-        found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted]
-    return found[0] if len(found) == 1 else None
+def _row_settings(
+    source: Source, record: Record, document_format: str, on_bad_row: str
+) -> RowSettings:
+    """Return how to read the rows of a source that begins with `record`, and log it.
 
-
-def _log_what_is_read(source: Source, record: Record, read: RowSettings) -> None:
-    path = record.location.path
+    Raises ConfigurationError when the record does not fit the source's format or filters, unless
+    such rows are skipped. Between several formats, what the sources before it make
+    (`document_format`) decides.
+    """
+    fields = renamed(record.fields, source.columns)
+    found = detect_formats(fields)
+    row_format = source.format
+    if row_format == "auto":
+        if len(found) > 1:
+            makes = {name: DOCUMENT_FORMATS.get(name, name) for name in found}
+            found = [name for name in found if makes[name] == document_format] or found
+        if len(found) != 1:
+            raise ConfigurationError(_format_problem(record, sorted(fields), found))
+        row_format = found[0]
+    elif row_format not in found and on_bad_row == "error":
+        raise ConfigurationError(
+            f"{record.location}: the format {row_format} needs {' and '.join(NEEDED[row_format])} "
+            f"(columns: {', '.join(sorted(fields)) or 'none'})"
+            + (f"; it looks like {found[0]}: --format {found[0]}" if found else "")
+        )
+    read = RowSettings(row_format, source.columns, source.filters, source.weight, source.max_tokens)
+    if on_bad_row == "error":
+        try:
+            read.selects(record.fields)
+        except UnusableRowError as error:
+            raise ConfigurationError(f"{record.location}: {error}") from None
     used = [name for name in read.read_columns if name in record.fields]
     unused = sorted(record.fields.keys() - used)
-    parts = [f"{source.split}: {path}: {read.row_format}, from {', '.join(used)}"]
-    if unused:
-        parts.append(f"not used: {', '.join(unused)}")
-    if read.weight != 1:
-        parts.append(f"weight {read.weight:g}")
-    if read.max_tokens is not None:
-        parts.append(f"at most {read.max_tokens:,} tokens")
-    logger.info("%s", "; ".join(parts))
-    media = [name for name in MEDIA if name in record.fields]
-    if media and read.row_format != "text":
-        logger.warning(
-            f"{path}: column {media[0]} is not used: only the texts are trained on, including "
-            "whatever stands in them for images or sound"
-        )
+    logger.info(
+        f"{source.split}: {record.location.path}: {row_format}, from {', '.join(used)}"
+        + (f"; not used: {', '.join(unused)}" if unused else "")
+    )
+    return read
 
 
-def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
-    names = sorted(renamed(record.fields, source.columns))
-    columns = ", ".join(names) or "none"
-    if source.format != "auto":
-        missing = [name for name in NEEDED[source.format] if name not in names]
-        like = f"; it looks like {found[0]}: --format {found[0]}" if found else ""
-        return (
-            f"{record.location}: the format is {source.format}, but the record has no "
-            f"{' and no '.join(map(repr, missing))} (columns: {columns}){like}"
-        )
+def _format_problem(record: Record, columns: Sequence[str], found: Sequence[str]) -> str:
     if found:
         return f"{record.location}: could be {' or '.join(found)}: choose one with --format"
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
-        f"{record.location}: no known format (columns: {columns}): {naming_hint(names)}. "
-        f"Without --columns a record needs: {formats}"
+        f"{record.location}: no known format (columns: {', '.join(columns) or 'none'}): "
+        f"{naming_hint(columns)}. Without --columns a record needs: {formats}"
     )
-
-
-# The tokenizer of a preparation: the given one, or one trained on the plan's documents.

@@ -7,16 +7,13 @@ parts it may be divided.
 import csv
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.sources import SourceFile, open_source
@@ -25,6 +22,7 @@ from utils.data.prepare.sources import SourceFile, open_source
 # about 100 bytes per token.
 LARGEST_DOCUMENT_BYTES = 4 << 20
 ROWS_PER_READ = 64
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # what follows the first byte of a UTF-8 character
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,14 @@ class Location:
     offset: int = 0
 
     def __str__(self) -> str:
-        if self.unit == "line":
-            return f"{self.path}:{_lines_before(self.path, self.offset) + self.number}"
-        return f"{self.path} {self.unit} {self.number}" if self.unit else self.path
+        if self.unit != "line":
+            return f"{self.path} {self.unit} {self.number}" if self.unit else self.path
+        number, left = self.number, self.offset
+        if left:
+            with Path(self.path).open("rb") as stream:
+                while block := stream.read(min(1 << 20, left)):
+                    number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self.path}:{number}"
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,9 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     gives records with one field, the first of them. Memory is bounded except for JSON arrays, which
     are loaded whole. Raises ConfigurationError when the file is damaged.
     """
-    damage = (OSError, EOFError, UnicodeError, zlib.error, zstandard.ZstdError, pa.ArrowException)
     try:
         yield from READERS[part.file.kind](part, columns)
-    except damage as error:
+    except (OSError, UnicodeError, pa.ArrowException) as error:
         raise ConfigurationError(
             f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
@@ -143,7 +145,9 @@ def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
         while True:
             block = rest + stream.read(LARGEST_DOCUMENT_BYTES - len(rest))
             is_last = len(block) < LARGEST_DOCUMENT_BYTES
-            end = len(block) if is_last else _last_line_end(block)
+            end = len(block) if is_last else block.rfind(b"\n") + 1
+            if end == 0 and block:  # one long line: cut before its last UTF-8 character
+                end = len(block.rstrip(_CONTINUATION_BYTES)) - 1
             try:
                 text = block[:end].decode("utf-8")
             except UnicodeDecodeError as error:
@@ -154,17 +158,6 @@ def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
             if is_last:
                 return
             rest, offset, number = block[end:], offset + end, number + 1
-
-
-def _last_line_end(block: bytes) -> int:
-    """Return where to cut: behind the last line end, else before the last UTF-8 character."""
-    end = block.rfind(b"\n") + 1
-    if end == 0:
-        end = len(block)
-        while end > len(block) - 4 and block[end - 1] & 0xC0 == 0x80:
-            end -= 1
-        end -= 1
-    return end
 
 
 def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
@@ -190,11 +183,9 @@ def _parse_line(line: bytes, location: Location) -> Record | BadRow:
         value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
-    except json.JSONDecodeError as error:
-        message = f"malformed JSON at column {error.colno} ({error.msg})"
+    except (RecursionError, ValueError) as error:  # also: nested too deep, a number too long
+        message = f"malformed JSON ({getattr(error, 'msg', error)})"
         return BadRow("malformed_json", message, location)
-    except (RecursionError, ValueError) as error:  # nested too deep; a number too long
-        return BadRow("malformed_json", f"malformed JSON ({error})", location)
     return _object(value, location)
 
 
@@ -275,15 +266,15 @@ def _load_folder(path: str) -> Any:
 
 def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
     rows = table.to_pylist() if table.num_columns else [{}] * table.num_rows
-    nested = [field for field in table.schema if _is_nested(field.type)]
+    kinds = {field.name: field.type for field in table.schema}
+    nested = [
+        name
+        for name, kind in kinds.items()
+        if isinstance(kind, pa.JsonType) or pa.types.is_nested(kind)
+    ]
     for row, fields in enumerate(rows, start=first_row):
-        for field in nested:
-            fields[field.name] = _as_json(fields[field.name], field.type)
-        yield Record(fields, Location(path, "row", row))
-
-
-def _is_nested(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.JsonType) or pa.types.is_nested(kind)
+        decoded = {name: _as_json(fields[name], kinds[name]) for name in nested}
+        yield Record({**fields, **decoded}, Location(path, "row", row))
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
@@ -314,13 +305,3 @@ READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {
     "datasets": _read_datasets,
     "text": _read_text,
 }
-
-
-@lru_cache(maxsize=64)
-def _lines_before(path: str, offset: int) -> int:
-    """Count the line ends in the first `offset` bytes of a file."""
-    if not offset:
-        return 0
-    with Path(path).open("rb") as stream:
-        blocks = iter(lambda: stream.read(min(1 << 20, offset - stream.tell())), b"")
-        return sum(block.count(b"\n") for block in blocks)

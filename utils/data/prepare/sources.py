@@ -1,19 +1,18 @@
 """Source files: from the paths a user gives to a sorted list of files that can be read."""
 
 import glob
-import gzip
 import io
 import json
+import logging
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, cast
 
-import zstandard
+import pyarrow as pa
 
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
 Compression = Literal["gzip", "zstd"]
@@ -52,6 +51,8 @@ _ABOUT_A_FOLDER = re.compile(
 )
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -64,70 +65,70 @@ class SourceFile:
     mtime_ns: int
 
 
-@dataclass
-class SourceListing:
-    """The files found, what was skipped (by suffix), notes for the log, and faults."""
-
-    files: list[SourceFile] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
-) -> SourceListing:
+) -> tuple[list[SourceFile], list[str]]:
     """Expand files, folders (recursive) and globs, in the order given, sorted inside each.
 
     Of a folder (or pattern) whose file names tell several splits, as on the Hub, `split` is taken;
     `is_named`: the user named it, so that nothing else will do. A file that two paths reach is
-    taken once. Unknown suffixes are read as text only under `document_format` "text". Nothing is
-    raised: faults are collected in `problems`.
+    taken once. Unknown suffixes are read as text only under `document_format` "text". Returns the
+    files and what is wrong with the paths; logs what is skipped.
     """
-    listing = SourceListing()
-    seen: set[str] = set()
+    files: dict[str, SourceFile] = {}  # by real path
+    problems: list[str] = []
+    skipped: Counter[str] = Counter()
     for given in paths:
-        before = len(listing.files) + len(listing.problems)
-        found = _without_readmes(given, list(_expand(given, listing)), listing)
-        for path in _of_split(given, found, split, is_named, listing):
-            real = os.path.realpath(path)
-            if real in seen:
-                listing.ignored["given twice"] += 1
+        before = len(files) + len(problems)
+        try:
+            found = _without_readmes(given, list(_expand(given)), skipped)
+            found = _of_split(given, found, split, is_named)
+        except ValueError as error:
+            problems.append(f"{given}: {error}")
+            continue
+        for path in found:
+            kind, compression = _kind_of(path)
+            if kind is None and document_format == "text":
+                kind = "text"
+            problem = _problem(path, kind, is_given=path == given)
+            if problem:
+                problems.append(f"{path}: {problem}")
+            elif kind is None:
+                skipped[Path(path).suffix or "no suffix"] += 1
+            elif os.path.realpath(path) in files:
+                skipped["given twice"] += 1
             else:
-                seen.add(real)
-                _add(path, given, document_format, listing)
-        if len(listing.files) + len(listing.problems) == before:
-            skipped = ", ".join(sorted(listing.ignored)) or "nothing"
-            listing.problems.append(
-                f"{given}: empty source, no file in it can be read (skipped: {skipped}); "
-                "give --format text to read any suffix as text"
+                files[os.path.realpath(path)] = _source_file(path, kind, compression)
+        if len(files) + len(problems) == before:
+            problems.append(
+                f"{given}: empty source, no file in it can be read (skipped: "
+                f"{', '.join(sorted(skipped)) or 'nothing'}); give --format text to read any "
+                "suffix as text"
             )
-    return listing
+    if skipped:
+        counts = ", ".join(f"{number} x {what}" for what, number in sorted(skipped.items()))
+        logger.warning("%s: files skipped: %s", ", ".join(paths), counts)
+    return list(files.values()), problems
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
-    """Open a file for reading what was compressed."""
-    if compression == "gzip":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    raw = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
-    if compression == "zstd":
-        stream = zstandard.ZstdDecompressor().stream_reader(
-            raw, read_across_frames=True, closefd=True
-        )
-        return io.BufferedReader(stream)
-    return raw
+    """Open a file for reading what was compressed; only an uncompressed one can seek."""
+    if compression is None:
+        return Path(path).open("rb")
+    return cast(IO[bytes], io.BufferedReader(pa.input_stream(path, compression=compression)))
 
 
 # --- paths to files
 
 
-def _expand(given: str, listing: SourceListing) -> Iterator[str]:
+def _expand(given: str) -> Iterator[str]:
+    """Yield the files of a path or pattern; raises ValueError where there are none."""
     if os.path.lexists(given):
         yield from _walk(given)
     elif glob.has_magic(given):
         matches = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - keeps absolute globs
         if not matches:
-            listing.problems.append(f"{given}: no file matches this pattern")
+            raise ValueError("no file matches this pattern")
         for match in matches:
             # A recursive pattern lists folders next to the files inside them.
             if not Path(match).is_dir() or "**" not in given:
@@ -135,13 +136,9 @@ def _expand(given: str, listing: SourceListing) -> Iterator[str]:
     else:
         hint = ""
         if _HUB_NAME.fullmatch(given):
-            folder = f"data/{given.split('/')[1]}"
-            hint = (
-                "; if it is a dataset of the Hub, fetch its files where there is a network: hf "
-                f"download --repo-type dataset {given} --local-dir {folder}, and give --sources "
-                f"{folder}"
-            )
-        listing.problems.append(f"{given}: no such file or folder{hint}")
+            hint = f"; download a dataset of the Hub first: hf download --repo-type dataset {given}"
+            hint += f" --local-dir data/{given.split('/')[1]}, and give that folder"
+        raise ValueError(f"no such file or folder{hint}")
 
 
 def _walk(path: str) -> Iterator[str]:
@@ -172,13 +169,13 @@ def is_datasets_folder(path: str) -> bool:
     )
 
 
-def _without_readmes(given: str, paths: list[str], listing: SourceListing) -> list[str]:
+def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
     """Leave out the files that describe a folder of records."""
     if not any(_holds_records(path) for path in paths if path != given):
         return paths
     records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
     if len(records) < len(paths):
-        listing.ignored["README or the like"] += len(paths) - len(records)
+        skipped["README or the like"] += len(paths) - len(records)
     return records
 
 
@@ -190,11 +187,12 @@ def _holds_records(path: str) -> bool:
 # --- files of one split
 
 
-def _of_split(
-    given: str, paths: list[str], split: str, is_named: bool, listing: SourceListing
-) -> list[str]:
-    """Return the paths that belong to a split, where folders or names of files tell several."""
-    paths = [_split_of_dict(path, split, listing) for path in paths]
+def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
+    """Return the paths that belong to a split, where folders or names of files tell several.
+
+    Raises ValueError when there are several, but not that one.
+    """
+    paths = [_split_of_dict(path, split) for path in paths]
     if paths == [given]:
         return paths
     by_split: dict[str, list[str]] = {}
@@ -205,36 +203,32 @@ def _of_split(
     if len(named) < 2 and not is_named:
         return paths
     if wanted in by_split:
-        others = [name for name in by_split if name != wanted]
-        counts = ", ".join(f"{name or 'no split'} ({len(by_split[name])} files)" for name in others)
-        if others:
-            listing.notes.append(
-                f"{given}: split {wanted} is taken ({len(by_split[wanted])} files); not used: "
-                f"{counts}; to evaluate on one: --eval_sources {others[0] or 'NAME'}={given}"
-            )
-        return _in_one_format(given, by_split[wanted], listing)
+        _log_the_others(given, wanted, [name for name in by_split if name != wanted])
+        return _in_one_format(given, by_split[wanted])
     if is_named or not glob.has_magic(given):
-        example = named[-1] if named else ""
-        listing.problems.append(
-            f"{given}: has no split {split!r}; its files are of {', '.join(named) or 'no split'}: "
-            f"name files, as in {by_split[example][0]}, or in a recipe give "
-            f"sources: [{{path: {given}, split: {example or 'NAME'}}}]"
+        raise ValueError(
+            f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
+            f"files, or in a recipe give sources: [{{path: {given}, split: NAME}}]"
         )
-        return []
     return paths
 
 
-def _split_of_dict(path: str, split: str, listing: SourceListing) -> str:
+def _log_the_others(path: str, split: str, others: Sequence[str]) -> None:
+    if others:
+        logger.warning(
+            f"{path}: split {split} is taken; not used: "
+            f"{', '.join(name or 'no split' for name in others)}; to evaluate on one: "
+            f"--eval_sources {others[0] or 'NAME'}={path}"
+        )
+
+
+def _split_of_dict(path: str, split: str) -> str:
     """Return the folder of a split of a DatasetDict, if there is one; any other path as it is."""
     folder = Path(path)
     if not (folder / "dataset_dict.json").is_file() or not (folder / split).is_dir():
         return path
     others = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name != split)
-    if others:
-        listing.notes.append(
-            f"{path}: split {split} is taken; not used: {', '.join(others)}; to evaluate on one: "
-            f"--eval_sources {others[0]}={path}"
-        )
+    _log_the_others(path, split, others)
     return str(folder / split)
 
 
@@ -255,70 +249,49 @@ def _split_name(path: str, given: str) -> str:
     return ""
 
 
-def _in_one_format(given: str, paths: list[str], listing: SourceListing) -> list[str]:
+def _in_one_format(given: str, paths: list[str]) -> list[str]:
     """Return the files of a split in one format: some datasets are published in several."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
-    if len(by_suffix) < 2:
-        return paths
     chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
-    others = ", ".join(f"{len(by_suffix[s])} .{s}" for s in by_suffix if s != chosen)
-    listing.notes.append(
-        f"{given}: the split is there in several formats; .{chosen} is taken, not used: {others}; "
-        "name files to choose others"
-    )
+    if len(by_suffix) > 1:
+        logger.warning(
+            f"{given}: of the same split in several formats (.{', .'.join(by_suffix)}) .{chosen} "
+            "is taken; name files to choose another"
+        )
     return by_suffix[chosen]
 
 
 # --- the kind of a file
 
 
-def _add(path: str, given: str, document_format: str, listing: SourceListing) -> None:
-    """Add a file to the listing, to what was skipped, or to the faults."""
-    kind, compression = _kind_of(path)
-    if kind is None and document_format == "text":
-        kind = "text"
-    problem = _problem(path, kind, is_given=path == given)
-    if problem:
-        listing.problems.append(f"{path}: {problem}")
-    elif kind is None:
-        listing.ignored[Path(path).suffix or "no suffix"] += 1
-    else:
-        files = sorted(Path(path).glob("*.arrow")) if kind == "datasets" else [Path(path)]
-        stats = [file.stat() for file in files]
-        size, mtime_ns = (
-            sum(s.st_size for s in stats),
-            max((s.st_mtime_ns for s in stats), default=0),
-        )
-        listing.files.append(
-            SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
-        )
+def _source_file(path: str, kind: SourceKind, compression: Compression | None) -> SourceFile:
+    files = Path(path).glob("*.arrow") if kind == "datasets" else [Path(path)]
+    stats = [file.stat() for file in files]
+    size = sum(stat.st_size for stat in stats)
+    mtime_ns = max((stat.st_mtime_ns for stat in stats), default=0)
+    return SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
 
 
 def _problem(path: str, kind: SourceKind | None, *, is_given: bool) -> str | None:
     """Return why a file cannot be read, if the user named it or its suffix is known."""
     file = Path(path)
-    problem = None
     if (file / "dataset_dict.json").is_file():
-        splits = sorted(entry.name for entry in file.iterdir() if entry.is_dir())
-        example = f"; name one, as in {path}/{splits[0]}" if splits else ""
-        problem = f"a DatasetDict of {len(splits)} splits{example}"
-    elif kind != "datasets" and not file.is_file():
-        problem = "not a regular file" if file.exists() else "cannot be read (a broken link)"
-    elif kind is None and is_given:
-        what = (
-            'JSON that is no array of records, no {"data": [...]} and not one record a line'
-            if ".json" in file.suffix
-            else f"unknown file type {file.suffix or 'no suffix'!r}; records come as .jsonl, "
-            ".json, .csv, .tsv or .parquet"
+        return f"a DatasetDict: name one of its splits, as in {path}/train"
+    if kind != "datasets" and not file.is_file():
+        return "not a regular file, or a broken link"
+    if kind is None and is_given:
+        return (
+            "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet; JSON holds an array of "
+            'records, {"data": [...]} or one record a line); give --format text to read the whole '
+            "file as one document"
         )
-        problem = f"{what}; give --format text to read the whole file as one document"
-    elif is_given and file.stat().st_size == 0:
-        problem = "empty source, the file has 0 bytes"
-    elif file.stat().st_size < 1024 and _head(path, None).startswith("version https://git-lfs"):
-        problem = "is a pointer of Git LFS, not the file: fetch it with git lfs pull"
-    return problem
+    if is_given and file.stat().st_size == 0:
+        return "empty source, the file has 0 bytes"
+    if file.stat().st_size < 1024 and _head(path, None).startswith("version https://git-lfs"):
+        return "is a pointer of Git LFS, not the file: fetch it with git lfs pull"
+    return None
 
 
 def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
@@ -358,5 +331,5 @@ def _head(path: str, compression: Compression | None) -> str:
     try:
         with open_source(path, compression) as stream:
             return stream.read(SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+    except (OSError, pa.ArrowException):
         return ""

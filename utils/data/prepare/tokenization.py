@@ -4,9 +4,8 @@ Texts are encoded by the tokenizer itself, or by gigatoken (optional, many times
 gives the same ids.
 """
 
-import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
-
-# (texts, special tokens?) -> the ids of each text, in the dataset's id type.
-Encode = Callable[[Sequence[str], bool], list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -230,13 +226,22 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
     """
     if wanted == "tokenizers":
         return wanted
-    problem = _problem_of_gigatoken(tokenizer, document_format)
-    if problem is None:
+    try:
+        if document_format == "messages":
+            raise ValueError("the mask of a chat needs the offsets of characters")
+        added = [str(token) for token in tokenizer.get_added_vocab()]
+        between = [f"a{token}b {token} c{token}" for token in added]
+        GigatokenEncoder(tokenizer).compare([*PROBES, *added, *between])
+    except ImportError:
+        problem = "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
+    else:
         logger.info("tokenizing with gigatoken; 1 in 64 characters is compared with the tokenizer")
         return "gigatoken"
     if wanted == "gigatoken":
         raise ConfigurationError(
-            f"tokenizer_backend is gigatoken, but {problem}: use --tokenizer_backend tokenizers"
+            f"tokenizer_backend: {problem}; use --tokenizer_backend tokenizers"
         )
     logger.info("tokenizing with the tokenizer itself: %s", problem)
     return "tokenizers"
@@ -264,8 +269,8 @@ class TokenizerEncoder:
 class GigatokenEncoder:
     """Encodes with gigatoken, and every 64th character with the tokenizer too.
 
-    Raises ConfigurationError for ids that differ, ValueError or RuntimeError (when it is made) for
-    a tokenizer that gigatoken does not know.
+    When it is made it raises ImportError where gigatoken is not installed, and one of several
+    errors for a tokenizer that gigatoken does not know.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
@@ -273,36 +278,40 @@ class GigatokenEncoder:
 
         self._exact = TokenizerEncoder(tokenizer)
         self._id_type = id_type(tokenizer)
-        # First, for it leaves the tokenizer without truncation.
+        # First, for gigatoken leaves the tokenizer without truncation.
         self._before, self._behind = _surroundings(self._exact)
         self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
         self._unverified = float(FIRST_VERIFIED)
 
     def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        """Return the ids of each text."""
+        """Return the ids of each text; raises ConfigurationError where the tokenizer's differ."""
         found = self._fast_ids(texts, special_tokens)
         self._unverified += VERIFIED_SHARE * sum(map(len, texts))
         for text, ids in zip(texts, found, strict=True):
             if len(text) <= self._unverified:
                 self._unverified -= len(text)
-                if not np.array_equal(ids, self._exact([text], special_tokens)[0]):
+                try:
+                    self._check([text], [ids], special_tokens)
+                except ValueError as error:
                     raise ConfigurationError(
-                        f"gigatoken gives other ids than the tokenizer for the text {_shown(text)}"
-                        ", so what it made cannot be trusted: remove the output folder and run "
-                        "again with --tokenizer_backend tokenizers"
-                    )
+                        f"{error}, so what it made cannot be trusted: remove the output folder and "
+                        "run again with --tokenizer_backend tokenizers"
+                    ) from error
                 break
         return found
 
-    def first_difference(self, texts: Sequence[str]) -> str | None:
-        """Return the first of these texts that the tokenizer gives other ids for."""
+    def compare(self, texts: Sequence[str]) -> None:
+        """Raise ValueError with the first text that the tokenizer gives other ids for."""
         for special_tokens in (False, True):
-            fast = self._fast_ids(texts, special_tokens)
-            exact = self._exact(texts, special_tokens)
-            for text, one, other in zip(texts, fast, exact, strict=True):
-                if not np.array_equal(one, other):
-                    return text
-        return None
+            self._check(texts, self._fast_ids(texts, special_tokens), special_tokens)
+
+    def _check(
+        self, texts: Sequence[str], found: Sequence[np.ndarray], special_tokens: bool
+    ) -> None:
+        for text, ids, exact in zip(texts, found, self._exact(texts, special_tokens), strict=True):
+            if not np.array_equal(ids, exact):
+                shown = repr(text if len(text) <= 80 else text[:80] + "...")
+                raise ValueError(f"gigatoken gives other ids for the text {shown}")
 
     def _fast_ids(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         import awkward
@@ -316,32 +325,10 @@ class GigatokenEncoder:
         return found
 
 
-def _problem_of_gigatoken(tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str | None:
-    """Return why gigatoken cannot be used for this tokenizer."""
-    if document_format == "messages":
-        return "the mask of a chat needs the offsets of characters, which only it gives"
-    if importlib.util.find_spec("gigatoken") is None:
-        return "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return "this is not a fast tokenizer, which gigatoken needs"
-    try:
-        fast = GigatokenEncoder(tokenizer)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        return f"gigatoken does not know this kind of tokenizer ({str(error).splitlines()[0]})"
-    added = [str(token) for token in tokenizer.get_added_vocab()]
-    between = [f"a{token}b {token} c{token}" for token in added]
-    different = fast.first_difference([*PROBES, *added, *between])
-    return different and f"gigatoken gives other ids for the text {_shown(different)}"
-
-
-def _surroundings(encode: Encode) -> tuple[np.ndarray, np.ndarray]:
+def _surroundings(encode: TokenizerEncoder) -> tuple[np.ndarray, np.ndarray]:
     """Return the special tokens that the tokenizer puts before and behind a text."""
     (bare,), (full,) = encode(["a"], False), encode(["a"], True)
     for before in range(len(full) - len(bare) + 1):
         if np.array_equal(full[before : before + len(bare)], bare):
             return full[:before], full[before + len(bare) :]
-    raise ValueError("its special tokens change what stands between them")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:80] + "...")
+    raise ValueError("the tokenizer's special tokens change what stands between them")

@@ -62,14 +62,16 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
         else ((unit, worker.run(unit)) for unit in units)
     )
     start = shown = time.monotonic()
-    done_bytes = documents = tokens = 0
+    done_bytes = 0
+    total = UnitCounts()
     for number, (unit, counts) in enumerate(finished, start=1):
         done_bytes += unit.size
-        documents += sum(split.documents for split in counts.splits.values())
-        tokens += sum(split.tokens for split in counts.splits.values())
-        now = time.monotonic()
-        if number == len(units) or now - shown >= SECONDS_BETWEEN_LINES:
-            shown, seconds = now, max(now - start, 1e-9)
+        total.add(counts)
+        if number == len(units) or time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            seconds = max(shown - start, 1e-9)
+            documents = sum(split.documents for split in total.splits.values())
+            tokens = sum(split.tokens for split in total.splits.values())
             logger.info(
                 f"{done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB, {documents:,} "
                 f"documents, {tokens:,} tokens ({documents / seconds:,.0f} documents/s, "
@@ -151,18 +153,17 @@ class UnitWorker:
             splits.append(VALIDATION)
         counts = UnitCounts({split: SplitCounts() for split in splits})
         files = {name: partial_name(self.workspace.unit_file(unit.index, name)) for name in splits}
-        schema = token_schema(self._tokenize.id_type, MASK_COLUMNS[self.settings.document_format])
+        mask_column = MASK_COLUMNS[self.settings.document_format]
+        features = token_features(self._tokenize.id_type, mask_column)
         try:
             with ExitStack() as stack:
                 writers = {
-                    split: stack.enter_context(closing(TokenFileWriter(path, schema)))
+                    split: stack.enter_context(closing(TokenFileWriter(path, features)))
                     for split, path in files.items()
                 }
                 for batch in _batches(self._documents(unit, counts)):
                     if not self._write(unit, batch, writers, counts):
                         break
-            for split, path in files.items():
-                counts.splits[split].file_bytes = path.stat().st_size
             self.workspace.finish(unit.index, files, counts)
         finally:
             for path in files.values():
@@ -294,12 +295,16 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
 class TokenFileWriter:
     """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone."""
 
-    def __init__(self, path: Path, schema: pa.Schema):
+    def __init__(self, path: Path, features: Mapping[str, Any]):
+        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
+        self._schema = pa.schema(
+            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
+            metadata={"huggingface": json.dumps({"info": {"features": features}})},
+        )
         self._documents: list[TokenizedDocument] = []
         self._tokens = 0
-        self._schema = schema
         self._file = path.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def append(self, document: TokenizedDocument) -> None:
         """Add one document behind those before it."""
@@ -329,15 +334,6 @@ class TokenFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def token_schema(id_type: np.dtype, mask_column: str | None) -> pa.Schema:
-    """Return the Arrow schema of a split, with the features that `datasets` reads from it."""
-    fields = [pa.field("input_ids", pa.list_(pa.from_numpy_dtype(id_type)))]
-    if mask_column:
-        fields.append(pa.field(mask_column, pa.list_(pa.int8())))
-    info = {"info": {"features": token_features(id_type, mask_column)}}
-    return pa.schema(fields, metadata={"huggingface": json.dumps(info)})
 
 
 def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class SplitCounts:
     tokens: int = 0
     loss_tokens: int = 0
     text_bytes: int = 0
-    file_bytes: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
 
@@ -57,38 +56,36 @@ class UnitCounts:
         if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(str(row))
 
+    def add(self, other: "UnitCounts") -> None:
+        """Add the counts of another unit."""
+        for name, split in other.splits.items():
+            _add(self.splits.setdefault(name, SplitCounts()), split)
+        _add(self, other)
+        del self.examples[EXAMPLES_KEPT:]
+
     @classmethod
     def total(cls, counts: Iterable["UnitCounts"]) -> "UnitCounts":
         """Add up the counts of units."""
         total = cls()
         for unit in counts:
-            for name, split in unit.splits.items():
-                _add(total.splits.setdefault(name, SplitCounts()), split)
-            _add(total, unit)
-        del total.examples[EXAMPLES_KEPT:]
+            total.add(unit)
         return total
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
-        return {**vars(self), "splits": {name: vars(split) for name, split in self.splits.items()}}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "UnitCounts":
-        """Rebuild the counts from what `to_json` made of them."""
+        """Rebuild the counts from the JSON form of their fields; keys of older versions pass."""
         splits = {}
         for name, split in content["splits"].items():
+            known = {each.name: split[each.name] for each in fields(SplitCounts)}
             lengths = {int(length): documents for length, documents in split["lengths"].items()}
-            splits[name] = SplitCounts(**{**split, "lengths": Counter(lengths)})
+            splits[name] = SplitCounts(**{**known, "lengths": Counter(lengths)})
         return cls(**{**content, "splits": splits, "dropped": Counter(content["dropped"])})
 
 
 def _add(total: Any, counts: Any) -> None:
+    """Add the numbers, counters and lists of one dataclass to another's."""
     for name in (each.name for each in fields(total) if each.name != "splits"):
-        value = getattr(total, name)
-        if isinstance(value, Counter):
-            value.update(getattr(counts, name))
-        else:
-            setattr(total, name, value + getattr(counts, name))
+        setattr(total, name, getattr(total, name) + getattr(counts, name))
 
 
 class Workspace:
@@ -111,17 +108,14 @@ class Workspace:
             if _read(settings).get("digest") == self.digest:
                 return
             units = len(list(self.root.glob("unit-*.json")))
-            if units and not (may_discard and not (self.output_dir / TRAIN).exists()):
+            if units and (not may_discard or (self.output_dir / TRAIN).exists()):
                 raise ConfigurationError(
-                    f"{self.root}: holds unfinished work of other settings or of sources that "
-                    "have changed since: finish it with the settings it was started with, or "
-                    f"remove it (rm -r {self.root}), or choose another --output_dir"
+                    f"{self.root}: holds unfinished work of other settings, or of sources that "
+                    "have changed: finish it with its settings, or remove it, or choose another "
+                    "--output_dir"
                 )
             if units:
-                logger.warning(
-                    f"{self.root}: {units:,} finished work units of other settings or sources are "
-                    "discarded; the preparation starts again"
-                )
+                logger.warning(f"{self.root}: {units:,} units of other settings are discarded")
             shutil.rmtree(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
         replace_text(settings, json.dumps({"digest": self.digest}, indent=1))
@@ -137,8 +131,8 @@ class Workspace:
                 draft.replace(self.unit_file(unit, split))
             else:
                 del counts.splits[split]
-        record = {"digest": self.digest, "counts": counts.to_json()}
-        replace_text(self._record(unit), json.dumps(record, indent=1))
+        record = {"digest": self.digest, "counts": counts}
+        replace_text(self._record(unit), json.dumps(record, indent=1, default=vars))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
         """Return the counts of a finished unit, None when it is still to be done."""
@@ -157,7 +151,6 @@ class Workspace:
         """
         done = f"array-{array}-finished-"
         claim = self.root / f"array-{array}-merged-by"
-        draft = self.root / f"array-{array}-claim-of-{shard}"
         try:
             (self.root / f"{done}{shard}").touch()
             # Listing asks the server; NFS may answer for a single file from a stale cache.
@@ -166,15 +159,14 @@ class Workspace:
             if missing:
                 logger.info("%d of %d shards are left; the last one merges", missing, shards)
                 return False
-            draft.write_text(str(shard), encoding="utf-8")
-            os.link(draft, claim)  # atomic on network file systems too
-        except FileExistsError:
-            if claim.read_text(encoding="utf-8") != str(shard):
-                logger.info("all %d shards are complete; another task merges them", shards)
-                return False
+            claim.symlink_to(str(shard))  # atomic, also on network file systems
         except FileNotFoundError:
             logger.info("another task has merged the shards meanwhile")
             return False
+        except FileExistsError:
+            if str(claim.readlink()) != str(shard):
+                logger.info("all %d shards are complete; another task merges them", shards)
+                return False
         logger.info("all %d shards are complete: merging", shards)
         return True
 
@@ -200,27 +192,23 @@ def is_already_prepared(workspace: Workspace, used_tokenizer: str | None) -> boo
     output_dir = workspace.output_dir
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"output_dir: {output_dir}: is a file, not a folder")
-    if workspace.root.exists():
+    if workspace.root.exists() or not output_dir.exists():
         return False
     try:
         content = json.loads((output_dir / TRAIN / DESCRIPTION_FILE).read_text(encoding="utf-8"))
-        prepared = content["preparation"]["settings_sha256"]
+        if content["preparation"]["settings_sha256"] == workspace.digest:
+            return True
     except (OSError, ValueError, KeyError, TypeError):
-        prepared = None
-    if prepared == workspace.digest:
-        return True
+        pass
     tokenizer = Path(used_tokenizer or "").resolve()
-    entries = sorted(output_dir.iterdir()) if output_dir.exists() else []
+    entries = sorted(output_dir.iterdir())
     others = [e.name for e in entries if e.name != "tokenizer" or e.resolve() != tokenizer]
-    if prepared is not None:
-        found = "a dataset that was prepared with other settings or from sources that have changed"
-    elif others:
-        found = f"other files ({', '.join(others[:5])})"
-    else:
+    if not others:
         return False
     raise ConfigurationError(
-        f"output_dir: {output_dir}: holds {found}; nothing is overwritten: choose another "
-        "--output_dir, or remove it first"
+        f"output_dir: {output_dir}: holds {', '.join(others[:5])}, which was not made by these "
+        "settings from these sources. Nothing is overwritten: choose another --output_dir, or "
+        "remove it first"
     )
 
 

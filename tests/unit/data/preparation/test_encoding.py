@@ -31,20 +31,9 @@ def surrounded():
 def test_gigatoken_gives_the_ids_of_the_tokenizer(make):
     tokenizer = make()
     exact, fast = TokenizerEncoder(tokenizer), GigatokenEncoder(tokenizer)
-    pieces = [
-        *"aB1 \n\t.,'",
-        "'s",
-        "  ",
-        "é",
-        "e\u0301",
-        "漢",
-        "🇩🇪",
-        "\u3000",
-        "\x00",
-        "<|endoftext|>",
-    ]
+    pieces = [*"aB1 \n\t.,'é漢", "'s", "  ", "e\u0301", "🇩🇪", "\u3000", "\x00", "<|endoftext|>"]
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(st.lists(st.sampled_from(pieces) | st.text()).map("".join), min_size=1))
     def check(texts):
         for special_tokens in (False, True):
@@ -56,17 +45,10 @@ def test_gigatoken_gives_the_ids_of_the_tokenizer(make):
     check()
 
 
-def test_gigatoken_is_taken_where_it_gives_the_same_ids(caplog):
-    caplog.set_level("INFO")
-    assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "gigatoken"
-    assert "tokenizing with gigatoken" in caplog.text
-    assert choose_backend("tokenizers", samples.tiny_tokenizer(), "text") == "tokenizers"
-
-
 @pytest.mark.parametrize(
     ("make", "document_format", "reason"),
     [
-        (words_only, "text", r"does not know this kind of tokenizer \(Unsupported model type"),
+        (words_only, "text", "gigatoken cannot be used: Unsupported model type"),
         (samples.chatml_tokenizer, "messages", "the mask of a chat needs the offsets"),
     ],
 )

@@ -16,19 +16,6 @@ def text(tmp_path):
     return samples.text_source(tmp_path / "a.jsonl", 5)
 
 
-@pytest.mark.parametrize(
-    ("record", "document_format"),
-    [
-        ({"text": "a"}, "text"),
-        (samples.chat("q", "a"), "messages"),
-        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
-    ],
-)
-def test_the_first_record_decides_the_format(tmp_path, record, document_format):
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [record])
-    assert plan(source).settings.document_format == document_format
-
-
 def test_another_text_column_can_be_named(tmp_path):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
     assert plan(source, text_column="body").settings.document_format == "text"

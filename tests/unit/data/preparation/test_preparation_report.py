@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 
 import datasets
@@ -23,11 +24,16 @@ def test_percentiles_of_the_histogram_are_those_of_the_lengths(lengths):
 
 
 def test_counts_of_units_add_up():
-    one = UnitCounts({"train": SplitCounts(2, 10, 5, 30, 99, {4: 1, 6: 1})}, {"empty": 1}, ["a"])
-    two = UnitCounts({"train": SplitCounts(1, 4, 4, 9, 50, {4: 1})}, {"empty": 2, "overlong": 1})
+    one = UnitCounts(
+        {"train": SplitCounts(2, 10, 5, 30, Counter({4: 1, 6: 1}))}, Counter(empty=1), ["a"]
+    )
+    two = UnitCounts(
+        {"train": SplitCounts(1, 4, 4, 9, Counter({4: 1}))}, Counter(empty=2, overlong=1)
+    )
     total = UnitCounts.total([one, two])
-    assert total.splits["train"] == SplitCounts(3, 14, 9, 39, 149, {4: 2, 6: 1})
+    assert total.splits["train"] == SplitCounts(3, 14, 9, 39, Counter({4: 2, 6: 1}))
     assert total.dropped == {"empty": 3, "overlong": 1}
+    assert UnitCounts.from_json(json.loads(json.dumps(total, default=vars))) == total
     lines = "\n".join(report_lines(total, ["train"]))
     assert "64.3%" in lines
     assert "dropped: 3 empty, 1 overlong; truncated: 0" in lines

@@ -10,7 +10,7 @@ from utils.data.prepare.sources import list_sources
 
 
 def read(path, columns=("text",)) -> list[Record | BadRow]:
-    (file,) = list_sources([str(path)], "text").files
+    (file,), _ = list_sources([str(path)], "text")
     return list(read_records(FilePart(file, 0, file.size, file.size), columns))
 
 
@@ -21,9 +21,6 @@ def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, compress, suf
     ending = "gz" if compress is gzip.compress else "zst"
     path = tmp_path / f"a.{suffix}.{ending}"
     path.write_bytes(compress(content)[:-500])
-    if ending == "zst":
-        # A zstd stream without its end frame reads like an end of file at some cuts; damage it.
-        path.write_bytes(b"\0" * 40 + compress(content)[40:])
     with pytest.raises(ConfigurationError, match=rf"a\.{suffix}\.{ending}: cannot be read"):
         read(path)
 
@@ -55,10 +52,6 @@ def test_a_very_long_text_file_is_cut_without_losing_a_character(tmp_path, monke
         assert all(record.fields["text"].endswith("\n") for record in found)
 
 
-def tokens_of(found):
-    return [record.fields.get("text") for record in found]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -69,7 +62,7 @@ def tokens_of(found):
 def test_a_json_array_is_read(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     found = read(tmp_path / "a.json")
-    assert tokens_of(found) == ["ß, ] {", "b\n", "c"]
+    assert [record.fields["text"] for record in found] == ["ß, ] {", "b\n", "c"]
     assert str(found[2].location).endswith("a.json record 2")
 
 
@@ -77,7 +70,6 @@ def test_a_json_array_is_read(tmp_path, text):
     ("text", "message"),
     [
         ('[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
-        ('[{"text": "a"}, {"text": "b', "Unterminated string"),
         ("[" * 100_000, "recursion"),
     ],
 )

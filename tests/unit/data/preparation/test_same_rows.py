@@ -8,48 +8,11 @@ import datasets
 import preparation_samples as samples
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.units import read_documents
 
-# A key has one type and keys come in one order: that is all that Arrow can hold.
-SCALARS = {"city": st.text(max_size=3), "days": st.integers(0, 9), "metric": st.booleans()}
-ARGUMENTS = st.fixed_dictionaries({}, optional=SCALARS)
-PROPERTIES = st.fixed_dictionaries(
-    {}, optional={name: st.just({"type": name}) for name in SCALARS}
-).filter(bool)
-CALLS = st.builds(
-    lambda name, arguments: {
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    },
-    st.sampled_from(["find", "go"]),
-    ARGUMENTS,
-)
-TOOLS = st.builds(
-    lambda name, properties: {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-    },
-    st.sampled_from(["find", "go"]),
-    PROPERTIES,
-)
-MESSAGES = st.one_of(
-    st.builds(lambda text: {"role": "user", "content": text}, st.text(max_size=4)),
-    st.builds(
-        lambda calls: {"role": "assistant", "content": None, "tool_calls": calls},
-        st.lists(CALLS, min_size=1, max_size=2),
-    ),
-    st.builds(
-        lambda text, thought: {"role": "assistant", "content": text, "reasoning_content": thought},
-        st.text(max_size=4),
-        st.text(max_size=2),
-    ),
-)
 # So that every file has a column with every key, as real ones do.
 FULL = {
     "messages": [
@@ -68,14 +31,6 @@ FULL = {
         }
     ]
 }
-ROWS = st.lists(
-    st.fixed_dictionaries(
-        {"messages": st.lists(MESSAGES, min_size=1, max_size=3)},
-        optional={"tools": st.lists(TOOLS, min_size=1, max_size=2)},
-    ),
-    min_size=1,
-    max_size=4,
-)
 
 
 def as_jsonl(folder, rows):
@@ -175,18 +130,6 @@ def in_one_order(value):
     if isinstance(value, dict):
         return {key: in_one_order(value[key]) for key in sorted(value)}
     return [in_one_order(item) for item in value] if isinstance(value, list) else value
-
-
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(rows=ROWS.map(lambda rows: in_one_order([FULL, *rows])))
-@pytest.mark.parametrize("write", WRITERS)
-def test_every_kind_of_file_gives_the_same_documents(tmp_path_factory, write, rows):
-    folder = tmp_path_factory.mktemp("rows")
-    expected = [json.loads(line) for line in documents(as_jsonl(folder, rows))]
-    found = [json.loads(line) for line in documents(write(folder, rows))]
-    assert found == expected
 
 
 # With tools and calls as they are, so that every key and null of them shows in the tokens.

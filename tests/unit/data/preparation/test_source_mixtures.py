@@ -70,7 +70,7 @@ def test_filters_keep_rows_and_are_counted_without_being_faults(tmp_path, tokeni
     assert described["preparation"]["sources"]["dropped"] == {"filtered": 160}
 
 
-@pytest.mark.parametrize("cap", [50, 700, 3000])
+@pytest.mark.parametrize("cap", [50, 3000])
 def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, small_units, cap):
     out = tmp_path / "out"
     plan_module.LEAST_TOKENS_OF_A_UNIT, kept = 200, plan_module.LEAST_TOKENS_OF_A_UNIT
@@ -88,6 +88,7 @@ def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, sm
     assert sum(map(len, rows)) > 0.5 * cap
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_same_however_the_work_is_divided(
     tmp_path, tokenizer, two, small_units, workers_for_little
 ):
@@ -121,7 +122,7 @@ def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
     assert settings.document_format == "messages"
     assert [rows.row_format for rows in settings.sources] == ["messages", "sharegpt", "alpaca"]
     sources[2]["columns"] = {"question": "prompt", "answer": "completion"}
-    with pytest.raises(ConfigurationError, match=r"which makes prompt_completion, but .* messages"):
+    with pytest.raises(ConfigurationError, match=r"makes prompt_completion, but .* messages"):
         plan(sources)
 
 
@@ -165,7 +166,7 @@ def test_the_documented_recipe_is_read():
 
 
 def test_a_filter_on_a_column_that_is_not_there_is_refused_before_any_work(two):
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no column 'lang', which the filter"):
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no 'lang', which the filter"):
         plan([{"path": two[0], "filter": {"lang": "en"}}])
 
 
@@ -219,7 +220,7 @@ def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
     assert taken(found) == ["train-00000", "train-00001"]
     assert taken(found, "test") == ["test-00000"]
     assert taken(found, "validation") == ["validation-00000"]
-    assert "split train is taken (2 files); not used: test (1 files)" in caplog.text
+    assert "split train is taken; not used: test, validation" in caplog.text
     assert f"--eval_sources test={folder}" in caplog.text
     assert "1 x README" in caplog.text
 
@@ -237,6 +238,10 @@ def test_splits_of_other_names_are_named_by_the_user(tmp_path):
 def test_a_folder_of_one_split_or_of_none_is_taken_whole(tmp_path):
     alone = hub_folder(tmp_path / "one", {"test": "ab"})
     assert len(plan([alone]).sources["train"]) == 2
+    assert (
+        len(plan([hub_folder(tmp_path / "two", {"books": "ab", "wiki": "c"})]).sources["train"])
+        == 3
+    )
     folder = tmp_path / "plain"
     folder.mkdir()
     for name in ("train.jsonl", "more.jsonl", "notes.txt"):
@@ -259,11 +264,6 @@ def test_plain_names_and_folders_tell_splits_too(tmp_path):
     ]
 
 
-def test_shards_that_are_no_splits_are_taken_together(tmp_path):
-    folder = hub_folder(tmp_path / "hub", {"books": "ab", "wiki": "c"})
-    assert len(plan([folder]).sources["train"]) == 3
-
-
 def test_a_split_that_is_published_in_several_formats_is_taken_once(tmp_path, caplog):
     folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c"})
     for name in ("train", "test"):
@@ -271,7 +271,7 @@ def test_a_split_that_is_published_in_several_formats_is_taken_once(tmp_path, ca
     with caplog.at_level("WARNING"):
         found = plan([folder]).sources
     assert taken(found) == ["train-00000", "train-00001"]
-    assert ".parquet is taken, not used: 1 .jsonl" in caplog.text
+    assert "in several formats (.parquet, .jsonl) .parquet is taken" in caplog.text
 
 
 def test_of_a_dataset_dict_the_train_split_is_taken(tmp_path, caplog):

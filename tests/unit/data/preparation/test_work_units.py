@@ -41,9 +41,9 @@ def test_units_cover_all_files_of_all_splits_in_order(tmp_path, monkeypatch):
     for number in range(20):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 300)
     (tmp_path / "big.jsonl").write_text('{"text": "' + "x" * 5000 + '"}\n')
-    train = list_sources([str(tmp_path)], "auto").files
+    train = list_sources([str(tmp_path)], "auto")[0]
     (tmp_path / "eval.txt").write_text("y")
-    held_out = list_sources([str(tmp_path / "eval.txt")], "auto").files
+    held_out = list_sources([str(tmp_path / "eval.txt")], "auto")[0]
     units = cut_into_units([(Source((), "train"), train), (Source((), "held"), held_out)])
     assert [unit.index for unit in units] == list(range(len(units)))
     assert [unit.split for unit in units] == ["train"] * (len(units) - 1) + ["held"]
@@ -58,7 +58,7 @@ def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monke
     table = pa.table({"text": [f"row {i}" for i in range(40)], "other": range(40)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
     units = cut_into_units(
-        [(Source((), "train"), list_sources([str(tmp_path / "a.parquet")], "auto").files)]
+        [(Source((), "train"), list_sources([str(tmp_path / "a.parquet")], "auto")[0])]
     )
     assert len(units) > 2
     records = [
@@ -70,6 +70,6 @@ def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monke
 
 def test_a_damaged_parquet_file_is_named_before_any_work(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
-    files = list_sources([str(tmp_path / "bad.parquet")], "auto").files
+    files = list_sources([str(tmp_path / "bad.parquet")], "auto")[0]
     with pytest.raises(ConfigurationError, match=r"bad\.parquet: cannot be opened"):
         cut_into_units([(Source((), "train"), files)])
