@@ -258,7 +258,7 @@ def _decide_formats(
             continue
         rows.append(read)
         made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
-        prompt = read.renamed(record.fields).get("prompt")
+        prompt = renamed(record.fields, source.columns).get("prompt")
         is_chat |= made == "messages" or isinstance(prompt, list)
         if not document_format:
             document_format, decided_by = made, str(record.location)

@@ -238,10 +238,8 @@ def test_splits_of_other_names_are_named_by_the_user(tmp_path):
 def test_a_folder_of_one_split_or_of_none_is_taken_whole(tmp_path):
     alone = hub_folder(tmp_path / "one", {"test": "ab"})
     assert len(plan([alone]).sources["train"]) == 2
-    assert (
-        len(plan([hub_folder(tmp_path / "two", {"books": "ab", "wiki": "c"})]).sources["train"])
-        == 3
-    )
+    no_splits = hub_folder(tmp_path / "two", {"books": "ab", "wiki": "c"})
+    assert len(plan([no_splits]).sources["train"]) == 3
     folder = tmp_path / "plain"
     folder.mkdir()
     for name in ("train.jsonl", "more.jsonl", "notes.txt"):
