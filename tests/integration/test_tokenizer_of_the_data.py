@@ -41,16 +41,8 @@ def models(tmp_path_factory) -> Path:
         bos_token_id=0, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(root / "base")
-    turns = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} plus {i + 1}?"},
-                {"role": "assistant", "content": f"is {2 * i + 1}"},
-            ]
-        }
-        for i in range(60)
-    ]
-    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    pairs = [{"instruction": f"{i} plus {i + 1}?", "output": f"is {2 * i + 1}"} for i in range(60)]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return root
 
 
@@ -105,32 +97,28 @@ def refusal(arguments: list[str]) -> str:
     return str(raised.value)
 
 
-def test_another_tokenizer_than_the_datas_is_refused_by_what_differs(models, chats, tmp_path):
-    given = models / "base"
-    said = refusal(argv(models, chats, tmp_path / "run", tokenizer_name_or_path=given))
+def test_what_does_not_fit_the_data_is_refused(models, chats, tmp_path):
+    given = {"tokenizer_name_or_path": models / "base"}
+    said = refusal(argv(models, chats, tmp_path / "run", **given))
     assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
+    assert "Its documents end with <|im_end|>." in said
     assert "Leave --tokenizer_name_or_path out" in said
-
-
-def test_another_chat_template_than_the_datas_is_refused(models, chats, tmp_path):
     other = AutoTokenizer.from_pretrained(chats / "tokenizer")
     other.chat_template += " "
     other.save_pretrained(tmp_path / "other")
-    settings = {"tokenizer_name_or_path": tmp_path / "other"}
-    said = refusal(argv(models, chats, tmp_path / "run", **settings))
+    given = {"tokenizer_name_or_path": tmp_path / "other"}
+    said = refusal(argv(models, chats, tmp_path / "run", **given))
     assert "rendered with another chat template" in said
+    data = prepare(models, tmp_path / "data", add_tokens="<is>")
+    settings = {"use_peft": "true", "loss_head": "fused"}
+    assert "rows of new tokens" in refusal(argv(models, data, tmp_path / "run", **settings))
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
-    trained = tmp_path / "data"
-    prepare_data.main(
-        tiny.flags(
-            sources=models / "rows.jsonl",
-            train_tokenizer=270,
-            output_dir=trained,
-            chat_template=CHATML,
-        )
-    )
+    trained = prepare(
+        models, tmp_path / "data", tokenizer_name_or_path=None, train_tokenizer=270,
+        chat_template=CHATML,
+    )  # fmt: skip
     said = refusal(argv(models, trained, tmp_path / "run"))
     assert f"with which the data was made, has another vocabulary than {models / 'base'}" in said
     settings = {"tokenizer_name_or_path": trained / "tokenizer"}
@@ -151,9 +139,8 @@ def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, c
     settings = {"model_name_or_path": small, "packing": "none", "dry_run": "true"}
     sft_train.main(argv(models, data, tmp_path / "run", **settings))
     assert "the tokenizer has 301 tokens, the model 300" in capsys.readouterr().out
-    rows = json.loads((models / "rows.jsonl").read_text().splitlines()[0])
-    rows["messages"][0]["content"] = "<image_soft_token>"
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows))
+    pair = {"instruction": "<image_soft_token>", "output": "is 1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pair))
     using = prepare(
         models, tmp_path / "using", tokenizer_name_or_path=tmp_path / "chat",
         sources=tmp_path / "rows.jsonl",
@@ -162,8 +149,9 @@ def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, c
     assert "holds token id 300, but the vocabulary ends at 299" in said
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("adapted", "tied"), [(False, True), (True, False)], ids=["full-tied", "lora-untied"]
+)
 def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_path, capsys):
     base, run = models / "base", tmp_path / "run"
     if tied:
@@ -204,12 +192,6 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
         shutil.rmtree(run / name, ignore_errors=True)
     sft_train.main(argv(models, data, run, **settings))
     assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == whole
-
-
-def test_the_fused_head_is_refused_with_new_tokens_under_lora(models, tmp_path):
-    data = prepare(models, tmp_path / "data", add_tokens="<is>")
-    settings = {"use_peft": "true", "loss_head": "fused"}
-    assert "rows of new tokens" in refusal(argv(models, data, tmp_path / "run", **settings))
 
 
 # PEFT's trainable tokens need a GPU under ZeRO-3.

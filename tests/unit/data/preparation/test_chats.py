@@ -4,7 +4,7 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.chat_masks import ChatMasks
+from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
 from utils.data.prepare.chat_templates import ChatRefused
 from utils.data.prepare.tokenization import render, tokenize
 from utils.data.prepare.tokenizer import (
@@ -30,7 +30,6 @@ def rendered(tokenizer, messages, first_trained=0):
 
 
 CONVERSATIONS = [
-    ("q", "a"),
     ("q", "first answer", "q2\n", "    second\n\nanswer\n"),
     ("ß 漢字", "\U0001f600"),
     ("q", "", "q", "not empty"),
@@ -39,10 +38,9 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("contents", CONVERSATIONS)
-@pytest.mark.parametrize("system", [None, "you are terse"])
-def test_chatml_trains_the_answers_and_their_ends_and_nothing_else(contents, system):
+def test_chatml_trains_the_answers_and_their_ends_and_nothing_else(contents):
     tokenizer = samples.chatml_tokenizer()
-    messages = samples.chat(*contents, system=system)["messages"]
+    messages = samples.chat(*contents, system="you are terse")["messages"]
     ids, _, trained = rendered(tokenizer, messages)
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     assert trained == "".join(answers)
@@ -88,32 +86,25 @@ def test_no_chat_template_is_refused_with_one_to_take():
         attach_training_template(samples.tiny_tokenizer(), None)
 
 
-def test_a_template_that_does_not_train_the_end_of_turn_is_refused(tmp_path):
-    (tmp_path / "a.jinja").write_text(END_NOT_TRAINED)
-    with pytest.raises(ConfigurationError, match=r"a\.jinja cannot .* the token that ends it"):
-        attach_training_template(samples.tiny_tokenizer(), str(tmp_path / "a.jinja"))
+WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("template", "problem"),
     [
-        ("{% generation %}{{ q }}{% endgeneration %}", "words of another message"),
-        ("{{ q }}{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
+        (END_NOT_TRAINED, "the token that ends it"),
+        ("{% generation %}" + WHOLE + "{% endgeneration %}", "words of another message"),
+        (WHOLE + "{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
+        (WITHOUT_MARKERS.replace("<|im_end|>", "<|other|>"), "ends it.*--add_tokens '<.other.>'"),
+        (Path(samples.CHATML).read_text().replace("<|im_end|>", "<|other|>"), "no such tokens"),
     ],
+    ids=["end not trained", "too much", "too little", "no end", "no end, with markers"],
 )
-def test_markers_around_too_much_or_too_little_are_refused(text, problem):
-    said = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
-    tokenizer = samples.tiny_tokenizer(text.replace("{{ q }}", said))
-    with pytest.raises(ConfigurationError, match=problem):
-        attach_training_template(tokenizer, None)
-
-
-@pytest.mark.parametrize("markers", [True, False])
-def test_an_end_of_turn_that_is_no_token_of_the_tokenizer_is_refused(tmp_path, markers):
-    text = Path(samples.CHATML).read_text() if markers else WITHOUT_MARKERS
-    (tmp_path / "a.jinja").write_text(text.replace("<|im_end|>", "<|unknown_end|>"))
-    with pytest.raises(ConfigurationError, match=r"ends? it"):
-        attach_training_template(samples.tiny_tokenizer(), str(tmp_path / "a.jinja"))
+def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, problem):
+    file = tmp_path / "a.jinja"
+    file.write_text(template)
+    with pytest.raises(ConfigurationError, match=rf"a\.jinja cannot be trained with: .*{problem}"):
+        attach_training_template(samples.tiny_tokenizer(), str(file))
 
 
 def test_a_broken_or_missing_template_file_is_named(tmp_path):
@@ -126,17 +117,7 @@ def test_a_broken_or_missing_template_file_is_named(tmp_path):
         read_chat_template(str(tmp_path))
 
 
-def test_a_template_of_other_tokens_than_the_tokenizers_names_them(tmp_path):
-    template = tmp_path / "other.jinja"
-    text = Path(samples.CHATML).read_text(encoding="utf-8")
-    template.write_text(text.replace("<|im_end|>", "<|eot|>"), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"no such tokens.*--add_tokens '<\|eot\|>'"):
-        attach_training_template(samples.tiny_tokenizer(), str(template))
-
-
 def test_a_token_across_the_header_and_the_words_of_a_turn_is_refused():
-    from utils.data.prepare.chat_masks import MaskedChat
-
     tokenizer = samples.chatml_tokenizer()
     token = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii()), key=len)
     assert len(token) > 2
