@@ -101,7 +101,6 @@ def test_what_does_not_fit_the_data_is_refused(models, chats, tmp_path):
     given = {"tokenizer_name_or_path": models / "base"}
     said = refusal(argv(models, chats, tmp_path / "run", **given))
     assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
-    assert "Its documents end with <|im_end|>." in said
     assert "Leave --tokenizer_name_or_path out" in said
     other = AutoTokenizer.from_pretrained(chats / "tokenizer")
     other.chat_template += " "

@@ -99,116 +99,89 @@ def test_a_turn_starts_where_generation_does(path):
     assert not GLUE.sub("", samples.SPECIAL.sub("", prompt.removeprefix(given)))
 
 
-# Short templates of our own, each with what is particular to a published family.
-END_OF_USER = "{{ '[INST] ' + m.content + ' [/INST]' }}"
-FAMILIES = {
-    # no header, no generation prompt, calls as a list
-    "mistral": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}" + END_OF_USER + "{% elif "
-        "m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
-        "{% endfor %}{{ ']' + eos_token }}{% elif m.role == 'assistant' %}{{ ' ' + m.content + "
-        "eos_token }}{% else %}{{ '[RESULT]' + m.content }}{% endif %}{% endfor %}"
-        "{{ tools | tojson if tools else '' }}",
-        [" Hello, friend.</s>", " Yes,\nmore.</s>"],
-        ['[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]</s>'],
+# No header, no generation prompt, calls as a list: TRL ships no template of this kind.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + "
+    "' [/INST]' }}{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}"
+    "{{ c.function | tojson }}{% endfor %}{{ ']' + eos_token }}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content + eos_token }}{% else %}{{ '[RESULT]' + m.content }}{% endif %}"
+    "{% endfor %}{{ tools | tojson if tools else '' }}"
+)
+DERIVED = {path.stem: path.read_text() for path in ORIGINALS} | {"mistral": MISTRAL}
+PARIS = '{"city": "Paris", "days": 3}'
+# What is trained on, with what is particular to a family.
+EXPECTED = [
+    ("mistral", "two turns", [" Hello, friend.</s>", " Yes,\nmore.</s>"]),
+    (
+        "mistral",
+        "call",
+        [f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]</s>', "Sun.</s>"],
     ),
     # no token ends a turn: the next message's does
-    "glm": (
-        "[gMASK]{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.role == 'user' "
-        "%}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
-        "{% else %}<|assistant|>\n{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>"
-        "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}\n{{ k }}={{ v }}"
-        "{% endfor %}\n</tool_call>{% endfor %}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        ["\nHello, friend.<|user|>", "\nYes,\nmore.<|user|>"],
-        ["\n<tool_call>get_weathercity=Parisdays=3</tool_call><|observation|>"],
+    (
+        "glm4moe",
+        "two turns",
+        [f"\n<think></think>\n{words}<|user|>" for words in ("Hello, friend.", "Yes,\nmore.")],
+    ),
+    (
+        "glm4moe",
+        "call",
+        [
+            "\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris"
+            "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+            "<|observation|>",
+            "\n<think></think>\nSun.<|user|>",
+        ],
     ),
     # one token ends the chat and another a turn within; channels; the function in the header
-    "gpt-oss": (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.role == 'user' %}"
-        "<|start|>user<|message|>{{ m.content }}<|end|>{% elif m.role == 'tool' %}<|start|>"
-        "functions.{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>{% elif m.tool_calls "
-        "%}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|message|>"
-        "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant"
-        "<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    (
+        "gptoss",
+        "two turns",
         [
             "<|channel|>final<|message|>Hello, friend.<|end|>",
             "<|channel|>final<|message|>Yes,\nmore.<|return|>",
         ],
-        [' to=functions.get_weather<|message|>{"city": "Paris", "days": 3}<|call|>'],
     ),
-    # arguments go in as strings, several tokens close a call
-    "deepseek": (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.role == 'user' %}"
-        "{{ '<|User|>' + m.content }}{% elif m.role == 'tool' %}<|out|>{{ m.content }}{% elif "
-        "m.tool_calls %}<|Assistant|><|begin|>{{ m.tool_calls[0].function.name + '\n' + "
-        "m.tool_calls[0].function.arguments }}<|close|><|end|><|end_of_sentence|>{% else %}"
-        "{{ '<|Assistant|>' + m.content }}<|end_of_sentence|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
-        ["Hello, friend.<|end_of_sentence|>", "Yes,\nmore.<|end_of_sentence|>"],
-        ['<|begin|>get_weather\n{"city": "Paris", "days": 3}<|close|><|end|><|end_of_sentence|>'],
+    (
+        "gptoss",
+        "call",
+        [
+            f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}<|call|>",
+            "<|channel|>final<|message|>Sun.<|return|>",
+        ],
+    ),
+    # arguments go in as strings
+    (
+        "llama3_1",
+        "call",
+        [f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>', "Sun.<|eot_id|>"],
     ),
     # the text ends with one more token when nothing is asked for
-    "phi": (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + "
-        "m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ '<|end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}"
-        "{% endif %}<|endoftext|>{# <|end|> <|user|> <|assistant|> <|tool|> #}",
-        ["Hello, friend.<|end|>", "Yes,\nmore.<|end|>"],
-        None,
-    ),
+    ("phi3", "two turns", ["Hello, friend.<|end|>", "Yes,\nmore.<|end|>"]),
     # contents are printed when they are lists of parts
-    "smolvlm": (
-        "{% for m in messages %}<|im_start|>{{ m.role | capitalize }}: {% for p in m.content %}"
-        "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}<end_of_utterance>\n"
-        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+    (
+        "smolvlm",
+        "two turns",
         [" Hello, friend.<end_of_utterance>", " Yes,\nmore.<end_of_utterance>"],
-        None,
     ),
     # a model's role of another name, texts are trimmed
-    "gemma": (
-        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' "
-        "else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        ["Hello, friend.<end_of_turn>", "Yes,\nmore.<end_of_turn>"],
-        None,
-    ),
-    # the words themselves have tokens around them
-    "command": (
-        "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'user' %}<|USER_TOKEN|>"
-        "{{ m.content }}{% else %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content }}"
-        "<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
-        "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
-        [
-            "<|START_RESPONSE|>Hello, friend.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-            "<|START_RESPONSE|>Yes,\nmore.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        ],
-        None,
-    ),
-    # the last answer prints a thought, though it is empty; the prompt opens it or not
-    "qwen": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == "
-        "'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-        "{% endif %}{% endif %}",
+    ("gemma", "two turns", ["Hello, friend.<end_of_turn>", "Yes,\nmore.<end_of_turn>"]),
+    # the last answer prints a thought, though it is empty
+    (
+        "qwen3",
+        "two turns",
         ["Hello, friend.<|im_end|>", "<think>\n\n</think>\n\nYes,\nmore.<|im_end|>"],
-        None,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_familys_own_way_is_delimited(family):
-    template, turns, calls = FAMILIES[family]
-    assert said_in(template, "two turns")[1] == turns
-    if calls:
-        assert said_in(template, "call")[1][:1] == calls
+@pytest.mark.parametrize(("family", "kind", "turns"), EXPECTED)
+def test_each_familys_own_way_is_delimited(family, kind, turns):
+    assert said_in(DERIVED[family], kind)[1] == turns
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():
-    masks = prepared(FAMILIES["qwen"][0])[1]
+    masks = prepared(DERIVED["qwen3"])[1]
     chat = samples.KINDS["one turn"]
     (span,) = masks(chat, options={"enable_thinking": False}).spans
     masked = masks(chat)
@@ -217,8 +190,7 @@ def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():
 
 
 def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refused():
-    template = FAMILIES["qwen"][0]
-    masks = ChatMasks(samples.byte_tokenizer(template))
+    masks = prepared(DERIVED["deepseek_r1_distill"])[1]
     thinks = samples.says("<think>\nI add.\n</think>\n\nIt is 4.")
     earlier = [samples.user("2+2?"), thinks, samples.user("Sure?"), samples.says("Yes.")]
     masked = masks(earlier)
@@ -265,8 +237,8 @@ def test_text_of_a_private_use_plane_is_trained_on_unless_marks_are_of_it():
 
 def test_a_turn_of_blanks_alone_is_delimited_like_others():
     chat = [samples.user("q"), samples.says("\n"), samples.user("r"), samples.says("x")]
-    for family in ("gpt-oss", "command", "glm"):
-        masked = prepared(FAMILIES[family][0])[1](chat)
+    for family in ("gptoss", "muse_glimmer", "deepseekv3"):
+        masked = prepared(DERIVED[family])[1](chat)
         blank, words = (masked.text[slice(*span)] for span in masked.spans)
         assert blank.startswith(words.partition("x")[0] + "\n")
         assert samples.SPECIAL.search(blank.partition("\n")[2])
@@ -274,7 +246,7 @@ def test_a_turn_of_blanks_alone_is_delimited_like_others():
 
 def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
     """Not two more for every turn, which made a chat of 100 turns quadratic."""
-    masks = ChatMasks(samples.byte_tokenizer(FAMILIES["gemma"][0]))
+    masks = ChatMasks(samples.byte_tokenizer(DERIVED["gemma"]))
     rendered = []
     given = masks.template._given
     monkeypatch.setattr(masks.template, "_given", lambda *a: rendered.append(1) or given(*a))
