@@ -52,6 +52,8 @@ def export_final(trainer: Any, dtype: torch.dtype) -> Path:
             with _directory(output_dir / ADAPTER, trainer) as partial:
                 model.save_pretrained(str(partial), state_dict=adapters)
             model, state = merged_model(model, state, dtype)
+        else:
+            _untie(model, state)
         with _directory(output_dir / FINAL, trainer) as partial:
             _save(model, state, partial, dtype)
     trainer.accelerator.wait_for_everyone()
@@ -115,13 +117,14 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Let the model keep two weights apart that were tied and that training made unlike."""
+    """Leave tied weights out of `state`; those that training made unlike are tied no longer."""
     tied = model.all_tied_weights_keys
-    unlike = {
-        name
-        for name, source in tied.items()
-        if name in state and not torch.equal(state[name], state[source])
-    }
+    unlike = set()
+    for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
+        if torch.equal(state[name].cpu(), state[tied[name]].cpu()):
+            del state[name]
+        else:
+            unlike.add(name)
     if unlike:
         logger.info("final/: %s is no longer tied, as trained", ", ".join(sorted(unlike)))
         config = model.config
@@ -134,9 +137,6 @@ def _save(
 ) -> None:
     """Write configuration and tensors; `state` is emptied on the way."""
     cast = _caster(model, dtype)
-    for tied, source in model.all_tied_weights_keys.items():
-        if tied in state and source in state and torch.equal(state[tied], state[source]):
-            del state[tied]
     for name in state:
         state[name] = cast(name, state[name])
     model.config.use_cache = True  # off while training on packed rows

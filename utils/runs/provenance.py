@@ -153,15 +153,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """
     # Optional locks off: other processes' git commands must not fail because of ours.
     command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--abbrev=40",
-    ]
-    command += ["--exclude=*", "--dirty"]
+        "git", "--no-optional-locks", "-C", str(folder),
+        "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty",
+    ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
