@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
-from utils.config.arguments import eval_splits, train_sources
+from utils.config.arguments import train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
@@ -60,7 +60,6 @@ CONTENTS = {
     "model_config": "configuration",
     **dict.fromkeys([*WEIGHTS, "model_revision"], "weights"),
 }
-PATHS = frozenset({*WEIGHTS, "model_config", "tokenizer_name_or_path", "output_dir"})
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 
@@ -74,19 +73,6 @@ class Snapshot:
 
     settings: Mapping[str, Any]
     facts: Mapping[str, Any]
-
-    def normalized(self, name: str) -> Any:
-        """Return a setting in one spelling: paths absolute, a metric without eval_."""
-        value = self.settings.get(name)
-        if value is None:
-            return None
-        if name == "train_data":
-            return [(Path(one.directory).resolve(), one.weight) for one in train_sources(value)]
-        if name == "eval_data":
-            return {split: Path(path).resolve() for split, path in eval_splits(value).items()}
-        if name == "metric_for_best_model":
-            return value.removeprefix("eval_")
-        return Path(value).resolve() if name in PATHS else value
 
     def contents(self, kind: str) -> dict[str, Any]:
         """Return what was held, by the kinds of CONTENTS and "eval_data"; empty: not known."""
@@ -193,14 +179,11 @@ def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def differing(before: Snapshot, now: Snapshot) -> list[str]:
-    """Return the settings whose value is another one, however it is spelled."""
+    """Return the settings whose value is another one."""
     return [
         name
         for name, value in now.settings.items()
-        if name not in OF_THIS_START
-        and name in before.settings
-        and value != before.settings[name]
-        and now.normalized(name) != before.normalized(name)
+        if name not in OF_THIS_START and name in before.settings and value != before.settings[name]
     ]
 
 
@@ -232,8 +215,8 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
     """Whether checkpoints fit the new value as well."""
-    if name == "metric_for_best_model":
-        return old is None  # nothing was judged yet
+    if name == "metric_for_best_model":  # nothing was judged yet, or by the same one
+        return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
@@ -242,8 +225,8 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
     if name == "train_data":
-        old, new = ([weight for _, weight in one.normalized(name)] for one in (before, now))
-        if old != new:
+        old, new = (train_sources(one.settings[name]) for one in (before, now))
+        if [source.weight for source in old] != [source.weight for source in new]:
             return ""
     held = before.contents(CONTENTS[name])
     return "the same contents" if held and held == now.contents(CONTENTS[name]) else ""

@@ -190,16 +190,6 @@ def test_another_tokenizer_is_refused_wherever_it_is(runs, caplog):
     assert "tokenizer -> copy (the same contents)" in warned(caplog)[0]
 
 
-def test_a_path_spelled_in_another_way_is_no_change(runs, caplog, monkeypatch):
-    (runs.directory / "data" / "a").mkdir(parents=True)
-    (runs.directory / "link").symlink_to("data")
-    monkeypatch.chdir(runs.directory)
-    for spelling in ("{}/data/a", "data/a/", "data/../data/a", "{}/link/a"):
-        spelled = spelling.format(runs.directory)
-        assert runs.start(train_data=[spelled], facts={"data": {}}) == {}
-    assert warned(caplog) == []
-
-
 def test_the_model_configuration_goes_by_its_contents(runs, caplog):
     assert runs.start(model_config="copy.yaml")["accepted"] == []
     assert "model_config: model.yaml -> copy.yaml (the same contents)" in warned(caplog)[0]
