@@ -48,7 +48,7 @@ def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, m
     said = capfd.readouterr().out
     assert "activation checkpointing: auto: full; predicted GiB: none " in said
     assert "nothing fits with that margin" in said
-    assert "it will probably run out" in said
+    assert "It will probably run out" in said
     losses = [tiny.losses(tmp_path / choice) for choice in ("none", "selective", "auto")]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1] == losses[2]
