@@ -12,7 +12,6 @@ from utils.checkpoints.files import PROVENANCE
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
 from utils.model import compilation
-from utils.model import compilation as compilation_choice
 from utils.model.compilation import choose_compilation
 
 SIZES = {
@@ -38,7 +37,7 @@ def record_start(tmp_path, compiled):
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(compilation_choice.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda _name: object())
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
     caplog.set_level(logging.INFO, "utils.model.compilation")
@@ -51,64 +50,34 @@ def no_compiler(monkeypatch, tmp_path):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_a_gpu_compiles_by_default(tmp_path, caplog):
+def test_a_gpu_compiles_by_default_and_a_cpu_does_not(tmp_path, caplog):
+    assert not chosen(tmp_path, device="cpu")
+    assert not chosen(tmp_path, asked=False)
+    assert not caplog.text, "what nobody else decides is not logged"
+    assert chosen(tmp_path, asked=True, device="cpu")
     assert chosen(tmp_path)
     assert "compile: auto, layer by layer, static shapes, kept in /scratch/mine" in caplog.text
 
 
-def test_a_cpu_does_not(tmp_path, caplog):
-    assert not chosen(tmp_path, device="cpu")
-    assert not caplog.text
+def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
+    def against(said, **changes):
+        caplog.clear()
+        assert not chosen(tmp_path, **changes)
+        assert said in caplog.text
 
-
-def test_nobody_else_decides_what_is_logged(tmp_path, caplog):
-    assert not chosen(tmp_path, asked=False)
-    assert not caplog.text
-    assert chosen(tmp_path, asked=True, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"strategy": "zero3"}, "ZeRO-3 gathers weights"),
-        ({"model": MixtralConfig}, "as are routed to it"),
-    ],
-)
-def test_what_speaks_against_it_is_logged(changes, said, tmp_path, caplog):
-    assert not chosen(tmp_path, **changes)
-    assert said in caplog.text
-
-
-def test_a_rank_that_cannot_keeps_the_others_from_it(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(
-        compilation_choice, "gathered", lambda own: [own, "its node has no compiler"]
-    )
-    assert not chosen(tmp_path)
-    assert "compile: off, as its node has no compiler" in caplog.text
-
-
-def test_a_gpu_that_is_too_old(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert not chosen(tmp_path)
-    assert "below 8.0" in caplog.text
-
-
-def test_no_triton(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(compilation_choice.importlib.util, "find_spec", lambda _name: None)
-    assert not chosen(tmp_path)
-    assert "triton is not installed" in caplog.text
-
-
-def test_torch_is_told_not_to(tmp_path, monkeypatch, caplog):
+    against("ZeRO-3 gathers weights", strategy="zero3")
+    against("as are routed to it", model=MixtralConfig)
+    for module, name, stand_in, said in (
+        (torch.cuda, "get_device_capability", lambda: (7, 5), "below 8.0"),
+        (compilation.importlib.util, "find_spec", lambda _: None, "triton is not installed"),
+        (compilation, "marked_layers", lambda _: [], "marks no layers in LlamaForCausalLM"),
+        (compilation, "gathered", lambda own: [own, "node 2 cannot"], "off, as node 2 cannot"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, stand_in)
+            against(said)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert not chosen(tmp_path)
-    assert "TORCHDYNAMO_DISABLE is set" in caplog.text
-
-
-def test_a_model_whose_layers_nobody_marks(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(compilation_choice, "marked_layers", lambda _model: [])
-    assert not chosen(tmp_path)
-    assert "marks no layers in LlamaForCausalLM" in caplog.text
+    against("TORCHDYNAMO_DISABLE is set")
 
 
 @pytest.mark.usefixtures("no_compiler")
