@@ -1,7 +1,6 @@
 """The files of a checkpoint: their owners, digests, copies, and what differs from a record."""
 
 import hashlib
-import os
 
 import pytest
 from made import FILES, write_files
@@ -9,7 +8,6 @@ from made import FILES, write_files
 from utils.checkpoints import files as module
 from utils.checkpoints.files import (
     FileRecord,
-    cached_digests,
     file_digests,
     file_problems,
     flush_and_record,
@@ -87,21 +85,3 @@ def test_a_large_file_has_the_digest_of_its_parts_digests(size, tmp_path, small_
     assert file_digests([path]) == [expected]
     assert flush_and_record(tmp_path / "b", ["a"], tmp_path) == {"a": FileRecord(size, expected)}
     assert (tmp_path / "b" / "a").read_bytes() == data
-
-
-def test_digests_of_weights_are_computed_again_once_a_file_was_written_to(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    caplog.set_level("INFO")
-    path = tmp_path / "model.safetensors"
-    for times in (1, 2):
-        content = str(times).encode()  # of the same size
-        path.write_bytes(content)
-        os.utime(path, ns=(0, times))
-        for _ in range(2):
-            assert cached_digests([path]) == {path.name: hashlib.sha256(content).hexdigest()}
-        assert caplog.text.count("of weights once") == times
-    for entry in (tmp_path / "cache").rglob("*.json"):
-        entry.write_text("{")
-    assert cached_digests([path]) == {path.name: hashlib.sha256(b"2").hexdigest()}

@@ -48,26 +48,6 @@ def test_a_best_checkpoint_that_is_damaged_or_not_torchs_is_not_loaded(tmp_path)
         store(tmp_path).check(tmp_path / "checkpoint-6")
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda checkpoints: checkpoints.begin(6),
-        lambda checkpoints: checkpoints.begin(2),
-        lambda checkpoints: checkpoints.check_ownership(),
-        lambda checkpoints: checkpoints.commit(4, tokens=0),
-    ],
-)
-def test_a_run_that_lost_its_directory_writes_nothing_more(act, tmp_path, monkeypatch):
-    commit(tmp_path, 2)
-    write_files(tmp_path, 4)
-    lost = "it was taken over by process 7 on n2."
-    monkeypatch.setattr("utils.checkpoints.store.taken_over", lambda _directory: lost)
-    with pytest.raises(ConfigurationError, match=r"process 7 on n2\. Nothing more is written"):
-        act(store(tmp_path))
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-    assert not store(tmp_path).is_committed(4)
-
-
 @pytest.fixture
 def run(tmp_path):
     directory = tmp_path / "run"
