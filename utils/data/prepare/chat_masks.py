@@ -106,9 +106,8 @@ class ChatMasks:
             for turn in turns
             if turn >= first_trained and chat.messages[turn].get("weight") != 0
         }
-        indices = [marked.unmarked(mark.at) for mark in marked.marks]
         for turn, own in trained.items():
-            self._check_spans(marked, turn, own, text, indices)
+            self._check_spans(marked, turn, own, text)
         return MaskedChat(text, [s for own in trained.values() for s in own], drops_thinking)
 
     def _marked(self, chat: Chat, text: str) -> MarkedChat:
@@ -125,18 +124,9 @@ class ChatMasks:
             )
         return marked
 
-    def _check_spans(
-        self,
-        chat: MarkedChat,
-        turn: int,
-        spans: Sequence[Span],
-        text: str,
-        indices: Sequence[int],
-    ) -> None:
-        """Raise ChatRefused unless the spans of a turn hold its words, no other's, and its end.
-
-        indices: where each mark would be in `text`.
-        """
+    def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
+        """Raise ChatRefused unless the spans of a turn hold its words, no other's, and its end."""
+        indices = chat.indices
         words = [chat.unmarked(index) for index in chat.own(turn)]
         inside = {
             mark.message
@@ -194,12 +184,9 @@ class ChatMasks:
 
     def _prompted(self, chat: MarkedChat, turn: int, gap: str) -> int:
         """Return how much of a gap the generation prompt prints too, -1 if they are different."""
-        earlier = chat.messages[:turn]
-        try:
-            bare = chat.tail(self._render(chat, earlier))
-            opening = chat.tail(self._render(chat, earlier, generation_prompt=True))
-        except RENDERING_ERRORS:
-            return -1  # nothing comes before, or nothing that may end a chat
+        if (openings := self._openings(chat, chat.messages[:turn])) is None:
+            return -1
+        bare, opening = openings
         if opening == bare:
             # No generation prompt: the model is given what precedes any reply.
             reply = self._tail_with(chat, turn, {"role": ASSISTANT, "content": PROBE})
@@ -216,11 +203,7 @@ class ChatMasks:
     def _headed(self, chat: MarkedChat, gap: str) -> int:
         """Return the end of a header in the gap: what the prompt prints after a user's turn."""
         user = self.template.adapted([{"role": "user", "content": PROBE}])
-        try:
-            bare = self._render(chat, user)
-            prompt = self._render(chat, user, generation_prompt=True)
-        except RENDERING_ERRORS:
-            return -1
+        bare, prompt = self._openings(chat, user) or ("", "")
         header = prompt[_shared(prompt, bare) :]
         role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
         known = next((text for text in (header, role + "\n") if text.strip() and text in gap), None)
@@ -229,7 +212,7 @@ class ChatMasks:
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return how much of what follows a turn's words belongs to it, and what to append."""
         is_last = turn == len(chat.messages) - 1
-        ended = chat.tail(self._render(chat, chat.messages[: turn + 1]))
+        ended = self._tail(chat, chat.messages[: turn + 1])
         continued = self._if_continued(chat, turn) if is_last else following
         alike = ended[: _shared(ended, continued)] if continued or not is_last else ended
         if end := self._shared_end(alike):
@@ -279,16 +262,23 @@ class ChatMasks:
     def _tail_with(self, chat: MarkedChat, turn: int, message: Message) -> str:
         """Return what follows the first `turn` messages and has `message` in it; "" if refused."""
         try:
-            longer = self._render(chat, [*chat.messages[:turn], *self.template.adapted([message])])
+            return self._tail(chat, [*chat.messages[:turn], *self.template.adapted([message])])
         except RENDERING_ERRORS:
             return ""
-        return chat.tail(longer)
 
-    def _render(
+    def _openings(self, chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
+        """Return what follows messages without and with a generation prompt; None if refused."""
+        try:
+            return self._tail(chat, messages), self._tail(chat, messages, generation_prompt=True)
+        except RENDERING_ERRORS:
+            return None  # nothing comes before, or nothing that may end a chat
+
+    def _tail(
         self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
     ) -> str:
+        """Return what is printed behind the words of the last of some messages."""
         given = Chat(messages, chat.chat.tools, chat.chat.options)
-        return self.template.render(given, generation_prompt)
+        return chat.tail(self.template.render(given, generation_prompt))
 
 
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
@@ -325,7 +315,7 @@ def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn: with its marks, or next after others'."""
-    indices = [(chat.unmarked(mark.at), mark.message) for mark in chat.marks]
+    indices = [(at, mark.message) for at, mark in zip(chat.indices, chat.marks, strict=True)]
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:
         if start == stop:

@@ -170,7 +170,8 @@ class MarkedChat:
 
     Marks stand around texts, around tags at the edges of a text, and before an empty text; a
     template that looks at such edges, or for empty texts, renders another text then. `expected`:
-    how many marks of each (message, kind) the rendering must show.
+    how many marks of each (message, kind) the rendering must show. `indices`: where each mark is in
+    the plain rendering.
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat):
@@ -180,6 +181,7 @@ class MarkedChat:
         self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
         self.whole = template.render(Chat(self.messages, chat.tools, chat.options))
         self.marks = self._find(self.whole)
+        self.indices = [mark.at - earlier for earlier, mark in enumerate(self.marks)]
         self._others = [mark for mark in self.marks if mark.message != NOBODY]
         self._own: dict[int, list[int]] = {}
         for mark in self.marks:

@@ -25,7 +25,6 @@ from utils.data.prepare.rows import (
     NEEDED,
     RowSettings,
     UnusableRowError,
-    columns_to_read,
     detect_formats,
     naming_hint,
     renamed,
@@ -275,7 +274,7 @@ def _decide_formats(
 
 def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record:
     """Return the first record with all its columns; ConfigurationError when there is none."""
-    text_column = columns_to_read("text", source.columns)
+    text_column = RowSettings("text", source.columns).read_columns
     for part in (part for unit in units for part in unit.parts):
         for record in read_records(part, text_column if part.file.kind == "text" else None):
             if isinstance(record, Record):

@@ -80,7 +80,8 @@ class RowSettings:
     @property
     def read_columns(self) -> list[str]:
         """The columns to read, by their names in the file; the format's own first."""
-        own = columns_to_read(self.row_format, self.columns)
+        theirs = {ours: name for name, ours in self.columns}
+        own = [theirs.get(n, n) for n in (*NEEDED[self.row_format], *OPTIONAL[self.row_format])]
         return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
@@ -103,12 +104,6 @@ def _selects(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
     values = wanted if isinstance(wanted, list) else [wanted]
     # CSV holds texts alone.
     return value in values or (isinstance(value, str) and value in map(str, values))
-
-
-def columns_to_read(row_format: str, columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the columns that a format reads, by their names in the file."""
-    theirs = {ours: name for name, ours in columns}
-    return [theirs.get(name, name) for name in (*NEEDED[row_format], *OPTIONAL[row_format])]
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
