@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -47,14 +47,6 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
 # what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-
-
-class Kernels(NamedTuple):
-    """What computes a step (attention None: no device to ask)."""
-
-    attention: AttentionChoice | None
-    loss_head: LossHeadChoice
-    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -119,22 +111,33 @@ class MemoryPlan:
 
 
 def plan_memory(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    attention: AttentionChoice | None,
+    loss_head: LossHeadChoice,
+    compiled: bool,
 ) -> MemoryPlan:
     """Predict the memory of one device, choose the activation checkpointing, and log both.
 
     Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
-    the smallest room. A dry run takes the GPU that slurm/cluster.env names. Raises
-    ConfigurationError for what a GPU cannot hold even if the prediction is too high.
+    the smallest room. Without `attention` there is no device to ask: a dry run takes the GPU that
+    slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even if the
+    prediction is too high.
     """
     training = settings.training
     requested = requested_choice(settings, launch)
-    work = _workload(settings, config, launch, kernels)
+    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
+    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
+        weights = mixed  # the strategy gathers or keeps what is computed with in this type
+    rows, length = training.per_device_train_batch_size, settings.data.sequence_length
+    device = "cuda" if launch.device == "cuda" else "cpu"
+    work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice)
         for choice in choices(requested, config, launch)
     }
-    elsewhere = kernels.attention is None
+    elsewhere = attention is None
     own = planned_device(os.environ) if elsewhere else own_device(launch)
     room, size = (
         min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
@@ -354,22 +357,3 @@ def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[i
         built = with_adapters(causal_lm_class(config)(config), model)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-
-
-def _workload(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
-) -> Workload:
-    training = settings.training
-    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
-    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
-        weights = mixed  # the strategy gathers or keeps what is computed with in this type
-    return Workload(
-        rows=training.per_device_train_batch_size,
-        sequence_length=settings.data.sequence_length,
-        weights=weights,
-        autocast=mixed,
-        device="cuda" if launch.device == "cuda" else "cpu",
-        attention=kernels.attention,
-        loss_head=kernels.loss_head,
-        compiled=kernels.compiled,
-    )

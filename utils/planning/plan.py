@@ -26,7 +26,7 @@ from utils.model.loss_head import LossHeadChoice, choose_loss_head
 from utils.model.router_loss import describe_term, router_term
 from utils.model.weights import weights_dtype
 from utils.planning.job import report_job
-from utils.planning.memory import TYPES, Kernels, MemoryPlan, checkpoint_bytes, plan_memory
+from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def plan_run(
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config, plan_adapters(settings, config))
     compiled = choose_compilation(settings, config, launch, elsewhere)
-    memory = plan_memory(settings, config, launch, Kernels(attention, loss_head, compiled))
+    memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_job(settings, launch, total_steps, saved_bytes)

@@ -49,10 +49,10 @@ def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
     monkeypatch.setenv(memory.VARIABLE, "80")
     advice = "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1.*: lower per_device"
     expected = pytest.raises(ConfigurationError, match=advice) if ends else nullcontext()
-    kernels = memory.Kernels(None, LossHeadChoice("fused", ""), compiled=False)
+    head = LossHeadChoice("fused", "")
     given = settings(per_device_train_batch_size=1)
     with expected:
-        assert plan_memory(given, LLAMA, ALONE, kernels).choice == "none"
+        assert plan_memory(given, LLAMA, ALONE, None, head, False).choice == "none"
         assert "It will probably run out" in caplog.text
 
 
