@@ -36,11 +36,9 @@ class Saves:
     best: bool
     kept: int | None
 
-    def scheduled(self, total_steps: int, since: int = 0) -> int:
-        """Return how many checkpoints are due by step count after step `since`."""
-        if self.every is None or since >= total_steps:
-            return 0
-        return math.ceil(total_steps / self.every) - since // self.every
+    def scheduled(self, total_steps: int) -> int:
+        """Return how many checkpoints are due by step count."""
+        return 0 if self.every is None else math.ceil(total_steps / self.every)
 
 
 def saves_of(settings: RunSettings, total_steps: int) -> Saves:
