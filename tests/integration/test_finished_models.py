@@ -55,7 +55,7 @@ def test_a_published_model_comes_back_as_it_was_published(
     finally:
         os.umask(old)
     final = run / "final"
-    assert "final/ gets do_sample: true, as transformers proposes" in capsys.readouterr().out
+    assert "final/ gets them with do_sample: true" in capsys.readouterr().out
     saved = json.loads((final / "generation_config.json").read_text())
     saved.pop("transformers_version")
     expected = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [7, 8, 0], "do_sample": True}

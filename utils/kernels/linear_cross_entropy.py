@@ -169,7 +169,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_loss = targets != IGNORED
         targets = targets.clamp(min=0)
-        for rows in _slices(len(hidden), work.chunk_rows) if _computes else []:
+        for begin in range(0, len(hidden) if _computes else 0, work.chunk_rows):
+            rows = slice(begin, min(begin + work.chunk_rows, len(hidden)))
             losses[rows] = work.chunk(rows, targets[rows], has_loss[rows])
         of_hidden, *of_head = work.gradients()
         ctx.gradients = (None if of_hidden is None else of_hidden[:tokens], *of_head)
@@ -226,15 +227,11 @@ class _Work:
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Return those of hidden states, weight and bias, of the vocabulary alone."""
-        of_words = (self.weight_gradient, self.bias_gradient)
-        return (
-            self.hidden_gradient,
-            # No view of a whole, which would keep autograd from adding to it in place.
-            *(
-                one if one is None or len(one) == self.vocabulary else one[: self.vocabulary]
-                for one in of_words
-            ),
-        )
+        weight, bias = self.weight_gradient, self.bias_gradient
+        if len(self.weight) != self.vocabulary:  # else no view, to which autograd adds in place
+            weight = None if weight is None else weight[: self.vocabulary]
+            bias = None if bias is None else bias[: self.vocabulary]
+        return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: torch.Tensor, has_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token (C,) and add up the gradients; targets (C,)."""
@@ -318,50 +315,32 @@ def compiled_softmax_derivative(
 ) -> torch.Tensor:
     """Do the same in one compiled function; each shape of logits is compiled once.
 
-    It reads the logits twice and writes them once. Raises ConfigurationError where the first result
-    of a shape is not that of `softmax_derivative`.
+    It reads the logits twice and writes them once. Raises ConfigurationError where the first tokens
+    of a shape's first result are not those of `softmax_derivative`.
     """
     kind = (logits.shape, logits.dtype, cap, differentiate)
-    before = None if kind in _checked else logits.clone()
+    before = None if kind in _checked else logits[:CHECKED_TOKENS].clone()
     # Read here: compiled by torch 2.11 for a CPU it is read after it has become a derivative.
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float()
     if cap is not None:
         chosen = chosen.div_(cap).tanh_().mul_(cap)
     losses = _compiled()(logits, targets, cap, differentiate) - chosen
     if before is not None:
-        _check_compiled(before, targets, cap, (losses, logits if differentiate else None))
+        buffers = [torch.empty_like(before, dtype=torch.float32) for _ in range(2)]
+        expected = softmax_derivative(before, targets[: len(before)], buffers, cap, differentiate)
+        pairs = [(losses, expected), (logits, before)] if differentiate else [(losses, expected)]
+        if any(_differ(found[: len(wanted)], wanted) for found, wanted in pairs):
+            raise ConfigurationError(
+                f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
+                f"wrongly for {logits.device.type}: set --compile false"
+            )
         _checked.add(kind)
     return losses
 
 
-def _check_compiled(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    cap: float | None,
-    found: tuple[torch.Tensor, torch.Tensor | None],
-) -> None:
-    """Compare losses and derivatives, some tokens at a time; `logits` are overwritten."""
-    losses, derivatives = found
-    shape = CHECKED_TOKENS, logits.shape[1]
-    buffers = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2)]
-    for begin in range(0, len(logits), CHECKED_TOKENS):
-        some = slice(begin, begin + CHECKED_TOKENS)
-        wanted = logits[some]
-        expected = softmax_derivative(wanted, targets[some], buffers, cap, derivatives is not None)
-        equal = not _differ(losses[some], expected)
-        if derivatives is not None:
-            equal = equal and not _differ(derivatives[some].float(), wanted.float())
-        if equal:
-            continue
-        raise ConfigurationError(
-            f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
-            f"wrongly for {logits.device.type}: set --compile false"
-        )
-
-
 def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compare float32 values; what is not finite, as after a divergence, counts as 0 in both."""
-    one, other = (values.nan_to_num(0, 0, 0) for values in (found, expected))
+    """Compare values; what is not finite, as after a divergence, counts as 0 in both."""
+    one, other = (values.float().nan_to_num(0, 0, 0) for values in (found, expected))
     return bool((one - other).norm() > TOLERANCE * other.norm())
 
 
@@ -394,7 +373,3 @@ def _with_zeros(values: torch.Tensor, words: int, dtype: torch.dtype) -> torch.T
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)
     padded[: len(values)] = values
     return padded
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]

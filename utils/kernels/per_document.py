@@ -51,22 +51,11 @@ def per_document_sdpa(
     documents: Documents,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Run SDPA document by document, without a (tokens, tokens) mask.
+    """Run SDPA in documents that lie end to end, (tokens, heads, dim); one call for each length.
 
     Reads the lengths on the host, which waits for the device when `cu_seq_lens` is not on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
-    return attend_by_lengths(query, key, value, lengths, terms)
-
-
-def attend_by_lengths(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    terms: ScoreTerms,
-) -> torch.Tensor:
-    """Attend in documents that lie end to end: (tokens, heads, dim); one call for each length."""
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
     if len(set(lengths)) == 1:  # whole rows, say: nothing has to be gathered
         query, key, value = (
@@ -98,11 +87,6 @@ def _filled(states: torch.Tensor, length: int) -> torch.Tensor:
     return functional.pad(states, (0, 0, 0, 0, 0, more)) if more else states
 
 
-def short_on_cpu() -> int:
-    """Return up to which length documents on a CPU are computed in float32."""
-    return BLOCKED_ON_CPU if by_onednn() else SHORT_ON_CPU
-
-
 def causal_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
 ) -> torch.Tensor:
@@ -117,7 +101,7 @@ def causal_sdpa(
             attended = causal_sdpa(query.float(), key.float(), value.float(), terms)
         return attended.to(query.dtype)
     if blocked:
-        return _blocked_attention(query, key, value, terms)
+        return _blocked_attention(query, key, value, terms.scale)
     windowed = terms.window is not None and length > terms.window
     mask = _visible(length, terms.window, query.device) if windowed else None
     grouped = query.shape[1] != key.shape[1]
@@ -145,27 +129,20 @@ def _in_blocks(query: torch.Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """Do the same out of batched products, some queries at a time with all keys that they see.
 
     Where oneDNN multiplies, a step on packed chats takes 16 % less time so than by torch's kernel.
     """
     heads, length, _ = query.shape[1:]
-    # Few shapes: documents go together by powers of two.
+    # Few shapes: documents go together by powers of two, the largest first.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
-    sizes = _powers_of_two(len(query), most)
+    sizes: list[int] = []
+    while (left := len(query) - sum(sizes)) > 0:
+        sizes.append(1 << (min(left, most).bit_length() - 1))
     splits = (states.split(sizes) for states in (query, key, value))
-    return torch.cat([_attend_in_blocks(terms.scale, *some) for some in zip(*splits, strict=True)])
-
-
-def _powers_of_two(count: int, most: int) -> list[int]:
-    """Split a count into powers of two of at most `most`, the largest first."""
-    sizes = []
-    while count:
-        sizes.append(1 << (min(count, most).bit_length() - 1))
-        count -= sizes[-1]
-    return sizes
+    return torch.cat([_attend_in_blocks(scale, *some) for some in zip(*splits, strict=True)])
 
 
 def _attend_in_blocks(

@@ -125,7 +125,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
-    _refuse_call(module, causal, attention_mask, query.shape[2], key.shape[2])
+    _refuse_call(module, causal, attention_mask, (query.shape[2], key.shape[2]))
     dtype = _compute_dtype(query, value)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
@@ -175,27 +175,19 @@ def _refuse_call(
     module: torch.nn.Module,
     causal: bool,
     attention_mask: torch.Tensor | None,
-    queries: int,
-    keys: int,
+    lengths: tuple[int, int],
 ) -> None:
-    name = type(module).__name__
-    if not causal:
-        raise ConfigurationError(
-            f"{name} attends in both directions, but packed_varlen is causal; "
-            "train a causal language model"
-        )
-    if attention_mask is not None:
-        raise ConfigurationError(
-            f"{name} was given an attention mask, which packed_varlen does not apply; "
-            "mark documents by cu_seq_lens and make padding a document of its own, "
-            "or use --attn_implementation sdpa"
-        )
-    if queries != keys:
-        raise ConfigurationError(
-            f"{name} has {queries} queries for {keys} keys: packed_varlen trains on whole "
-            "sequences and has no key/value cache; call model.set_attn_implementation('sdpa') to "
-            "generate"
-        )
+    problems = (
+        (not causal, "attends in both directions, but packed_varlen is causal; train a causal "
+         "language model"),
+        (attention_mask is not None, "was given an attention mask, which packed_varlen does not "
+         "apply; mark documents by cu_seq_lens, or use --attn_implementation sdpa"),
+        (lengths[0] != lengths[1], f"has {lengths[0]} queries for {lengths[1]} keys: packed_varlen "
+         "has no key/value cache; call model.set_attn_implementation('sdpa') to generate"),
+    )  # fmt: skip
+    for holds, problem in problems:
+        if holds:
+            raise ConfigurationError(f"{type(module).__name__} {problem}")
 
 
 def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: torch.Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,36 +21,27 @@ WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
 OBSERVER = "packed_observer"
 
 # What each is called differs by architecture; the attribute that a config has is the one meant.
-MLP_WIDTHS = (
-    "intermediate_size",
-    "intermediate_size_mlp",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "n_inner",
-    "ffn_dim",
-)
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_k",
-    "moe_top_k",
-    "top_k_experts",
-)
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "top_k_experts",
+)  # fmt: skip
 LAYER_TYPES = ("layer_types", "layers_block_type")
 LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices")
+# Sizes that others do not depend on: widths of MLPs, groups of experts and of state-space heads,
+# and chunks, to which sequences are padded (GPUs' kernels take powers of two from 16 on).
+AT_MOST = {
+    "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
+    "ffn_dim": WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
+    "mamba_ngroups": 1, "chunk_size": 32, "mamba_chunk_size": 32,
+}  # fmt: skip
 # Of state-space layers: heads and their dimension, the ratio of inner to outer width.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"),
     ("mamba_num_heads", "mamba_head_dim"),
-    ("n_mamba_heads", "mamba_headdim"),
     ("num_heads", "head_dim"),
 )
 EXPANSIONS = ("mamba_expand", "expand")
-STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-# Sequences are padded to whole chunks; the kernels of GPUs take powers of two from 16 on.
-CHUNKS, CHUNK = ("chunk_size", "mamba_chunk_size"), 32
 # As wide as the hidden states, in one architecture or the other.
 SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 # A probe is to take seconds and not more memory than a login node gives.
@@ -58,20 +49,24 @@ MOST_PARAMETERS = 150_000_000
 
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError,
-)
+)  # fmt: skip
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what a library says is wrong."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def first_set(config: PretrainedConfig, names: Sequence[str]) -> Any:
+    """Return the first of these settings that a configuration has; None: it has none of them."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether a model routes tokens to experts."""
-    text_config = config.get_text_config(decoder=True)
-    return any(getattr(text_config, name, None) for name in EXPERTS)
+    return first_set(config.get_text_config(decoder=True), EXPERTS) is not None
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -79,15 +74,10 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     # The mapping has no public name; `_model_mapping` has had this one since transformers 4.
     mapping = AutoModelForCausalLM._model_mapping
     if type(model_config) not in mapping:
-        why = "code that comes with a model is not run"
-        if model_config.get_text_config() is not model_config:
-            why = (
-                "it takes images too, and its text cannot be trained alone: take a checkpoint of "
-                "its text model (Mistral Small 24B of January 2025 for 3.1, Qwen3 for Qwen3-VL)"
-            )
         raise ConfigurationError(
             f"model type {model_config.model_type!r} ({type(model_config).__name__}): transformers "
-            f"has no causal language model for it; {why}"
+            "has no causal language model for it. Code that comes with a model is not run; of one "
+            "that takes images too, train the text model (Qwen3 for Qwen3-VL)."
         )
     model_class: Any = mapping[type(model_config)]
     return model_class[0] if isinstance(model_class, tuple) else model_class
@@ -125,22 +115,16 @@ def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config with the same head dimension, head grouping, windows and positions.
 
     One layer of each layer type (two at least) remains, as do as many experts as one token uses.
-    Takes the deepest cut that builds and runs; none has more than MOST_PARAMETERS. Raises
-    ConfigurationError where there is no such cut.
+    Where heads cannot be cut they stay; none has more than MOST_PARAMETERS. Raises
+    ConfigurationError where nothing small enough runs.
     """
     text_config = model_config.get_text_config(decoder=True)
     if type(text_config) in AutoModelForCausalLM._model_mapping:
         model_config = text_config
     misfit: Exception | None = None
-    for cuts in (
-        (_cut_layers, _cut_widths, _cut_heads, _cut_states),
-        (_cut_layers, _cut_widths, _cut_heads, _cut_states, _cut_chunks),
-        (_cut_layers, _cut_widths, _cut_heads),
-        (_cut_layers, _cut_widths),
-        (_cut_layers,),
-    ):
+    for cut_heads in (True, False):
         try:
-            config = _cut(model_config, cuts)
+            config = _cut(model_config, cut_heads)
             _check_size(config)
             _run(build_probe_model(config, "eager"))
         except MISFITS as error:
@@ -217,25 +201,25 @@ def _observer(calls: list[AttentionNeeds]) -> Callable[..., tuple[torch.Tensor, 
     return attention
 
 
-def _cut(
-    model_config: PretrainedConfig, cuts: tuple[Callable[[PretrainedConfig], None], ...]
-) -> PretrainedConfig:
+def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     config = copy.deepcopy(model_config)
     config.vocab_size = VOCABULARY
     if hasattr(config, "vocab_size_per_layer_input"):  # Gemma 3n
         config.vocab_size_per_layer_input = VOCABULARY
     config.pad_token_id = 0
     config.bos_token_id = config.eos_token_id = None
-    for cut in cuts:
-        cut(config)
+    _cut_layers(config)
+    _cut_widths(config)
+    if cut_heads:
+        _cut_heads(config)
+        _cut_states(config)
     return config
 
 
 def _cut_layers(config: PretrainedConfig) -> None:
     """Keep the first layer of each type, and every list of one entry per layer in step."""
     layers = config.num_hidden_layers
-    types = next((getattr(config, name) for name in LAYER_TYPES if getattr(config, name, 0)), None)
-    types = types or ["attention"] * layers
+    types = first_set(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
     kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
     per_layer = {
@@ -249,8 +233,6 @@ def _cut_layers(config: PretrainedConfig) -> None:
     config.num_hidden_layers = len(kept)
     if hasattr(config, "num_kv_shared_layers"):
         config.num_kv_shared_layers = 0
-    if hasattr(config, "num_blocks"):  # xLSTM
-        config.num_blocks = len(kept)
     for name, value in per_layer.items():
         setattr(config, name, value)
 
@@ -261,19 +243,12 @@ def _cut_widths(config: PretrainedConfig) -> None:
     With more experts, perturbed tokens would change how many tokens an expert gets and so, by
     rounding alone, what the other documents see.
     """
-    for name in MLP_WIDTHS:
-        width = getattr(config, name, None)
-        if isinstance(width, int):
-            setattr(config, name, min(width, WIDTH))
-        elif isinstance(width, list):
-            setattr(config, name, [min(each, WIDTH) for each in width])
-    per_token = next((getattr(config, n) for n in EXPERTS_PER_TOKEN if hasattr(config, n)), None)
+    for name, most in AT_MOST.items():
+        _at_most(config, name, most)
+    per_token = first_set(config, EXPERTS_PER_TOKEN)
     for name in EXPERTS:
         if per_token and isinstance(getattr(config, name, None), int):
             setattr(config, name, per_token)
-    for name in ("n_group", "topk_group"):
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, 1)
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
@@ -301,29 +276,21 @@ def _cut_states(config: PretrainedConfig) -> None:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)
     for name in SAME_WIDTH:
         _at_most(config, name, config.hidden_size)
-    expand = next((getattr(config, n) for n in EXPANSIONS if getattr(config, n, None)), 1)
-    inner = int(expand * config.hidden_size)
+    inner = int((first_set(config, EXPANSIONS) or 1) * config.hidden_size)
     for heads, dim in STATE_HEADS[: -1 if attends else None]:
         if hasattr(config, heads) and hasattr(config, dim):
             head_dim = min(getattr(config, dim) or inner, inner)
             setattr(config, heads, max(1, inner // head_dim))
             setattr(config, dim, inner // getattr(config, heads))
             _at_most(config, "mamba_d_ssm", inner)
-    for name in STATE_GROUPS:
-        _at_most(config, name, 1)
-    for name in CHUNKS:
-        _at_most(config, name, CHUNK)
     if key_heads := getattr(config, "linear_num_key_heads", None):
         config.linear_num_value_heads = config.linear_num_value_heads // key_heads
         config.linear_num_key_heads = 1
 
 
 def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
-    if isinstance(getattr(config, name, None), int):
-        setattr(config, name, min(getattr(config, name), most))
-
-
-def _cut_chunks(config: PretrainedConfig) -> None:
-    """Let sequences of any length do for architectures that take whole chunks alone (xLSTM)."""
-    if hasattr(config, "chunk_size"):
-        config.chunk_size = 1
+    size = getattr(config, name, None)
+    if isinstance(size, int):
+        setattr(config, name, min(size, most))
+    elif isinstance(size, list):  # of each layer
+        setattr(config, name, [min(each, most) for each in size])

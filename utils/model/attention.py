@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.per_document import HALF_TYPES
@@ -33,6 +33,10 @@ INSTALL = {
     2: "pip install flash-attn --no-build-isolation",
     3: "build it from the hopper/ folder of github.com/Dao-AILab/flash-attention",
 }
+MASK_COST = (
+    "transformers builds a block mask from position_ids, whose memory grows with the square of the "
+    "sequence length"
+)
 
 
 @dataclass(frozen=True)
@@ -75,21 +79,15 @@ def choose_attention(
     if name in ("auto", NAME) and needs is not None:
         return _choose_packed(name, device_type, dtype, needs, whole_rows)
     if name == "auto":
-        return _choose_masked(model_class)
-    if name == NAME:
-        raise ConfigurationError(
-            f"--attn_implementation {NAME}: {model_class.__name__} does not call attention "
-            "through transformers' AttentionInterface; use --attn_implementation auto"
-        )
-    if name.startswith("flash"):
-        problems = _flash_problems(int(name[-1]), model_class, device_type, dtype, needs)
-        reason = f"{name}: as requested; documents are kept apart by cu_seq_lens"
-    else:
-        problems = _mask_problems(name, model_class, device_type, needs)
-        reason = f"{name}: as requested; {_mask_cost(name)}"
+        name = "sdpa" if model_class._supports_sdpa else "eager"
+        why = f"{model_class.__name__} does not call attention through the AttentionInterface"
+        return AttentionChoice(name, name, f"auto: {name}, as {why}; {MASK_COST}")
+    problems = _problems(name, model_config, device_type, dtype, needs)
     if problems:
         raise ConfigurationError([f"--attn_implementation {name}: {text}" for text in problems])
-    return AttentionChoice(name, name, reason)
+    by_bounds = name.startswith("flash")
+    how = "documents are kept apart by cu_seq_lens" if by_bounds else MASK_COST
+    return AttentionChoice(name, name, f"{name}: as requested; {how}")
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
@@ -122,10 +120,10 @@ def choose_masked(model_config: PretrainedConfig) -> AttentionChoice | None:
 
     None where the model has no SDPA, or loses a term of its scores there.
     """
-    model_class = causal_lm_class(model_config)
-    if _mask_problems("sdpa", model_class, "any", observe_attention(probe_config(model_config))):
+    if not _sdpa_computes(model_config):
         return None
-    reason = f"auto: sdpa, as {model_class.__name__} needs its own masks; {_mask_cost('sdpa')}"
+    model_class = causal_lm_class(model_config).__name__
+    reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
     return AttentionChoice("sdpa", "sdpa", reason)
 
 
@@ -136,9 +134,7 @@ def choose_for_plain_rows(requested: str | None, model_config: PretrainedConfig)
     """
     name = requested or "auto"
     if name in ("auto", NAME):
-        model_class = causal_lm_class(model_config)
-        needs = observe_attention(probe_config(model_config))
-        name = "eager" if _mask_problems("sdpa", model_class, "any", needs) else "sdpa"
+        name = "sdpa" if _sdpa_computes(model_config) else "eager"
     reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
     return AttentionChoice(name, name, reason, batches="plain")
 
@@ -156,35 +152,48 @@ def _choose_packed(
     return AttentionChoice(NAME, kernel.name, f"{name}: {NAME} through {kernel.label} ({where})")
 
 
-def _choose_masked(model_class: type[PreTrainedModel]) -> AttentionChoice:
-    """Fall back on a block mask where the model does not call the AttentionInterface."""
-    name = "sdpa" if model_class._supports_sdpa else "eager"
-    why = f"{model_class.__name__} does not call attention through the AttentionInterface"
-    return AttentionChoice(name, name, f"auto: {name}, as {why}; {_mask_cost(name)}")
+def _sdpa_computes(model_config: PretrainedConfig) -> bool:
+    """Whether SDPA has all terms: in transformers 5.17 Gemma 2 claims it, and loses its caps."""
+    needs = observe_attention(probe_config(model_config))
+    lost = needs is not None and (needs.softcap or needs.sinks)
+    return causal_lm_class(model_config)._supports_sdpa and not lost
 
 
-def _mask_cost(name: str) -> str:
-    if name == "flex_attention":
-        return "transformers builds a block mask from position_ids in every forward pass"
-    return (
-        "transformers builds a block mask from position_ids, whose memory grows with the square "
-        "of the sequence length"
-    )
-
-
-def _flash_problems(
-    version: int,
-    model_class: type[PreTrainedModel],
+def _problems(
+    name: str,
+    model_config: PretrainedConfig,
     device_type: str,
     dtype: torch.dtype,
     needs: AttentionNeeds | None,
 ) -> list[str]:
-    """List why FlashAttention `version` cannot run here.
+    """List why an attention that was asked for cannot train this model here.
 
     transformers would fetch a kernel from the Hub, or drop what the kernel does not compute.
     """
-    if device_type != "cuda":
-        return [f"needs an NVIDIA GPU, and this run is on {device_type}; use auto"]
+    model_class = causal_lm_class(model_config)
+    unsupported = f"transformers' {model_class.__name__} does not support it; use auto"
+    if name.startswith("flash"):
+        if device_type != "cuda":
+            return [f"needs an NVIDIA GPU, and this run is on {device_type}; use auto"]
+        problems = _flash_problems(int(name[-1]), dtype, needs)
+        own = getattr(model_class, "_compatible_flash_implementations", None)
+        if not model_class._supports_flash_attn or (own and name not in own):
+            problems.append(unsupported)
+        return problems
+    supported = {
+        NAME: needs is not None,
+        "sdpa": _sdpa_computes(model_config),
+        "flex_attention": model_class._supports_flex_attn,
+    }
+    problems = [] if supported.get(name, True) else [unsupported]
+    if name == "flex_attention" and device_type == "cpu":
+        problems.append("has no backward pass on the CPU; use auto")
+    if name == "flex_attention" and needs is not None and needs.dropout > 0:
+        problems.append("does not compute this model's attention dropout; set it to 0 or use auto")
+    return problems
+
+
+def _flash_problems(version: int, dtype: torch.dtype, needs: AttentionNeeds | None) -> list[str]:
     kernel = load_flash_attention(version)
     problems = []
     if isinstance(kernel, str):
@@ -195,33 +204,4 @@ def _flash_problems(
         problems.append("FlashAttention 3 needs a Hopper GPU (H100, H200); use auto")
     if dtype not in HALF_TYPES:
         problems.append(f"computes in float16 or bfloat16, not in {dtype}; set --bf16 true")
-    own = getattr(model_class, "_compatible_flash_implementations", None)
-    if not model_class._supports_flash_attn or (own and f"flash_attention_{version}" not in own):
-        problems.append(f"transformers' {model_class.__name__} does not support it; use auto")
-    return problems
-
-
-def _mask_problems(
-    name: str,
-    model_class: type[PreTrainedModel],
-    device_type: str,
-    needs: AttentionNeeds | None,
-) -> list[str]:
-    """List why sdpa, eager or flex_attention cannot train this model."""
-    problems = []
-    # In transformers 5.17 Gemma 2 claims sdpa, which drops its soft caps.
-    lost = needs is not None and (needs.softcap or needs.sinks)
-    supported = {
-        "sdpa": model_class._supports_sdpa and not lost,
-        "flex_attention": model_class._supports_flex_attn,
-    }
-    if not supported.get(name, True):
-        problems.append(f"transformers' {model_class.__name__} does not support it; use auto")
-    if name == "flex_attention" and device_type == "cpu":
-        problems.append("has no backward pass on the CPU; use auto")
-    if name == "flex_attention" and needs is not None and needs.dropout > 0:
-        problems.append(
-            f"does not compute the config's attention dropout ({needs.dropout:g}); set it to 0 or "
-            "use auto"
-        )
     return problems

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's own limit
-COMPILERS = ("g++", "c++", "clang++", "gcc", "cc")
+COMPILERS = ["g++", "c++", "clang++", "gcc", "cc"]
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
@@ -123,15 +122,12 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
             "would compile again and again; take fsdp2.yaml, which shards as much, or set "
             "--compile false"
         )
-    given = os.environ.get("CXX") or os.environ.get("CC") or ""
-    compiler = next(iter(given.split()), None)  # "ccache g++": torch runs the first word
-    if compiles_here and not any(
-        shutil.which(name) for name in ([compiler] if compiler else COMPILERS)
-    ):
+    given = os.environ.get("CXX") or os.environ.get("CC")
+    names = [given.split()[0]] if given else COMPILERS  # "ccache g++": torch runs the first word
+    if compiles_here and not any(map(shutil.which, names)):
         raise ConfigurationError(
-            "--compile true needs a C++ compiler, and "
-            + (f"{compiler} (CXX, CC) is not found" if compiler else "none of g++, clang++ is here")
-            + ": load or install one, or set --compile false"
+            f"--compile true needs a C++ compiler, and there is no {' or '.join(names)} here (CXX "
+            "names another): load or install one, or set --compile false"
         )
     compiled = cache_root() / "compiled"
     return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
@@ -187,67 +183,57 @@ OLDEST = 8  # compute capability: Triton's code in bfloat16
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> bool:
-    """Say, and return, whether layers are compiled.
+    """Log, and return, whether layers are compiled.
 
     Left open, it is on where a GPU trains and nothing speaks against it, and a resumed run
     keeps it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: this only
-    looks at a run that trains on another machine. Raises ConfigurationError where what is asked
-    for, or was begun, cannot be.
+    looks at a run that trains on another machine. Raises ConfigurationError where it is required
+    but unavailable.
     """
-    if settings.model.compile is None:
-        compiled, why = _settled(settings, config, launch, elsewhere)
-    else:
-        compiled, why = settings.model.compile, ""
+    compiled, why = settings.model.compile, ""
+    if compiled is None:
+        compiled, why = _by_default(settings, config, launch, elsewhere)
     if compiled:
         where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
         hint = "; the compute node needs a C++ compiler" if elsewhere else ""
         logger.info("compile: %slayer by layer, static shapes, kept in %s%s", why, where, hint)
     elif why:
-        logger.info("compile: %s", why)
+        logger.info("compile: off, %s", why.rstrip(", "))
     return compiled
 
 
-def _settled(
+def _by_default(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> tuple[bool, str]:
-    """Return what nobody said, and a word on why; none where nobody would ask."""
+    """Return whether layers are compiled if nobody says so, and why; no word where nobody asks."""
     output_dir = Path(str(settings.training.output_dir))
     starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
-    if starts and starts[-1].get("compiled"):
-        try:
-            prepare_compilation(launch.strategy, compiles_here=not elsewhere)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"the layers of the run in {output_dir} were compiled, here they cannot be: {error}"
-            ) from error
-        return True, "as in the last start of this run, "
+    if starts:
+        return bool(starts[-1].get("compiled")), "as in the last start of this run, "
     if elsewhere:
-        return False, "settled on the compute node, on where a GPU trains"
+        return False, "but settled on the compute node, on where a GPU trains"
     if launch.device != "cuda":
         return False, ""
-    if starts:
-        return False, "off, as in the last start of this run"
-    hindrances = gathered(next(_hindrances(config, launch), ""))
-    hindrance = next(filter(None, hindrances), "")
-    return (False, f"off, as {hindrance}") if hindrance else (True, "auto, ")
+    hindrance = next(filter(None, gathered(_hindrance(config, launch))), None)
+    return (True, "auto, ") if hindrance is None else (False, f"as {hindrance}")
 
 
-def _hindrances(config: PreTrainedConfig, launch: LaunchFacts) -> Iterator[str]:
-    """Yield why nobody should compile by default."""
-    if os.environ.get("TORCHDYNAMO_DISABLE", "0") == "1":
-        yield "TORCHDYNAMO_DISABLE is set"
-    if torch.cuda.get_device_capability()[0] < OLDEST:
-        yield f"the GPU's compute capability is below {OLDEST}.0"
-    if importlib.util.find_spec("triton") is None:
-        yield "triton is not installed"
-    if has_experts(config):
-        yield "each expert of this model gets as many tokens as are routed to it"
+def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
+    """Return why layers are not compiled by default."""
     model_class = causal_lm_class(config)
     with torch.device("meta"):
         layers = marked_layers(model_class(copy.deepcopy(config)))
-    if not layers:
-        yield f"transformers marks no layers in {model_class.__name__}"
+    reasons = [
+        (
+            torch.cuda.get_device_capability()[0] < OLDEST,
+            f"the GPU's compute capability is below {OLDEST}.0",
+        ),
+        (importlib.util.find_spec("triton") is None, "triton is not installed"),
+        (has_experts(config), "each expert of this model gets as many tokens as are routed to it"),
+        (not layers, f"transformers marks no layers in {model_class.__name__}"),
+    ]
     try:
         prepare_compilation(launch.strategy)
     except ConfigurationError as error:
-        yield str(error)
+        reasons.append((True, str(error)))
+    return next((why for holds, why in reasons if holds), None)

@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from transformers import (
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_mapping
 from utils.data.tokenizers import vocabulary_size
+from utils.model.architecture import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ LEFT_OUT = {
     "quantization_config": "the model trains in the type that --dtype names",
     "use_mtp": "transformers' model has no layers that predict several tokens",
 }
-# How near the name of a setting is to one that was meant: 1 is equal (difflib's ratio).
-A_TYPO = 0.9
 
 
 def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any]:
@@ -55,11 +53,10 @@ def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any
     """
     where = f"--{setting} {path}"
     try:
-        text = path.read_text(encoding="utf-8")
-        values = _json_values(text, where) if _is_json(text) else _yaml_values(text, where)
+        values = _values(path.read_text(encoding="utf-8"), where)
     except OSError as error:
         raise ConfigurationError(f"{where} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
+    except (YamlError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{where}{error}: it is not JSON or YAML.") from error
     if "model_type" not in values:
         raise ConfigurationError(
@@ -69,13 +66,30 @@ def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any
     return values
 
 
+def _values(text: str, where: str) -> dict[str, Any]:
+    """Read JSON as transformers does (tabs, Infinity and its own way to write that), else YAML."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigurationError(f"{where}: {', '.join(repeated)} is given twice.")
+        return dict(pairs)
+
+    try:
+        values = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError:
+        return {name: value for name, (value, _) in load_mapping(text).items()}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{where}: it holds {text[:20]!r} and no settings.")
+    return PreTrainedConfig._decode_special_floats(values)
+
+
 def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the configuration that a file describes, for a model from scratch.
 
     Vocabulary and special tokens follow the tokenizer unless the file sets them. Raises
-    ConfigurationError for values that the architecture cannot have, and for keys that nothing uses:
-    all of them in a file somebody wrote; in a published one those that look like a typo, while the
-    others are logged.
+    ConfigurationError for values that the architecture cannot have, and for keys that nothing uses
+    in a file somebody wrote; those of a published one are logged.
     """
     values = read_config_file(path)
     model_type = values["model_type"]
@@ -86,11 +100,10 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         "pad_token_id": tokenizer.pad_token_id,
     }
     if model_type not in CONFIG_MAPPING:
-        nearest = get_close_matches(str(model_type), [*CONFIG_MAPPING], n=1)
         raise ConfigurationError(
             f"--model_config {path}: transformers {transformers.__version__} has no model_type "
-            f"{model_type}{f' (did you mean {nearest[0]}?)' if nearest else ''}; custom code "
-            "models are not supported: use one that it has, or a later transformers."
+            f"{model_type}; custom code models are not supported: use one that it has, or a later "
+            "transformers."
         )
     settings = {name: value for name, value in values.items() if name != "model_type"}
     for name, why in LEFT_OUT.items():
@@ -103,68 +116,26 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     try:
         config = AutoConfig.for_model(model_type, **settings)
     except UNUSABLE as error:
-        raise ConfigurationError(f"--model_config {path}: {_first_line(error)}") from error
+        raise ConfigurationError(f"--model_config {path}: {first_line(error)}") from error
     _check_unused(path, values, config)
     return config
 
 
-def _is_json(text: str) -> bool:
-    return text.lstrip().startswith("{")
-
-
-def _json_values(text: str, where: str) -> dict[str, Any]:
-    """Read JSON as transformers does: with tabs, with Infinity, and its own way to write that."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ConfigurationError(f"{where}: {', '.join(repeated)} is given twice.")
-        return dict(pairs)
-
-    try:
-        values = json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        return _yaml_values(text, where, f":{error.lineno}: {error.msg}")  # `{a: 1}` is YAML
-    return PreTrainedConfig._decode_special_floats(values)
-
-
-def _yaml_values(text: str, where: str, not_json: str | None = None) -> dict[str, Any]:
-    try:
-        found = load_mapping(text)
-    except YamlError as error:
-        raise ConfigurationError(f"{where}{not_json or error}: it is not JSON or YAML.") from error
-    return {name: value for name, (value, _) in found.items()}
-
-
 def _check_unused(path: Path, values: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Refuse or log the keys that change nothing in the model."""
-    parts = {"": (values, config)}
+    ignored = list(unused_settings(values, config))
+    text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         # A vision tower's settings have no part in training a language model.
-        if isinstance(values.get(name), Mapping) and getattr(config, name) is text_of(config):
-            parts[f"{name}."] = (values[name], getattr(config, name))
-    published = any(name in values for name in WRITTEN_BY_LIBRARIES)
-    problems, ignored = [], []
-    for prefix, (given, part) in parts.items():
-        for name in unused_settings(given, part):
-            meant = _meant(name, given, part)
-            ignored.append(prefix + name)
-            if meant or not published:
-                hint = f"did you mean {meant}?" if meant else "take it out."
-                problems.append(
-                    f"--model_config {path}: {part.model_type} has no setting {prefix}{name}: "
-                    f"{hint}"
-                )
-    if problems:
-        raise ConfigurationError(problems)
-    if ignored:
+        if isinstance(values.get(name), Mapping) and getattr(config, name) is text:
+            ignored += [f"{name}.{key}" for key in unused_settings(values[name], text)]
+    if ignored and any(name in values for name in WRITTEN_BY_LIBRARIES):
         logger.info("%s: transformers' %s uses no %s", path, config.model_type, ", ".join(ignored))
-
-
-def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a configuration that describes its language model: itself, often."""
-    return config.get_text_config(decoder=True)
+    elif ignored:
+        raise ConfigurationError(
+            f"--model_config {path}: {config.model_type} has no setting {', '.join(ignored)}: "
+            "take it out, or correct its name."
+        )
 
 
 def unused_settings(given: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[str]:
@@ -173,32 +144,16 @@ def unused_settings(given: Mapping[str, Any], config: PreTrainedConfig) -> Itera
     A key counts as used if it is a setting of the class, if it became part of another one (so it
     is no attribute of its own), or if the code of the architecture reads it.
     """
-    known = _settings_of(config)
+    known = {field.name for field in dataclasses.fields(config)}
+    known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
+    known |= {*type(config).attribute_map, *NOTES}
     source = None
     for name in given:
-        if name in known or name in NOTES or name not in vars(config):
+        if name in known or name not in vars(config):
             continue
-        source = _source(config) if source is None else source
+        source = source or _source(config)
         if not re.search(rf"""\.{re.escape(name)}\b|["']{re.escape(name)}["']""", source):
             yield name
-
-
-def _settings_of(config: PreTrainedConfig) -> set[str]:
-    own = type(config)
-    names = {field.name for field in dataclasses.fields(config)}
-    names |= {name for name, _ in inspect.getmembers(own, inspect.isdatadescriptor)}
-    return {name for name in names if name[0] != "_"} | set(own.attribute_map)
-
-
-def _meant(name: str, given: Mapping[str, Any], config: PreTrainedConfig) -> str | None:
-    """Return the setting that a name was probably meant to be: one that the file does not give.
-
-    Published files give what they rename under both names.
-    """
-    aliases = type(config).attribute_map
-    taken = {*given, *(aliases.get(other, other) for other in given)}
-    free = [other for other in _settings_of(config) if aliases.get(other, other) not in taken]
-    return next(iter(get_close_matches(name, free, n=1, cutoff=A_TYPO)), None)
 
 
 def _source(config: PreTrainedConfig) -> str:
@@ -207,7 +162,3 @@ def _source(config: PreTrainedConfig) -> str:
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
     return "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from utils.checkpoints.files import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
+from utils.model.architecture import first_line
 from utils.model.stages import stage_of
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,15 @@ def check_generation_settings(settings: RunSettings, config: PreTrainedConfig) -
 
     transformers would raise at the first save, after hours of training, and at each start again.
     """
-    found = _published(settings) or (_derived(config), config.model_type)
-    for line in _repaired(*found)[1]:
-        logger.warning("%s", line)
+    generation, origin = _published(settings, config)
+    changes = ", ".join(_repair(generation, origin))
+    if changes:
+        logger.warning(
+            "%s: transformers refuses to save its generation settings as they are: final/ gets "
+            "them with %s",
+            origin,
+            changes,
+        )
 
 
 def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
@@ -45,8 +52,9 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
 
     What could not be saved again is repaired. Raises ConfigurationError where it cannot be.
     """
-    found = _published(settings) or (_derived(config), config.model_type)
-    return _repaired(*found)[0]
+    generation, origin = _published(settings, config)
+    _repair(generation, origin)
+    return generation
 
 
 def with_stops(generation: GenerationConfig, ends: list[int]) -> GenerationConfig:
@@ -109,68 +117,43 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _published(settings: RunSettings) -> tuple[GenerationConfig, str] | None:
-    """Return the settings that came with the weights and where; None: they came with none."""
+def _published(settings: RunSettings, config: PreTrainedConfig) -> tuple[GenerationConfig, str]:
+    """Return the settings that came with the weights, else those of a configuration, and whose."""
     model = settings.model
-    source: str | None = model.model_name_or_path
-    if model.init_from is not None:
-        source = str(stage_of(settings))
-    elif model.model_config is not None:
-        source = None
-    if source is None:
-        return None
-    revision: dict[str, Any] = (
-        {} if model.model_revision is None else {"revision": model.model_revision}
-    )
-    try:
-        try:
-            return GenerationConfig.from_pretrained(source, **revision), source
-        except OSError:  # older models keep them in config.json
-            if (Path(source) / GENERATION_CONFIG_NAME).is_file():
-                raise
-            found = GenerationConfig.from_pretrained(
-                source, config_file_name=CONFIG_NAME, _from_model_config=True, **revision
-            )
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({_first_line(error)}): mend "
-            "it or delete it."
-        ) from error
-    found.use_cache = True  # config.json's, which training turns off in checkpoints
-    return found, source
-
-
-def _derived(config: PreTrainedConfig) -> GenerationConfig:
+    source = str(stage_of(settings)) if model.init_from is not None else model.model_name_or_path
     config = copy.deepcopy(config)
     config.use_cache = True  # off while training on packed documents, which says nothing
-    return GenerationConfig.from_model_config(config)
-
-
-def _repaired(generation: GenerationConfig, origin: str) -> tuple[GenerationConfig, list[str]]:
-    """Return settings that transformers will save, and what had to be changed for that."""
-    made, lines = copy.deepcopy(generation), []
-    objections = _objections(made, origin)
-    if objections & SAMPLING and made.do_sample is None:
-        made.do_sample = True
-        lines.append(
-            f"{origin}: its generation settings have {', '.join(sorted(objections & SAMPLING))} "
-            "without do_sample, and transformers refuses to save them so: final/ gets "
-            "do_sample: true, as transformers proposes"
-        )
-        objections = _objections(made, origin)
-    for name in sorted(objections):
-        lines.append(
-            f"{origin}: its generation settings have {name}: {getattr(made, name)}, which has no "
-            "effect beside the others, and transformers refuses to save them so: final/ leaves it "
-            "out"
-        )
-        setattr(made, name, getattr(GenerationConfig(), name))
-    if still := _objections(made, origin):
+    derived = GenerationConfig.from_model_config(config), config.model_type
+    if source is None or (model.model_config is not None and model.init_from is None):
+        return derived
+    revision = model.model_revision or "main"
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision), source
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and not (Path(source) / GENERATION_CONFIG_NAME).is_file():
+            return derived
         raise ConfigurationError(
-            f"{origin}: transformers cannot save its generation settings ({', '.join(still)}): "
-            f"mend or delete its {GENERATION_CONFIG_NAME}."
-        )
-    return made, lines
+            f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({first_line(error)}): mend "
+            "it or delete it."
+        ) from error
+
+
+def _repair(generation: GenerationConfig, origin: str) -> list[str]:
+    """Change settings, in place, into what transformers will save; return what was changed.
+
+    Flags of sampling without do_sample get do_sample, as transformers proposes; what has no effect
+    beside the others is left out.
+    """
+    changes = []
+    if generation.do_sample is None and _objections(generation, origin) & SAMPLING:
+        generation.do_sample = True
+        changes.append("do_sample: true")
+    for name in sorted(_objections(generation, origin)):
+        changes.append(f"no {name} (it is {getattr(generation, name)})")
+        setattr(generation, name, getattr(GenerationConfig(), name))
+    if still := _objections(generation, origin):
+        raise _not_saved(origin, ", ".join(still))
+    return changes
 
 
 def _objections(generation: GenerationConfig, origin: str) -> set[str]:
@@ -179,14 +162,14 @@ def _objections(generation: GenerationConfig, origin: str) -> set[str]:
         generation.validate(strict=True)
     except ValueError as error:
         named = set(_OBJECTION.findall(str(error)))
-        if named:
-            return named
-        raise ConfigurationError(
-            f"{origin}: transformers cannot save its generation settings: {_first_line(error)} "
-            f"Mend or delete its {GENERATION_CONFIG_NAME}."
-        ) from error
+        if not named:
+            raise _not_saved(origin, first_line(error)) from error
+        return named
     return set()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+def _not_saved(origin: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{origin}: transformers cannot save its generation settings ({why}): mend or delete its "
+        f"{GENERATION_CONFIG_NAME}."
+    )

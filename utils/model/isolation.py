@@ -1,9 +1,9 @@
 """The leak probe: proof, on the user's own architecture, that packed documents stay apart."""
 
 import contextlib
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,19 +32,12 @@ RUN_ON_CPU = ("packed_varlen", "sdpa", "eager")
 # What to do about a leak: the first always helps, the second where layers are recurrent.
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 KERNELS = (
-    "install the kernels of its recurrent layers where it trains on GPUs (flash-linear-attention "
-    "and causal-conv1d, or mamba-ssm and causal-conv1d): with them this check decides anew"
+    ", or install the kernels of its recurrent layers where it trains on GPUs "
+    "(flash-linear-attention and causal-conv1d, or mamba-ssm and causal-conv1d): with them this "
+    "check decides anew"
 )
-
-
-@dataclass(frozen=True)
-class IsolationReport:
-    """What was checked: `documents` were perturbed one at a time on a small random model."""
-
-    model_type: str
-    attn_implementation: str
-    documents: int
-    seconds: float
+Rows = tuple[tuple[int, ...], ...]
+Batch = dict[str, Any]
 
 
 def choose_isolated_attention(
@@ -55,10 +48,11 @@ def choose_isolated_attention(
     compute_dtype: torch.dtype | None = None,
     *,
     whole_rows: bool,
-) -> tuple[AttentionChoice, IsolationReport]:
+) -> tuple[AttentionChoice, int]:
     """Choose the attention and prove, on `device`, that documents do not see each other.
 
-    The arguments are those of `choose_attention`. Where packed batches leak, plain ones do if each
+    The arguments are those of `choose_attention`; how many documents were perturbed is returned
+    too. Where packed batches leak, plain ones do if each
     sequence holds one document (`whole_rows`); else, by default, block masks are tried. Raises
     ConfigurationError with what to set.
     """
@@ -71,8 +65,7 @@ def choose_isolated_attention(
     try:
         return choice, _check(model_config, choice, device, dtype)
     except ConfigurationError as error:
-        refusal = error
-    other = None
+        refusal, other = error, None
     if whole_rows:
         other = choose_for_plain_rows(requested, model_config)
     elif requested in (None, "auto") and choice.name == NAME:
@@ -101,7 +94,7 @@ def check_row_positions(model_config: PretrainedConfig, sequence_length: int) ->
 
 def _check(
     config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
-) -> IsolationReport:
+) -> int:
     by_row = choice.kernel == ROW_SDPA
     return check_isolation(
         config, choice.name, device, dtype, whole_rows=by_row, batches=choice.batches
@@ -116,8 +109,8 @@ def check_isolation(
     *,
     whole_rows: bool = False,
     batches: str = "packed",
-) -> IsolationReport:
-    """Prove that no document changes another's logits, bit for bit.
+) -> int:
+    """Prove that no document changes another's logits, bit for bit; return how many were tried.
 
     Builds a small random model of the user's architecture (`model_config` as training will use it,
     `use_cache` included) on `device` in `dtype`, the type that training computes in, gives it
@@ -128,24 +121,20 @@ def check_isolation(
     document may see it. The state of the random number generators stays as it was. Raises
     ConfigurationError on a leak or a difference.
     """
-    started = time.perf_counter()
     config = probe_config(model_config)
     model = build_probe_model(config, attn_implementation, device, dtype)
     checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,)
     if batches == "plain":
         checked = (WHOLE_ROWS,)
     for rows in checked:
-        batch = {name: _to(value, device) for name, value in packed_batch(rows).items()}
+        batch = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in packed_batch(rows).items()
+        }
         _check_leaks(model, batch, rows, batches)
     if attn_implementation in RUN_ON_CPU:
         _check_equivalence(config, attn_implementation, checked[0], batches)
-    seconds = time.perf_counter() - started
-    documents = len(list(_segments(checked[0])))
-    return IsolationReport(config.model_type, attn_implementation, documents, seconds)
-
-
-Rows = tuple[tuple[int, ...], ...]
-Batch = dict[str, torch.Tensor | int]
+    return len(list(_segments(checked[0])))
 
 
 def packed_batch(rows: Rows = ROWS) -> Batch:
@@ -159,9 +148,7 @@ def packed_batch(rows: Rows = ROWS) -> Batch:
             input_ids[row, -lengths[-1] :] = 1
     segments = [length for row in rows for length in row]
     missing = len(rows) * max(map(len, rows)) - len(segments)
-    ends = torch.tensor([0, *segments, *[0] * missing], dtype=torch.int32).cumsum(
-        0, dtype=torch.int32
-    )
+    ends = torch.tensor([0, *segments, *[0] * missing]).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
     return {
         "input_ids": input_ids,
@@ -182,17 +169,11 @@ def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
             start += length
 
 
-def _to(value: torch.Tensor | int, device: torch.device | str) -> torch.Tensor | int:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
 @torch.no_grad()
 def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> torch.Tensor:
     """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
-    tokens = batch["input_ids"]
-    assert isinstance(tokens, torch.Tensor)
     try:
-        return model(**shape_inputs(batch, batches)).logits.view(*tokens.shape, -1)
+        return model(**shape_inputs(batch, batches)).logits.view(*batch["input_ids"].shape, -1)
     except ConfigurationError:
         raise
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -205,40 +186,37 @@ def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> to
 def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str) -> None:
     """Perturb the first token of each segment in turn: its own later logits change, no others."""
     reference = _logits(model, batch, batches)
-    name, attention = model.config.model_type, model.config._attn_implementation
-    tokens = batch["input_ids"]
-    assert isinstance(tokens, torch.Tensor)
+    attention = model.config._attn_implementation
+    which = f"model type {model.config.model_type!r} under --attn_implementation {attention}"
     for row, start, stop in _segments(rows):
-        perturbed = tokens.clone()
+        perturbed = batch["input_ids"].clone()
         perturbed[row, start] = VOCABULARY - 1
         logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
         changed = (logits != reference).any(dim=-1)
         if not changed[row, start + 1 : stop].any():
             raise ConfigurationError(
-                f"model type {name!r} under --attn_implementation {attention}: a changed token "
-                "left the later logits of its own document unchanged, so nothing can be said about "
-                "leaks between documents; use --attn_implementation sdpa or eager"
+                f"{which}: a changed token left the later logits of its own document unchanged, so "
+                "nothing can be said about leaks between documents. Use --attn_implementation sdpa "
+                "or eager"
             )
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False
         if changed.any():
-            raise ConfigurationError(_leak_message(model.config, attention))
+            raise ConfigurationError(
+                f"{which} lets packed documents see each other: a changed token of one changed "
+                f"another's logits. To train it, {_advice(model.config, attention)}"
+            )
 
 
-def _leak_message(config: PretrainedConfig, attention: str) -> str:
-    advice = _without_packing(config)
-    if attention != NAME and not is_recurrent(config) and observe_attention(config) is not None:
-        advice = f"use --attn_implementation {NAME}"
-        if getattr(config, "use_cache", False):
-            advice += ", or set use_cache to false, which keeps the masks from seeing the packing"
-    return (
-        f"model type {config.model_type!r} under --attn_implementation {attention} lets packed "
-        f"documents see each other: perturbing one changed another's logits. To train it, {advice}"
-    )
+def _advice(config: PretrainedConfig, attention: str) -> str:
+    """Say what to set about a leak; transformers' masks also leak where there is a cache."""
+    if attention == NAME or is_recurrent(config) or observe_attention(config) is None:
+        return _without_packing(config)
+    return f"use --attn_implementation {NAME}"
 
 
 def _without_packing(config: PretrainedConfig) -> str:
-    return f"{ONE_A_ROW}, or {KERNELS}" if is_recurrent(config) else ONE_A_ROW
+    return ONE_A_ROW + (KERNELS if is_recurrent(config) else "")
 
 
 def _check_equivalence(
@@ -251,18 +229,17 @@ def _check_equivalence(
     batch = packed_batch(rows)
     together = _logits(build_probe_model(config, attn_implementation), batch, batches)
     alone = build_probe_model(config, "eager")
-    tokens = batch["input_ids"]
-    assert isinstance(tokens, torch.Tensor)
     for row, start, stop in _segments(rows):
         if start and batches == "plain":
             continue  # padding, which sees the document before it
-        expected = _logits(alone, {"input_ids": tokens[row : row + 1, start:stop]}, "plain")[0]
+        tokens = batch["input_ids"][row : row + 1, start:stop]
+        expected = _logits(alone, {"input_ids": tokens}, "plain")[0]
         worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
         if not worst < TOLERANCE:
             other = "sdpa" if attn_implementation == NAME else NAME
             raise ConfigurationError(
                 f"model type {config.model_type!r}: --attn_implementation {attn_implementation} "
-                f"computes other logits than eager attention does (by {worst:.1e} of the largest); "
-                f"its layers need what this attention leaves out; try --attn_implementation {other}"
-                f", or {ONE_A_ROW}"
+                f"computes other logits than eager attention does (by {worst:.1e} of the largest): "
+                f"it leaves out what the layers need. Try --attn_implementation {other}, or "
+                f"{ONE_A_ROW}"
             )

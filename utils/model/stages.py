@@ -45,11 +45,11 @@ WHOLE_OPTIMIZERS = ("single", "ddp")
 def find_stage(init_from: str) -> Path:
     """Return the directory with the weights that `--init_from` stands for today; raises."""
     given = Path(init_from)
-    if not given.is_dir():
-        raise ConfigurationError(f"--init_from {given}: there is no such directory.")
-    directory = _weights_of_run(given) if (given / CONFIG).is_file() else given
-    problem = _unfit(directory)
-    if problem:
+    directory = given
+    if (given / CONFIG).is_file():  # a run's
+        final = given / FINAL
+        directory = final if final.is_dir() else own_checkpoint(init_from) or final
+    if problem := _unfit(directory):
         raise ConfigurationError(f"--init_from {given}: {problem}")
     return directory
 
@@ -90,7 +90,7 @@ def weights_directory(settings: RunSettings) -> Path:
     recorded = _recorded_directory(settings)
     if recorded is None:
         return find_stage(init_from)
-    problem = _unfit(recorded) if recorded.is_dir() else "it is not there any more."
+    problem = _unfit(recorded)
     if problem is None:
         return recorded
     if "init_from" in settings.run.accept_changes:
@@ -120,17 +120,11 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
     model = settings.model
     if model.init_from is None:
         return None
-    if resume_from is not None:
-        ignored = "init_optimizer" if model.init_optimizer else None
-        if not model.use_peft:
-            ignored = f"init_from {model.init_from}"
-            ignored += " (and init_optimizer)" if model.init_optimizer else ""
-        if ignored:
-            logger.info("%s is ignored: the run has %s of its own", ignored, resume_from)
-        if not model.use_peft:
-            return None
+    if resume_from is not None and not model.use_peft:
+        logger.info("init_from %s is ignored: the run resumes %s", model.init_from, resume_from)
+        return None
     directory = weights_directory(settings)
-    if model.init_optimizer:
+    if model.init_optimizer and resume_from is None:
         _check_optimizer(directory, strategy)
     return directory
 
@@ -143,20 +137,15 @@ def weights_origin(
     Reads and hashes the weights; rank 0 alone calls it. Raises ConfigurationError for those that
     are not as they were committed, too.
     """
-    model = settings.model
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:
         return None
     origin = _described(directory)
-    logger.info(
-        "weights: from %s%s%s",
-        directory,
-        f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else "",
-        ", as recorded by an earlier start" if _recorded_directory(settings) == directory else "",
-    )
-    if model.use_peft and resume_from is None:
+    step = f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else ""
+    logger.info("weights: from %s%s", directory, step)
+    if settings.model.use_peft and resume_from is None:
         logger.info("%s has to stay: the run's checkpoints will hold adapters alone", directory)
-    return {"init_from": str(Path(str(model.init_from)).absolute()), **origin}
+    return {"init_from": str(Path(str(settings.model.init_from)).absolute()), **origin}
 
 
 def _own_description(settings: RunSettings) -> Path | None:
@@ -184,53 +173,37 @@ def _recorded_directory(settings: RunSettings) -> Path | None:
     return Path(origins[-1]["path"]) if same else None
 
 
-def _weights_of_run(run: Path) -> Path:
-    if (run / FINAL).is_dir():
-        return run / FINAL
-    newest = own_checkpoint(str(run))
-    if newest is None:
-        raise ConfigurationError(
-            f"--init_from {run}: the run has neither {FINAL}/ nor a committed checkpoint: let it "
-            "finish, or name a checkpoint or a model."
-        )
-    return newest
-
-
 def _unfit(directory: Path) -> str | None:
     """Return why weights cannot be taken from a directory, and what can be done."""
-    finished = "name the directory of its run once that is finished, or its final/."
-    if directory.name.startswith((INCOMPLETE, DAMAGED, DELETING)):
-        return f"{directory.name} was set aside, it is no whole checkpoint: name another one."
+    if not directory.is_dir():
+        return f"there is no directory {directory}."
+    whole = any(directory.glob("*.safetensors"))
     if (directory / "adapter_config.json").is_file():
         return (
-            f"{directory.name} holds a LoRA adapter without the weights that it adapts. final/ of "
-            f"the run holds both, merged: {finished}"
+            f"{directory.name} holds a LoRA adapter without the weights that it adapts: name the "
+            "directory of its run once that is finished, or its final/, which has both merged."
         )
-    if any(directory.glob("*.safetensors")):
+    if whole and not directory.name.startswith((INCOMPLETE, DAMAGED, DELETING)):
         return None
-    if any(directory.glob("pytorch_model_fsdp_*")) or any(directory.glob("global_step*")):
-        return f"{directory.name} holds the shards of FSDP or DeepSpeed, no whole model: {finished}"
-    if any(directory.glob("*.bin")):
-        return (
-            f"{directory.name} holds its weights as a pickle (*.bin), which is not read: load it "
-            "where you trust it, and save_pretrained writes safetensors."
-        )
-    return f"{directory.name} holds no weights (*.safetensors) and is no run of Stoker."
+    return (
+        f"{directory.name} holds no whole model in safetensors: name the final/ of a finished run, "
+        "a committed checkpoint of one GPU or of DDP, or a model that save_pretrained wrote."
+    )
 
 
 def _check_optimizer(directory: Path, strategy: str) -> None:
+    problem = None
     if strategy not in WHOLE_OPTIMIZERS:
-        raise ConfigurationError(
-            f"init_optimizer: under {strategy} each rank keeps a part of the optimizer, and none "
-            "can be put together from an earlier stage: leave it out, or use multi_gpu.yaml."
+        problem = f"under {strategy} each rank has a part of the optimizer: use multi_gpu.yaml."
+    elif not (directory / OPTIMIZER).is_file():
+        problem = (
+            f"{directory} has no {OPTIMIZER}: let --init_from name a checkpoint-N that was written "
+            "on one GPU or with multi_gpu.yaml (a finished model has none)."
         )
-    if not (directory / OPTIMIZER).is_file():
-        raise ConfigurationError(
-            f"init_optimizer: {directory} has no {OPTIMIZER}: let --init_from name a checkpoint-N "
-            "that was written on one GPU or with multi_gpu.yaml (a finished model has none)."
-        )
-    if reason := forbidden(directory / OPTIMIZER):
-        raise ConfigurationError(f"init_optimizer: {directory / OPTIMIZER} {reason}")
+    elif reason := forbidden(directory / OPTIMIZER):
+        problem = f"{directory / OPTIMIZER} {reason}"
+    if problem:
+        raise ConfigurationError(f"init_optimizer: {problem}")
 
 
 def _described(directory: Path) -> dict[str, Any]:
@@ -247,13 +220,12 @@ def _described(directory: Path) -> dict[str, Any]:
                 f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
                 "name another checkpoint, and see whether the storage is sound."
             )
-        weights = {name: manifest.files[name] for name in manifest.files if _is_weights(name)}
-        digests = {name: record.sha256 for name, record in weights.items()}
+        digests = {
+            name: record.sha256
+            for name, record in manifest.files.items()
+            if name.endswith(".safetensors")
+        }
         return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
     run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
     files = sorted(directory.glob("*.safetensors"))
     return {"path": path, "run_id": run_id, "sha256": cached_digests(files)}
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors")

@@ -5,6 +5,7 @@ what ends a document. The model's own may be another one (a base model and its c
 as its ids mean the same words. Tokens that it lacks get rows of their own in the embedding.
 """
 
+import contextlib
 import functools
 import logging
 from pathlib import Path
@@ -42,16 +43,10 @@ def compare_with_model(
     if own is None or model == directory:
         return
     if foreign := foreign_token(tokenizer, own):
-        given = settings.data.tokenizer_name_or_path is not None
-        whose = "given" if given else "with which the data was made"
-        advice = (
-            f"repare the data with the model's (prepare_data.py --tokenizer_name_or_path {model}), "
-            "or train a model that has this vocabulary."
-        )
-        advice = "Leave the setting out, or p" + advice if given else "P" + advice
         raise ConfigurationError(
-            f"the tokenizer in {directory}, {whose}, has another vocabulary than {model}: "
-            f"{foreign}. {advice}"
+            f"the tokenizer in {directory} has another vocabulary than {model}: {foreign}. Prepare "
+            f"the data with the model's (prepare_data.py --tokenizer_name_or_path {model}) and "
+            "train without --tokenizer_name_or_path, or train a model that has this vocabulary."
         )
     other = differences(tokenizer, own)
     if chat_template_sha256(tokenizer) != chat_template_sha256(own):
@@ -100,14 +95,12 @@ def fit_embedding(
             "embedding: %d new tokens (%s%s), %s rows, %s before; new ones begin as the mean",
             len(new), shown, ", ..." if len(new) > 5 else "", f"{text.vocab_size:,}", f"{rows:,}",
         )  # fmt: skip
-    beyond = vocabulary_size(tokenizer) - text.vocab_size
-    if beyond > 0:
+    known = vocabulary_size(tokenizer)
+    if known > text.vocab_size:
         logger.info(
             "vocabulary: the tokenizer has %s tokens, the model %s: data that uses the others is "
-            "refused",
-            f"{vocabulary_size(tokenizer):,}",
-            f"{text.vocab_size:,}",
-        )
+            "refused", f"{known:,}", f"{text.vocab_size:,}",
+        )  # fmt: skip
 
 
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
@@ -125,27 +118,23 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     fresh = sorted({*new, *range(before, rows)})
     done: set[int] = set()
     for layer in layers:
-        for value in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
-            if value is not None and id(value) not in done and not value.is_meta:
+        for value in layer.parameters(recurse=False):
+            if id(value) not in done and not value.is_meta:
                 done.add(id(value))
                 _set_to_mean(value, fresh)
 
 
+@torch.no_grad()
 def _set_to_mean(value: torch.Tensor, fresh: list[int]) -> None:
+    whole: Any = contextlib.nullcontext()
     if hasattr(value, "ds_id"):
         from deepspeed import zero
 
-        with zero.GatheredParameters([value], modifier_rank=0):
-            _fill(value, fresh)
-        return
-    _fill(value, fresh)
-
-
-@torch.no_grad()
-def _fill(value: torch.Tensor, fresh: list[int]) -> None:
-    known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
-    known[fresh] = False
-    value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
+        whole = zero.GatheredParameters([value], modifier_rank=0)
+    with whole:
+        known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
+        known[fresh] = False
+        value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
 
 
 def _model_directory(settings: RunSettings) -> str | None:

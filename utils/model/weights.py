@@ -4,10 +4,9 @@ No checkpoint of a LoRA run holds the weights under its adapters. Other ones und
 a branch of the Hub that moved on, would leave the adapters on a model they were not trained on.
 """
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.kernels.cpu_products import align_weights
 from utils.model.adapters import freeze_unused
-from utils.model.architecture import causal_lm_class
+from utils.model.architecture import causal_lm_class, first_line
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, config_from_file, read_config_file
 from utils.model.finished_model import check_generation_settings, generation_settings
@@ -54,28 +53,18 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
     model = settings.model
     if not model.use_peft:
         return None
-    if model.init_from is not None:
-        return _of_directory(weights_directory(settings))
-    given = Path(str(model.model_name_or_path))
-    if given.is_dir():
-        return _of_directory(given)
-    return _of_hub(str(model.model_name_or_path), model.model_revision)
-
-
-def _of_directory(directory: Path) -> dict[str, Any] | None:
-    for pattern in WEIGHT_FILES:
-        files = sorted(directory.glob(pattern))
-        if files:
-            return {"sha256": cached_digests(files)}
-    return None  # loading says so
-
-
-def _of_hub(name: str, revision: str | None) -> dict[str, Any] | None:
-    commit = extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
+    name = str(model.model_name_or_path)
+    directory = Path(name) if model.init_from is None else weights_directory(settings)
+    if directory.is_dir():
+        for pattern in WEIGHT_FILES:
+            if files := sorted(directory.glob(pattern)):
+                return {"sha256": cached_digests(files)}
+        return None  # loading says so
+    config = cached_file(name, "config.json", revision=model.model_revision)
+    commit = extract_commit_hash(config, None)
     if commit is None:
         logger.warning("%s: its commit is not known; another one would go unnoticed", name)
-        return None
-    return {"commit": commit}
+    return None if commit is None else {"commit": commit}
 
 
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
@@ -88,13 +77,34 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
     if deepspeed.is_deepspeed_zero3_enabled():
         # There transformers looks for missing tensors alone, and raises on the first rank.
         on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
-    model, info = _load(path, arguments)
-    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
-    on_every_rank(lambda: _refuse_misfits(path, info, exact=exact))
+    model, problems = _load(path, exact, arguments)
+
+    def refuse() -> None:
+        if problems:
+            raise ConfigurationError(problems)
+
+    on_every_rank(refuse)  # where one rank alone reads the file (FSDP), it alone sees what is wrong
     return model
 
 
-def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
+    """Raise what `load_strictly` would; of the weights' files just the headers are read."""
+    # from_pretrained is to forget for a while that ZeRO-3 splits what it builds. The setter takes
+    # the object alone, and who holds that differs by how DeepSpeed was set up.
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        _, problems = _load(path, exact, {**arguments, "device_map": "meta"})
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _load(
+    path: str, exact: bool, arguments: Mapping[str, Any]
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model with what of its weights does not fit."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -106,43 +116,18 @@ def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dic
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) is not None:
             raise  # the storage's
-        said = str(error).splitlines()[0]
-        raise ConfigurationError(f"the weights in {path} cannot be read: {said}") from error
-    return loaded
-
-
-def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
-    """Raise what `load_strictly` would; of the weights' files just the headers are read."""
-    with _whole_models():
-        _, info = _load(path, {**arguments, "device_map": "meta"})
-    _refuse_misfits(path, info, exact=exact)
-
-
-@contextlib.contextmanager
-def _whole_models() -> Iterator[None]:
-    """Let from_pretrained forget for a while that ZeRO-3 splits what it builds."""
-    # The setter takes the object alone, and who holds that differs by how DeepSpeed was set up.
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
-
-
-def _refuse_misfits(path: str, info: Mapping[str, Any], *, exact: bool) -> None:
+        raise ConfigurationError(
+            f"the weights in {path} cannot be read: {first_line(error)}"
+        ) from error
+    model, info = loaded
     problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
     problems += [
         f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
         for name, found, needed in sorted(info["mismatched_keys"])
     ]
-    if exact:
-        problems += [
-            f"tensor {name} in {path} has no place in the model."
-            for name in sorted(info["unexpected_keys"])
-        ]
-    if problems:
-        raise ConfigurationError(problems)
+    excess = sorted(info["unexpected_keys"]) if exact else []
+    problems += [f"tensor {name} in {path} has no place in the model." for name in excess]
+    return model, problems
 
 
 # What a library writes into config.json that says nothing of the model.
@@ -161,13 +146,11 @@ def load_model_config(
     model = settings.model
     if model.model_config is not None:
         config = config_from_file(Path(model.model_config), tokenizer)
+    elif stage := stage_of(settings):
+        config = _config_of_model("init_from", str(stage), None)
     else:
-        stage = stage_of(settings)
-        config = (
-            _config_of_model("init_from", str(stage))
-            if stage
-            else _config_of_model("model_name_or_path", _model_path(model), model.model_revision)
-        )
+        path, revision = str(model.model_name_or_path), model.model_revision
+        config = _config_of_model("model_name_or_path", path, revision)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(
             f"the configuration of {config.model_type} has a text_config that this architecture "
@@ -176,9 +159,14 @@ def load_model_config(
     config = _of_language_model(config)
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
-    problems = _position_problems(config, settings.data.sequence_length)
-    if problems:
-        raise ConfigurationError(problems)
+    length = settings.data.sequence_length
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    if length > positions:
+        raise ConfigurationError(
+            f"--sequence_length {length:,} is beyond the model's {positions:,} positions "
+            "(max_position_embeddings): shorten it, or raise the model's positions (with a "
+            "rope_scaling) in its configuration."
+        )
     check_generation_settings(settings, config)
     fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
@@ -195,17 +183,6 @@ def _of_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     text.dtype = text.dtype or config.dtype
     return text
-
-
-def _position_problems(config: PreTrainedConfig, sequence_length: int) -> list[str]:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None or sequence_length <= positions:
-        return []
-    return [
-        f"--sequence_length {sequence_length:,} is beyond the model's {positions:,} positions "
-        "(max_position_embeddings): shorten it, or raise the model's positions (with a "
-        "rope_scaling) in its configuration."
-    ]
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
@@ -225,7 +202,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
     if model.init_from is None:
-        directory = Path(_model_path(model))
+        directory = Path(str(model.model_name_or_path))
     elif not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
         return None
     else:
@@ -256,56 +233,51 @@ def load_model(
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from
     if model.init_from is None and model.model_config is None:
-        weights = _model_path(model)
+        weights = model.model_name_or_path
     if weights is None:
         torch.manual_seed(settings.training.seed)
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
-        built: Any = causal_lm_class(config)(config)
-        built.set_attn_implementation(attention.name)
-        built.generation_config = generation_settings(settings, config)
-        freeze_unused(built)
-        return built.to(dtype)
-    published = config
-    if new_tokens:
-        published = copy.deepcopy(config)
-        of_weights = AutoConfig.from_pretrained(weights, revision=model.model_revision)
-        published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
-    loaded = load_strictly(
-        weights,
-        exact=model.init_from is not None,
-        revision=model.model_revision,
-        config=published,
-        dtype=dtype,
-        attn_implementation=attention.name,
-    )
-    if new_tokens:
-        add_rows(loaded, list(new_tokens), config.get_text_config().vocab_size)
-        loaded.new_tokens = list(new_tokens)  # type: ignore[assignment] # no module's attribute
-    loaded.generation_config = generation_settings(settings, config)
-    if settings.training.device.type == "cpu":
-        align_weights(loaded)
-    freeze_unused(loaded)
-    return loaded
+        made: Any = causal_lm_class(config)(config)
+        made.set_attn_implementation(attention.name)
+        made = made.to(dtype)
+    else:
+        made = load_strictly(
+            weights,
+            exact=model.init_from is not None,
+            revision=model.model_revision,
+            config=_as_published(config, weights, model.model_revision) if new_tokens else config,
+            dtype=dtype,
+            attn_implementation=attention.name,
+        )
+        if new_tokens:
+            add_rows(made, list(new_tokens), config.get_text_config().vocab_size)
+            made.new_tokens = list(new_tokens)
+        if settings.training.device.type == "cpu":
+            align_weights(made)
+    made.generation_config = generation_settings(settings, config)
+    if frozen := freeze_unused(made):
+        parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen)
+        logger.info(
+            "frozen: %d tensors of %s, which text does not go through",
+            len(frozen),
+            ", ".join(parts),
+        )
+    return made
 
 
-def _model_path(model: ModelArguments) -> str:
-    assert model.model_name_or_path is not None, "checked with the settings"
-    return model.model_name_or_path
+def _as_published(config: PreTrainedConfig, weights: str, revision: str | None) -> PreTrainedConfig:
+    """Return a configuration with as many tokens as the weights have."""
+    published = copy.deepcopy(config)
+    of_weights = AutoConfig.from_pretrained(weights, revision=revision)
+    published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
+    return published
 
 
-def _config_of_model(setting: str, path: str, revision: str | None = None) -> PreTrainedConfig:
+def _config_of_model(setting: str, path: str, revision: str | None) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, *UNUSABLE) as error:
-        if (Path(path) / "final" / "config.json").is_file():
-            raise ConfigurationError(
-                f"--{setting} {path} is the directory of a run: its model is in "
-                f"{Path(path) / 'final'}."
-            ) from error
         raise ConfigurationError(
-            f"no model could be found at --{setting} {path}: {_first_line(error)}"
+            f"no model could be found at --{setting} {path} (of a run, its final/ is one): "
+            f"{first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

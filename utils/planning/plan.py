@@ -196,12 +196,12 @@ def _attention(
         )
         return None
     weights, compute = weights_dtype(model, config), TYPES.get(training.mixed_precision)
-    choice, report = choose_isolated_attention(
+    choice, documents = choose_isolated_attention(
         model.attn_implementation, config, training.device, weights, compute, whole_rows=whole_rows
     )
     alone = choice.batches == "plain"
     kept = "no document sees the padding behind it" if alone else "keeps packed documents apart"
-    logger.info("attention: %s; %s (proved in %.1f s)", choice.reason, kept, report.seconds)
+    logger.info("attention: %s; %s (%d tried)", choice.reason, kept, documents)
     return choice
 
 
@@ -214,7 +214,7 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     """
     asked = requested if requested in RUN_ON_CPU else "auto"
     try:
-        choice, report = choose_isolated_attention(
+        choice, _ = choose_isolated_attention(
             asked, config, torch.device("cpu"), torch.float32, whole_rows=whole_rows
         )
     except ConfigurationError as error:
@@ -225,7 +225,7 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
         return f"the model cannot be run on this CPU ({type(error).__name__}: {error!s:.100})"
     if choice.batches == "plain":
         return "with one document a sequence nothing can leak"
-    return f"on a CPU this model keeps packed documents apart ({report.seconds:.1f} s)"
+    return "on a CPU this model keeps packed documents apart"
 
 
 def _loss_head(

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
-from utils.model import adapters
 from utils.model.adapters import freeze_unused, plan_adapters, with_adapters
 
 
@@ -31,7 +30,16 @@ def adapted_names(model: nn.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", names(DENSE, EXPERTS, INSIDE))
+FAST = ("llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "phi4_multimodal")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+        for name in names(DENSE, EXPERTS, INSIDE)
+    ],
+)
 def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
     config = tiny_config(name)
     settings = asked()
@@ -66,48 +74,38 @@ def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
 
 def test_it_is_logged_and_experts_take_no_dropout(caplog):
     caplog.set_level("INFO")
-    settings = asked()
+    settings = asked(lora_dropout=0.1)
     plan_adapters(settings, tiny_config("qwen3_moe"))
-    assert "lora_dropout: 0, for experts (gate_up_proj, down_proj) take none" in caplog.text
+    assert "lora_dropout: 0, not 0.1: experts (gate_up_proj, down_proj) take none" in caplog.text
     assert "LoRA: rank 2 on q_proj, k_proj, v_proj, o_proj, experts' gate_up_proj" in caplog.text
     assert settings.model.lora_dropout == 0
-    settings = asked()
-    plan_adapters(settings, tiny_config("llama"))
-    assert settings.model.lora_dropout == 0.05
-    with pytest.raises(ConfigurationError, match=r"lora_dropout 0.1: experts .* set it to 0"):
-        plan_adapters(asked(lora_dropout=0.1), tiny_config("qwen3_moe"))
     settings = asked(lora_dropout=0.1, lora_target_modules=["q_proj", "v_proj"])
     assert plan_adapters(settings, tiny_config("qwen3_moe")).parameters == []
+    assert settings.model.lora_dropout == 0.1
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"lora_target_modules": ["q_prj", "v_proj"]}, "q_prj: .*did you mean q_proj"),
-        ({"lora_target_modules": ["zzz"]}, "zzz: the model has nothing of this name; it has"),
-        ({"lora_target_modules": ["q_proj", "q_pro[j"]}, "nothing of this name; did you mean q_pr"),
-        ({"lora_target_modules": [r".*\.q_prj"]}, "no name in the model matches"),
-        ({"lora_target_modules": [r"(.*q_proj"]}, "no name and no regular expression"),
+        ({"lora_target_modules": ["q_prj", "v_proj"]}, "q_prj: nothing in the model .*q_proj, k"),
+        ({"lora_target_modules": [r".*\.q_prj"]}, "nor does it match as a pattern"),
+        ({"lora_target_modules": [r"(.*q_proj"]}, "nor does it match as a pattern"),
         ({"lora_target_modules": ["input_layernorm"]}, "LoRA does not fit llama"),
-        ({"lora_modules_to_save": ["lm_heat"]}, "lora_modules_to_save lm_heat.*mean lm_head"),
+        ({"lora_modules_to_save": ["lm_heat"]}, "lora_modules_to_save lm_heat.*lm_head"),
         ({"lora_target_parameters": ["q_proj.weigth"]}, "lora_target_parameters q_proj.weigth"),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, "whole by --lora_modules_to_save lm_head"),
     ],
 )
-def test_wrong_names_are_refused_with_the_nearest(given, told):
+def test_wrong_names_are_refused(given, told):
     with pytest.raises(ConfigurationError, match=told):
         plan_adapters(asked(**given), tiny_config("llama"))
 
 
 @pytest.mark.parametrize(
     ("given", "modules"),
-    [
-        (["q_proj"], 2),
-        ("all-linear", 14),
-        ([r".*layers\.1\..*(q|k)_proj"], 2),
-        (["model.layers.0.mlp.up_proj"], 1),
-        (["embed_tokens"], 1),
-    ],
-)
+    [(["q_proj"], 2), ("all-linear", 14), ([r".*layers\.1\..*(q|k)_proj"], 2),
+     (["model.layers.0.mlp.up_proj", "embed_tokens"], 2)],
+)  # fmt: skip
 def test_names_and_patterns(given, modules):
     settings = asked(lora_target_modules=given)
     targets = plan_adapters(settings, tiny_config("llama"))
@@ -135,45 +133,20 @@ def test_names_that_experts_had_before_transformers_5(name, given, modules, para
 
 
 def test_a_head_trained_whole_is_a_changed_head():
-    with pytest.raises(ConfigurationError, match=r"whole by --lora_modules_to_save lm_head"):
-        plan_adapters(asked(lora_target_modules=["q_proj", "lm_head"]), tiny_config("llama"))
     settings = asked(lora_modules_to_save=["lm_head"])
     assert plan_adapters(settings, tiny_config("llama")).head
-    assert (
-        plan_adapters(SimpleNamespace(model=ModelArguments(model_name_or_path="m")), None) is None
-    )
-
-
-@pytest.mark.parametrize("name", INSIDE)
-def test_what_text_does_not_go_through_is_frozen(name, caplog):
-    """Gradients of the rest are what DDP waits for."""
-    caplog.set_level("INFO")
-    config = tiny_config(name)
     without = SimpleNamespace(model=ModelArguments(model_name_or_path="m"))
-    assert plan_adapters(without, config) is None
-    model = tiny_model(config).train()
+    assert plan_adapters(without, None) is None
+
+
+@pytest.mark.parametrize("name", [*INSIDE, "llama", "gpt_oss"])
+def test_what_text_does_not_go_through_is_frozen(name):
+    """Gradients of the rest are what DDP waits for; of a text model nothing is frozen."""
+    model = tiny_model(tiny_config(name)).train()
     frozen = freeze_unused(model)
-    assert f"frozen: {len(frozen)} tensors of model." in caplog.text
     tokens = torch.arange(2, 42).view(2, 20)
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     trained = {path for path, value in model.named_parameters() if value.requires_grad}
     assert trained == {path for path, value in model.named_parameters() if value.grad is not None}
     assert {path for path, _ in model.named_parameters()} == trained | set(frozen)
-    assert frozen
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_nothing_of_a_text_model_is_frozen(name, caplog):
-    caplog.set_level("INFO")
-    assert freeze_unused(tiny_model(tiny_config(name))) == []
-    assert "frozen" not in caplog.text
-
-
-def test_an_architecture_that_cannot_run_without_numbers_is_frozen_by_its_modules(monkeypatch):
-    expected = freeze_unused(tiny_model(tiny_config("gemma3")))
-
-    def broken(_):
-        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
-
-    monkeypatch.setattr(adapters, "_leaves", broken)
-    assert freeze_unused(tiny_model(tiny_config("gemma3"))) == expected
+    assert bool(frozen) == (name in INSIDE)

@@ -42,44 +42,30 @@ def gpu(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("requested", [None, "auto", "packed_varlen"])
+BOTH = ("flash_attn", "flash_attn_interface")
+GPT2 = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2)  # with dropout
+SINKS = transformers.GptOssConfig(**GROUPED)
+CAPS = transformers.Gemma2Config(**GROUPED)
+
+
+@pytest.mark.parametrize("requested", [None, "packed_varlen"])
 def test_on_the_cpu_documents_go_one_by_one(requested):
     choice = choose_attention(requested, LLAMA, "cpu", FP32)
-    name = requested or "auto"
-    assert choice.name == "packed_varlen"
-    assert choice.kernel == "per_document_sdpa"
-    assert choice.reason == f"{name}: packed_varlen through per-document SDPA (CPU)"
+    assert (choice.name, choice.kernel) == ("packed_varlen", "per_document_sdpa")
+    assert choice.reason == f"{requested or 'auto'}: packed_varlen through per-document SDPA (CPU)"
 
 
-BOTH = ("flash_attn", "flash_attn_interface")
-
-
-def test_mixed_precision_decides_over_the_weights_dtype(gpu):
+def test_auto_takes_a_kernel_that_computes_what_the_model_needs_in_the_type_it_trains_in(gpu):
     gpu((9, 0), BOTH)
     assert choose_attention("auto", LLAMA, "cuda", FP32, BF16).kernel == "flash_attention_3"
+    assert choose_attention("auto", GPT2, "cuda", BF16).kernel == "flash_attention_2"
+    assert choose_attention("auto", CAPS, "cuda", BF16).kernel == "flash_attention_3"
+    assert choose_attention("auto", SINKS, "cuda", BF16).kernel == "per_document_sdpa"
     slow = choose_attention("auto", LLAMA, "cuda", FP32)
     assert slow.kernel == "per_document_sdpa"
     assert "CUDA; flash kernels: computed in float32" in slow.reason
-
-
-@pytest.mark.parametrize(
-    ("config", "kernel"),
-    [
-        (transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2), "flash_attention_2"),  # dropout
-        (transformers.Gemma2Config(**GROUPED), "flash_attention_3"),  # soft caps
-        (transformers.GptOssConfig(**GROUPED), "per_document_sdpa"),  # sinks
-    ],
-    ids=["gpt2", "gemma2", "gpt_oss"],
-)
-def test_auto_takes_a_kernel_that_computes_what_the_model_needs(gpu, config, kernel):
-    gpu((9, 0), BOTH)
-    assert choose_attention("auto", config, "cuda", BF16).kernel == kernel
-
-
-def test_the_reason_for_a_slow_kernel_on_a_gpu_is_told(gpu):
     gpu((9, 0), ())
-    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2)
-    reason = choose_attention("auto", config, "cuda", BF16).reason
+    reason = choose_attention("auto", GPT2, "cuda", BF16).reason
     assert "FlashAttention 2: no module named flash_attn;" in reason
     assert "torch's varlen_attn lacks attention dropout (0.1)" in reason
 
@@ -91,103 +77,47 @@ def test_without_the_attention_interface_auto_takes_a_mask():
     assert "grows with the square of the sequence length" in choice.reason
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_block_masks_are_taken_as_requested_and_their_cost_told(name):
-    choice = choose_attention(name, LLAMA, "cpu", FP32)
-    assert (choice.name, choice.kernel) == (name, name)
-    assert "memory grows with the square of the sequence length" in choice.reason
-
-
-def test_flex_attention_is_taken_on_a_gpu():
-    choice = choose_attention("flex_attention", LLAMA, "cuda", BF16)
-    assert choice.name == "flex_attention"
-    assert "block mask from position_ids" in choice.reason
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_flash_attention_is_taken_where_it_is_installed(gpu, version):
+@pytest.mark.parametrize(
+    "name", ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
+)
+def test_what_is_asked_for_is_taken_where_it_runs(gpu, name):
     gpu((9, 0), BOTH)
-    assert choose_attention(f"flash_attention_{version}", LLAMA, "cuda", BF16).name == (
-        f"flash_attention_{version}"
-    )
+    choice = choose_attention(name, LLAMA, "cuda", BF16)
+    assert (choice.name, choice.kernel) == (name, name)
+    assert ("block mask" in choice.reason) == ("flash" not in name)
 
 
-def refuse(match, requested, config=LLAMA, device="cuda", dtype=BF16):
-    with pytest.raises(ConfigurationError, match=match):
-        choose_attention(requested, config, device, dtype)
-
-
-def test_an_unknown_name_is_refused_with_the_list():
-    refuse("kernels-community/flash-attn2: not one of auto, packed_varlen, sdpa, flash_attention_2,"
-           " flash_attention_3, flex_attention, eager; kernels are not fetched from the Hub",
-           "kernels-community/flash-attn2")  # fmt: skip
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_flash_attention_on_the_cpu_is_refused(version):
-    refuse(
-        "needs an NVIDIA GPU, and this run is on cpu", f"flash_attention_{version}", device="cpu"
-    )
+FLASH2, FLASH3 = "flash_attention_2", "flash_attention_3"
+MAMBA = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2)
 
 
 @pytest.mark.parametrize(
-    ("version", "install"), [(2, "pip install flash-attn"), (3, "build it from the hopper/ folder")]
-)
-def test_a_missing_flash_attention_is_refused_with_what_to_install(gpu, version, install):
-    gpu((9, 0), ())
-    refuse(rf"FlashAttention {version} is not here \(no module.*{install}",
-           f"flash_attention_{version}")  # fmt: skip
-
-
-def test_nothing_is_fetched_when_flash_attention_is_missing(gpu, monkeypatch):
-    gpu((9, 0), ())
-
+    ("requested", "config", "machine", "told"),
+    [
+        ("kernels-community/flash-attn2", LLAMA, {}, "not one of auto, packed_varlen, sdpa"),
+        (FLASH2, LLAMA, {"device": "cpu"}, "needs an NVIDIA GPU, and this run is on cpu"),
+        (FLASH2, LLAMA, {"packages": ()}, r"is not here \(no module.*pip install flash-attn"),
+        (FLASH3, LLAMA, {"packages": ()}, r"is not here \(no module.*build it from the hopper/"),
+        (FLASH3, LLAMA, {"capability": (8, 0)}, "needs a Hopper GPU"),
+        (FLASH2, LLAMA, {"dtype": FP32}, "float16 or bfloat16, not in torch.float32; set --bf16"),
+        (FLASH3, GPT2, {}, r"FlashAttention 3 does not compute attention dropout \(0.1\)"),
+        (FLASH2, SINKS, {}, "compute attention sinks.*\n.*GptOssForCausalLM does not support it"),
+        ("sdpa", CAPS, {}, "Gemma2ForCausalLM does not support it; use auto"),
+        ("flex_attention", LLAMA, {"device": "cpu"}, "has no backward pass on the CPU"),
+        ("flex_attention", transformers.LlamaConfig(**SIZES, attention_dropout=0.1), {},
+         "does not compute this model's attention dropout"),
+        ("packed_varlen", MAMBA, {}, "MambaForCausalLM does not support it; use auto"),
+        ("auto", transformers.ViTConfig(), {}, "model type 'vit' .* no causal language model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_train_here_is_refused_and_nothing_is_fetched(
+    gpu, monkeypatch, requested, config, machine, told
+):
     def fetch(*_, **__):
         raise AssertionError("reached for the Hub")
 
     monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fetch)
-    refuse("is not here", "flash_attention_2")
-
-
-def test_flash_attention_3_needs_hopper(gpu):
-    gpu((8, 0), BOTH)
-    refuse("needs a Hopper GPU", "flash_attention_3")
-
-
-def test_flash_attention_in_fp32_is_refused(gpu):
-    gpu((9, 0), BOTH)
-    refuse("float16 or bfloat16, not in torch.float32; set --bf16", "flash_attention_2", dtype=FP32)
-
-
-def test_terms_that_transformers_would_drop_are_refused(gpu):
-    gpu((9, 0), BOTH)
-    gpt2 = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2)
-    refuse(
-        r"FlashAttention 3 does not compute attention dropout \(0.1\)", "flash_attention_3", gpt2
-    )
-    sinks = transformers.GptOssConfig(**GROUPED)
-    refuse("does not compute attention sinks", "flash_attention_2", sinks)
-    refuse("GptOssForCausalLM does not support it", "flash_attention_2", sinks)
-
-
-def test_attention_that_the_model_does_not_support_is_refused():
-    gemma = transformers.Gemma2Config(**GROUPED)
-    refuse("Gemma2ForCausalLM does not support it; use auto", "sdpa", gemma, "cpu", FP32)
-
-
-def test_flex_attention_on_the_cpu_is_refused():
-    refuse("has no backward pass on the CPU", "flex_attention", device="cpu", dtype=FP32)
-
-
-def test_flex_attention_with_dropout_is_refused():
-    config = transformers.LlamaConfig(**SIZES, attention_dropout=0.1)
-    refuse(r"does not compute the config's attention dropout \(0.1\)", "flex_attention", config)
-
-
-def test_packed_varlen_without_the_attention_interface_is_refused():
-    mamba = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2)
-    refuse("MambaForCausalLM does not call attention through", "packed_varlen", mamba)
-
-
-def test_a_model_type_without_a_causal_language_model_is_refused():
-    refuse("model type 'vit' .* no causal language model", "auto", transformers.ViTConfig())
+    gpu(machine.get("capability", (9, 0)), machine.get("packages", BOTH))
+    device, dtype = machine.get("device", "cuda"), machine.get("dtype", BF16)
+    with pytest.raises(ConfigurationError, match=told):
+        choose_attention(requested, config, device, dtype)

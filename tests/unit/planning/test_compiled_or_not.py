@@ -38,7 +38,6 @@ def record_start(tmp_path, compiled):
 def a_gpu(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
     caplog.set_level(logging.INFO, "utils.model.compilation")
 
@@ -76,8 +75,6 @@ def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
         with monkeypatch.context() as changed:
             changed.setattr(module, name, stand_in)
             against(said)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    against("TORCHDYNAMO_DISABLE is set")
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -93,13 +90,13 @@ def test_without_a_compiler_it_is_off_unless_asked_for(tmp_path, caplog):
 def test_a_run_that_resumes_keeps_it(device, compiled, tmp_path, caplog):
     record_start(tmp_path, compiled)
     assert chosen(tmp_path, device=device) is compiled
-    assert ("as in the last start of this run" in caplog.text) == (compiled or device == "cuda")
+    assert "as in the last start of this run" in caplog.text
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_run_that_cannot_keep_it_is_refused(tmp_path):
     record_start(tmp_path, compiled=True)
-    with pytest.raises(ConfigurationError, match="were compiled, here they cannot be"):
+    with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path)
     assert not chosen(tmp_path, asked=False)
 
@@ -109,4 +106,4 @@ def test_a_dry_run_on_a_login_node_needs_no_compiler(tmp_path, caplog):
     assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
     assert "the compute node needs a C++ compiler" in caplog.text
     assert not chosen(tmp_path, device="cpu", elsewhere=True)
-    assert "compile: settled on the compute node, on where a GPU trains" in caplog.text
+    assert "settled on the compute node, on where a GPU trains" in caplog.text
