@@ -119,7 +119,7 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
         chat_template=CHATML,
     )  # fmt: skip
     said = refusal(argv(models, trained, tmp_path / "run"))
-    assert f"with which the data was made, has another vocabulary than {models / 'base'}" in said
+    assert f"has another vocabulary than {models / 'base'}" in said
     settings = {"tokenizer_name_or_path": trained / "tokenizer"}
     assert "Leave the setting out" in refusal(argv(models, trained, tmp_path / "run", **settings))
 

@@ -121,7 +121,9 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
     if model.init_from is None:
         return None
     if resume_from is not None and not model.use_peft:
-        logger.info("init_from %s is ignored: the run resumes %s", model.init_from, resume_from)
+        logger.info(
+            "init_from %s is ignored: the run has %s of its own", model.init_from, resume_from
+        )
         return None
     directory = weights_directory(settings)
     if model.init_optimizer and resume_from is None:
@@ -176,7 +178,7 @@ def _recorded_directory(settings: RunSettings) -> Path | None:
 def _unfit(directory: Path) -> str | None:
     """Return why weights cannot be taken from a directory, and what can be done."""
     if not directory.is_dir():
-        return f"there is no directory {directory}."
+        return f"there is no such directory: {directory}."
     whole = any(directory.glob("*.safetensors"))
     if (directory / "adapter_config.json").is_file():
         return (
