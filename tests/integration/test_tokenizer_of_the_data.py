@@ -121,7 +121,9 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
     said = refusal(argv(models, trained, tmp_path / "run"))
     assert f"has another vocabulary than {models / 'base'}" in said
     settings = {"tokenizer_name_or_path": trained / "tokenizer"}
-    assert "Leave the setting out" in refusal(argv(models, trained, tmp_path / "run", **settings))
+    assert "train without --tokenizer_name_or_path" in refusal(
+        argv(models, trained, tmp_path / "run", **settings)
+    )
 
 
 def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, capsys):
