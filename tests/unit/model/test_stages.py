@@ -75,7 +75,7 @@ def test_what_a_directory_stands_for(tmp_path):
 
 NO_MODEL = "holds no whole model in safetensors"
 UNFIT = {
-    "run": ((), "there is no such directory .*final"),
+    "run": ((), "there is no such directory: .*final"),
     "incomplete.checkpoint-3": (WHOLE, NO_MODEL),
     "damaged.checkpoint-3": (WHOLE, NO_MODEL),
     "checkpoint-3": (
