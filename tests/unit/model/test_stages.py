@@ -193,7 +193,7 @@ def test_recorded_weights_that_are_gone_are_named_with_the_ways_out(recorded, tm
     with pytest.raises(ConfigurationError, match=r"stage/checkpoint-3, .* holds no whole model"):
         weights_directory(settings(stage, recorded))
     shutil.rmtree(stage / "checkpoint-3")
-    message = "checkpoint-3, which it still needs: there is no such directory .* --accept_changes"
+    message = "checkpoint-3, which it still needs: there is no such directory.* --accept_changes"
     with pytest.raises(ConfigurationError, match=message):
         weights_directory(settings(stage, recorded))
     accepted = settings(stage, recorded, accept=("init_from",))
