@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PADDING, TURN_START, TURN_END)
-SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
 # The splitting rule of cl100k_base (OpenAI's tiktoken, as in Llama 3): a line end always closes a
 # token, so the first token of an assistant's turn never merges with the line end before it.
@@ -63,17 +62,12 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 def train_tokenizer(texts: Iterator[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer of exactly `vocabulary_size` tokens.
 
-    The same texts give the same tokenizer. Raises ConfigurationError when the texts do not hold
-    enough to fill the vocabulary.
+    The same texts give the same tokenizer. Raises ConfigurationError for a vocabulary that is too
+    small for the bytes, or larger than the texts can fill.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocabulary_size < SMALLEST_VOCABULARY:
-        raise ConfigurationError(
-            f"train_tokenizer is {vocabulary_size}: bytes and special tokens alone need "
-            f"{SMALLEST_VOCABULARY}"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,9 +85,10 @@ def train_tokenizer(texts: Iterator[str], vocabulary_size: int) -> "PreTrainedTo
     tokenizer.train_from_iterator(texts, trainer=trainer)
     reached = tokenizer.get_vocab_size()
     if reached != vocabulary_size:
+        smallest = 256 + len(SPECIAL_TOKENS)
         raise ConfigurationError(
-            f"train_tokenizer is {vocabulary_size}, but the documents hold only enough for "
-            f"{reached} tokens: give at most {reached}, or more documents"
+            f"train_tokenizer is {vocabulary_size}, but these documents make {reached}: give "
+            f"{smallest} (bytes and special tokens) to {reached}, or more documents"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -177,7 +172,7 @@ def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase"
     if foreign := foreign_token(one, other):
         found.append(foreign)
     elif words := sorted(one.get_vocab().keys() ^ other.get_vocab().keys()):
-        found.append(f"{len(words)} tokens that only one of them has ({', '.join(words[:3])})")
+        found.append(f"{len(words)} added tokens in one of them alone ({', '.join(words[:3])})")
     if not found and _rules(one) != _rules(other):
         found.append(
             "other rules for cutting text into tokens (normalizer, merges, added prefixes)"

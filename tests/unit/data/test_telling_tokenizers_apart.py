@@ -73,7 +73,7 @@ def test_siblings_differ_in_their_special_tokens_or_rules(tokenizer):
     chat.add_tokens(["<tool>"])
     assert differences(chat, tokenizer) == [
         "eos_token <|im_end|> (3) instead of <|endoftext|> (0)",
-        "1 tokens that only one of them has (<tool>)",
+        "1 added tokens in one of them alone (<tool>)",
     ]
     assert foreign_token(chat, tokenizer) is None
     composed = sibling("<|endoftext|>")
