@@ -13,8 +13,8 @@ from utils.training import low_precision_states as stochastic_rounding
 from utils.training.low_precision_adam import LowPrecisionAdamW
 from utils.training.optimizer import _misfit
 
-# Units of 256, 192 and 1; periods of 2**13 end within weights, parts of eight within some.
-SHAPES = ((700, 256), (1500, 192), (384,), (300, 50))
+# Units of 256, 192 and 1; periods of 2**11 end within weights, parts of eight within some.
+SHAPES = ((180, 256), (380, 192), (384,), (80, 50))
 SETTINGS = {"betas": (0.9, 0.95), "weight_decay": 0.1, "lr": 1e-2}
 LOW = ["bfloat16", "int8"]
 COMPILED = pytest.param(True, marks=pytest.mark.slow)  # a compiler runs
@@ -26,7 +26,7 @@ def small_periods_and_nothing_compiled(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # elements are few, and other tests run beside
     torch._dynamo.reset()
-    monkeypatch.setitem(stochastic_rounding.PERIODS, "cpu", 2**13)
+    monkeypatch.setitem(stochastic_rounding.PERIODS, "cpu", 2**11)
     caches = (stochastic_rounding.random_words, low_precision_adam.compiled_update)
     for cached in caches:
         cached.cache_clear()
@@ -105,7 +105,7 @@ def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_ra
 
 @pytest.mark.parametrize("kept_as", LOW)
 def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
-    parameter = nn.Parameter(torch.ones(64, 256))
+    parameter = nn.Parameter(torch.ones(16, 256))
     optimizer = low([parameter], kept_as, betas=(0.9, 0.999))
     parameter.grad = torch.rand_like(parameter) + 0.5
     optimizer.step()
@@ -113,7 +113,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     parameter.grad = torch.zeros_like(parameter)
     for _ in range(300):
         optimizer.step()
-    plain = low([nn.Parameter(torch.ones(64, 256))], "float32")
+    plain = low([nn.Parameter(torch.ones(16, 256))], "float32")
     plain.load_state_dict(optimizer.state_dict())
     (values,) = plain.state.values()
     assert (values["exp_avg_sq"] / first).mean() == pytest.approx(0.999**300, rel=0.02)
