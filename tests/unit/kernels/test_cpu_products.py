@@ -72,6 +72,7 @@ def test_the_check_sees_what_rounds():
         assert not cpu_products._keeps_every_bit()
 
 
+@pytest.mark.slow
 def test_freed_memory_is_not_cleared_again_unless_the_user_decided():
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
     found = []

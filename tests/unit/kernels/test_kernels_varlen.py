@@ -1,6 +1,5 @@
 """Every kernel against attention written out, document by document."""
 
-import inspect
 import re
 import sys
 
@@ -60,7 +59,7 @@ def written_out(query, key, value, lengths, terms):
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
     "terms",
     [
@@ -150,13 +149,6 @@ def test_torch_varlen_is_called_by_the_signature_it_has(monkeypatch, enable_gqa,
     torch.testing.assert_close(output, per_document_sdpa(*inputs, documents(), terms))
 
 
-def test_torch_still_has_the_parameters_we_pass():
-    varlen_attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    parameters = list(inspect.signature(varlen_attn).parameters)
-    assert parameters[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= set(parameters)
-
-
 def flash_like(result=lambda output: output):
     """Return a stand-in for `flash_attn_varlen_func` of FlashAttention 2."""
 
@@ -199,7 +191,6 @@ def test_flash_attention_is_given_the_terms_in_use(monkeypatch, result, terms):
     [
         ((9, 0), ("flash_attn", "flash_attn_interface"), "flash_attention_3"),
         ((8, 0), ("flash_attn", "flash_attn_interface"), "flash_attention_2"),
-        ((9, 0), ("flash_attn",), "flash_attention_2"),
         ((9, 0), (), "torch_varlen"),
         ((10, 0), ("flash_attn_interface",), "torch_varlen"),
         ((7, 5), ("flash_attn",), "per_document_sdpa"),
@@ -228,7 +219,6 @@ def test_the_best_kernel_that_runs_comes_first(monkeypatch, capability, installe
             r"varlen_attn lacks attention dropout \(0.1\)",
         ),
         (torch.bfloat16, AttentionNeeds(288), "lacks a head dimension of 288"),
-        (torch.bfloat16, AttentionNeeds(68), "head dimension of 68"),
     ],
 )
 def test_a_kernel_that_lacks_what_the_model_needs_is_passed_over(monkeypatch, dtype, needs, why):
@@ -259,10 +249,8 @@ def hopper(monkeypatch):
     ("machine", "needs", "expected"),
     [
         ({}, AttentionNeeds(64), "row_sdpa"),
-        ({"installed": ("flash_attn",)}, AttentionNeeds(64), "row_sdpa"),
         ({"installed": ("flash_attn_interface",)}, AttentionNeeds(64), "flash_attention_3"),
         ({"capability": (8, 0)}, AttentionNeeds(64), "torch_varlen"),
-        ({"capability": (10, 0)}, AttentionNeeds(64), "torch_varlen"),
         ({"backend": SDPBackend.FLASH_ATTENTION}, AttentionNeeds(64), "torch_varlen"),
         ({}, AttentionNeeds(64, windows=True), "torch_varlen"),
         ({}, AttentionNeeds(64, sinks=True), "per_document_sdpa"),
@@ -303,14 +291,6 @@ def assert_rows_are_documents(kernel, dtype, device, tolerance):
 def test_by_row_documents_are_attended_to_as_alone(hopper):
     hopper()
     assert_rows_are_documents(row_sdpa(), torch.float32, "cpu", 1e-5)
-
-
-def test_by_row_windows_are_honoured_all_the_same(hopper):
-    hopper()
-    inputs, terms = states(48), ScoreTerms(window=3)
-    rows = Documents(torch.tensor([0, 24, 48], dtype=torch.int32), 24, row_length=24)
-    expected = per_document_sdpa(*inputs, rows, terms)
-    torch.testing.assert_close(row_sdpa().run(*inputs, rows, terms), expected)
 
 
 def test_batches_of_several_documents_a_row_do_not_go_by_row(hopper):
