@@ -16,10 +16,12 @@ from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
+from utils.config.preparation import check_preparation, parse_preparation
 from utils.launch.accelerate_command import choose_config, read_config, strategy_variables
 from utils.launch.processes import requested_strategy
 from utils.launch.script import run_script
 from utils.launch.slurm import REQUEST, Allocation, JobRequest, read_allocation
+from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
 LAUNCHER = "slurm/launch_node.sh"
@@ -38,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"log:     {log.replace('%j', job['JobID'])}", flush=True)  # noqa: T201 - for the user
     kind = Path(job_script).name
     if kind == "prepare_job.sh":
-        return _check_preparation(arguments)
-    command = _sweep_command(arguments) if kind == "sweep_job.sh" else _run_command(arguments)
+        settings = parse_preparation(arguments)
+        check_preparation(settings)
+        print(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")  # noqa: T201
+        return 0
+    command = _dry_run(kind, arguments)
     allocation = planned_allocation(job, os.environ)
     path, _ = choose_config(os.environ, allocation)
     launch = strategy_variables(read_config(path, allocation))
@@ -131,49 +136,26 @@ def _check_root(job_directory: str, directory: str) -> None:
         )
 
 
-def _check_preparation(arguments: list[str]) -> int:
-    from utils.config.preparation import check_preparation, parse_preparation
-
-    settings = parse_preparation(arguments)
-    check_preparation(settings)
-    print(f"prepare_data.py: settings are valid, the job writes {settings.output_dir}")  # noqa: T201
-    return 0
-
-
-def _sweep_command(arguments: Sequence[str]) -> list[str]:
-    from utils.submit.sweep import read_sweep
-
-    if len(arguments) != 1:
-        raise ConfigurationError(
-            "sweep_job.sh takes one sweep file, such as recipes/sweep/demo_cpu.yaml, which holds "
-            "all settings"
-        )
-    _check_script(read_sweep(arguments[0]).script)
-    return ["-m", "utils.submit.sweep", "check", arguments[0]]
-
-
-def _run_command(arguments: Sequence[str]) -> list[str]:
+def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
+    """Return the words after `python` that dry-run what a job script of this kind starts."""
+    if kind == "sweep_job.sh":
+        if len(arguments) != 1:
+            raise ConfigurationError("sweep_job.sh takes one sweep file, which holds all settings")
+        _check_script(read_sweep(arguments[0]).script)
+        return ["-m", "utils.submit.sweep", "check", arguments[0]]
     if not arguments:
         raise ConfigurationError(
             "no script given: name it after the job script, as in pretrain.py --config ..."
         )
     _check_script(arguments[0])
-    if any(word.split("=")[0] in ("--dry_run", "--dry-run") for word in arguments):
-        raise ConfigurationError(
-            "--dry_run: the job would wait in the queue and then only check. Leave it out; "
-            "slurm/submit.sh --check ... checks without submitting."
-        )
     return [*arguments, "--dry_run"]
 
 
 def _check_script(script: str) -> None:
     """Refuse what a dry run would start for real."""
-    try:
-        text = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{script} cannot be read: {error.strerror} (paths are from the repository's root)"
-        ) from error
+    if not Path(script).is_file():
+        raise ConfigurationError(f"no file {script} (paths are from the repository's root)")
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
     if not any(name in text for name in ("parse_pretraining", "parse_fine_tuning", "dry_run")):
         raise ConfigurationError(
             f"{script} does not know --dry_run, so it cannot be checked: submit it with sbatch"
