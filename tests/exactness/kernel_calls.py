@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import killed_child
-import yaml
-from launching import CONFIGS, CPU_ENVIRONMENT, STRATEGIES, free_port
+from forked_ranks import FOLDERS, rank_environment
+from launching import CPU_ENVIRONMENT, free_port, launch_options, quiet_environment
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
 START_LIMIT_S = 120
 
 # All calls that change files, or bring them to stable storage.
@@ -124,19 +122,22 @@ class Starts:
         self,
         argv: Sequence[str],
         strace: Mapping[int, Sequence[str]] | None = None,
-        environment: Mapping[str, str] | None = None,
+        config: str = "multi_gpu",
         program: str = "stoker",
         **options: Any,
     ) -> Iterator[list["Child"]]:
         """Run a program in two ranks until the block ends and both; `strace` is by rank.
 
-        A rank whose peer is gone ends by itself: nobody kills it here.
+        `config` is of accelerate_configs. A rank whose peer is gone ends by itself: nobody kills it
+        here.
         """
         port = free_port()
+        arguments = launch_options(config, 2, port)
+        own = quiet_environment(CPU_ENVIRONMENT[config])
         with contextlib.ExitStack() as stack:
             children = []
             for rank in range(2):
-                env = {**launched_environment(rank, 2, port), **(environment or {})}
+                env = rank_environment(arguments, own, rank, 2, port)
                 flags = (strace or {}).get(rank)
                 running = self.running(program, argv, strace=flags, env=env, **options)
                 children.append(stack.enter_context(running))
@@ -310,26 +311,3 @@ def events(trace: str) -> list[Event]:
         if "= -1 E" not in event.arguments and not event.arguments.endswith("<unfinished ...>")
     ]
     return sorted(made, key=lambda event: event.ended)
-
-
-def fsdp2_environment() -> Mapping[str, str]:
-    """What accelerate's launcher makes of accelerate_configs/fsdp2.yaml."""
-    config = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())["fsdp_config"]
-    settings = {
-        name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in config.items()
-    }
-    return {**CPU_ENVIRONMENT["fsdp2"], "ACCELERATE_USE_FSDP": "true", **settings}
-
-
-def launched_environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
-    """What a launcher sets for a rank on this machine, for a start on the CPU."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }

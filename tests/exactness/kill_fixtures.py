@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from kernel_calls import Starts, fsdp2_environment
+from kernel_calls import Starts
 from kill_scenes import KEPT, SAVE_STEPS, STEPS, Scene, committed
 
 from utils.checkpoints.discovery import RESERVE_BYTES
@@ -121,27 +121,25 @@ def background(starts, command, longer, slots) -> Scene:
 @pytest.fixture(scope="session")
 def of_two(starts, command, slots) -> list[Scene]:
     """As `resuming` with two ranks under DDP, by the rank that is disturbed."""
-    return scenes_of_two(starts, command, slots, "ddp", {})
+    return scenes_of_two(starts, command, slots, "multi_gpu")
 
 
 @pytest.fixture(scope="session")
 def of_two_sharded(starts, command, slots) -> list[Scene]:
     """The same under FSDP2: each rank writes shards of weights and optimizer."""
-    return scenes_of_two(starts, command, slots, "fsdp2", dict(fsdp2_environment()))
+    return scenes_of_two(starts, command, slots, "fsdp2")
 
 
-def scenes_of_two(
-    starts: Starts, command, slots: Path, strategy: str, environment: dict[str, str]
-) -> list[Scene]:
-    whole, prepared = slots / f"whole_{strategy}", slots / f"prepared_{strategy}"
-    with starts.ranks(command(whole), environment=environment) as ranks:
+def scenes_of_two(starts: Starts, command, slots: Path, config: str) -> list[Scene]:
+    whole, prepared = slots / f"whole_{config}", slots / f"prepared_{config}"
+    with starts.ranks(command(whole), config=config) as ranks:
         pass
     assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
-    with starts.ranks(command(prepared), environment=environment, die_at=5) as ranks:
+    with starts.ranks(command(prepared), config=config, die_at=5) as ranks:
         pass
     assert committed(prepared) == [2, 4]
     return [
-        Scene(starts, "stoker", command, prepared, whole, rank=rank, environment=environment)
+        Scene(starts, "stoker", command, prepared, whole, rank=rank, config=config)
         for rank in range(2)
     ]
 

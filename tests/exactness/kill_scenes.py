@@ -37,7 +37,7 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)
     first_only: bool = False
     rank: int | None = None  # of two, the one that is disturbed; None: there is one
-    environment: dict[str, str] = field(default_factory=dict)  # of ranks
+    config: str = "multi_gpu"  # of ranks
     steps: int = STEPS
     kept: int = KEPT
     makes_room: bool = False
@@ -57,7 +57,7 @@ class Scene:
         if self.rank is None:
             return self.starts.run(self.program, argv, strace=flags, **self.options)
         traced = {self.rank: flags} if flags else {}
-        with self.starts.ranks(argv, traced, self.environment, **self.options) as ranks:
+        with self.starts.ranks(argv, traced, self.config, **self.options) as ranks:
             pass
         disturbed = ranks[self.rank].ending
         if not flags:  # the log is rank 0's

@@ -74,7 +74,7 @@ def test_a_kill_of_one_of_two_ranks_at_any_call_needs_nobody(
     calls = scene.record(slots / "slot-0")
     chosen = calls if exhaustive else sample(calls, 3)[1:2]
     wrong = unsurvived(scene, chosen, slots)
-    row = f"rank_{rank}_of_2" + (", FSDP2" if scene.environment else "")
+    row = f"rank_{rank}_of_2" + (", FSDP2" if scene.config == "fsdp2" else "")
     figures("kill_points")[row] = {
         "points": len(calls),
         "tried": len(chosen),

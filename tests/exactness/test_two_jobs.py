@@ -26,7 +26,7 @@ def starts(tmp_path):
 @pytest.mark.parametrize(
     ("row", "first", "second"),
     [
-        ("stoker", ("n8", "n8"), ("n8", "n8")),
+        pytest.param("stoker", ("n8", "n8"), ("n8", "n8"), marks=pytest.mark.exhaustive),
         # No host can look at the other's processes, only the heartbeat tells.
         ("stoker on two hosts", ("n8", "n9"), ("n6", "n7")),
     ],
@@ -49,7 +49,9 @@ def test_of_two_starts_at_once_one_trains(
     assert len(tiny.starts(run)) == 2, "refused starts are none"
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive), signal.SIGSTOP]
+)
 def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
     end, starts, pretraining, tmp_path, figures
 ):

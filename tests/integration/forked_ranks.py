@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 STRATEGIES = Path(__file__).parent / "cpu_strategies"
 FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
+_ENVIRONMENT = threading.Lock()  # that of this process is changed for a moment
 # Seconds that the other ranks have to end by themselves when one has failed.
 GRACE_S = 5
 PRELOADED = (
@@ -41,6 +43,7 @@ def rank_environment(
     found: dict[str, str] = {}
     args = launch_command_parser().parse_args([*options, "script.py"])
     with (
+        _ENVIRONMENT,
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch("torch.distributed.run.run", side_effect=lambda _: found.update(os.environ)),
     ):

@@ -78,7 +78,7 @@ def start_processes(
 ) -> Ranks:
     """Start forked ranks, see `run_processes`; `env` is all that is added to the environment."""
     port = free_port()
-    options = _launch_options(config, processes, port)
+    options = launch_options(config, processes, port)
     environments = [
         rank_environment(options, quiet_environment(env), rank, processes, port)
         for rank in range(processes)
@@ -86,7 +86,8 @@ def start_processes(
     return Ranks(ROOT / script, args, environments)
 
 
-def _launch_options(config: str, processes: int, port: int) -> list[str]:
+def launch_options(config: str, processes: int, port: int) -> list[str]:
+    """The options of `accelerate launch` for a config and so many processes."""
     return [
         "--config_file", str(CONFIGS / f"{config}.yaml"),
         "--num_processes", str(processes),
@@ -99,7 +100,7 @@ def _by_torchrun(
 ) -> Launched:
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     done = subprocess.run(
-        [*launcher, *_launch_options(config, processes, free_port()), *command],
+        [*launcher, *launch_options(config, processes, free_port()), *command],
         env=quiet_environment(env),
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 # Config, the strategy it stands for, the layers' recomputation, and whether they are compiled.
 WAYS = [
     ("multi_gpu", "ddp", "selective", False),
-    ("cpu", "ddp", "none", False),
+    ("cpu", "ddp", "none", False),  # by torchrun, as a user's launch
     ("fsdp2", "fsdp2", "selective", True),
     ("zero1", "zero1", "none", False),
     ("zero2", "zero2", "full", False),
@@ -78,13 +78,18 @@ def test_pretraining_in_two_processes_equals_one(
     run = tmp_path / "run"
     settings = {"activation_checkpointing": recomputation, "compile": compiled}
     settings |= {"per_device_train_batch_size": 1, **evaluation(workspace, "heldout")}
-    shown = succeed(run_two_processes(name, "pretrain.py", pretraining(run, **settings)))
+    done = run_two_processes(
+        name, "pretrain.py", pretraining(run, **settings), torchrun=name == "cpu"
+    )
+    shown = succeed(done)
     assert f"activation checkpointing: {recomputation}" in shown
-    assert "graphs more" not in shown
+    assert ("compile: layer by layer, static shapes, kept in" in shown) == compiled
+    assert "graphs more" not in shown, "nothing is compiled again"
     assert "2 ranks x 2 accumulation" in shown
     assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
-    launch = json.loads((run / "provenance.json").read_text())["starts"][0]["launch"]
-    assert (launch["strategy"], launch["world_size"]) == (strategy, 2)
+    start = tiny.starts(run)[0]
+    assert start["compiled"] is compiled
+    assert (start["launch"]["strategy"], start["launch"]["world_size"]) == (strategy, 2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     memory = [line["memory_by_rank"] for line in lines if line["event"] == "train"]
     assert {tuple(row["rank"] for row in rows) for rows in memory} == {(0, 1)}

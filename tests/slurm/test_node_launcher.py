@@ -229,20 +229,3 @@ def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path)
     assert step.returncode == 75, output
     for node in ("n1", "n2"):
         assert f"launch_node on {node}: SIGUSR1, asking the processes to stop" in output
-
-
-def test_a_launcher_of_the_users_own_is_left_alone(slurm, worker, tmp_path):
-    """`accelerate launch`, which is torchrun with several processes."""
-    with socket.create_server(("", 0)) as listener:
-        port = listener.getsockname()[1]
-    # is_host: both nodes are this machine here, so each would take the address for its own.
-    launcher = (
-        "accelerate launch --config_file accelerate_configs/cpu.yaml --rdzv_backend c10d"
-        " --rdzv_conf is_host=$((SLURM_NODEID == 0)) --num_machines 2 --num_processes 4"
-        " --machine_rank $SLURM_NODEID --main_process_ip 127.0.0.1 --main_process_port $PORT"
-    )
-    command = (*TWO_NODES, "bash", "-c", f'{launcher} "$@"', "bash", worker, tmp_path, "reduce")
-    done = srun(slurm, tmp_path, *command, PORT=str(port), PYTHONPATH=str(ROOT))
-    assert done.code == 0, done.output
-    assert {said["sum"] for said in ranks(tmp_path).values()} == {4.0}
-    assert sorted(ranks(tmp_path)) == [0, 1, 2, 3]
