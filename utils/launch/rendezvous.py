@@ -23,6 +23,7 @@ from utils.launch.slurm import MAIN_ADDRESS, MAIN_PORT, Allocation
 
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
 _CONNECTION_TIMEOUT_S = 5.0
+_MOST_CLOCK_SKEW_S = 60.0
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
@@ -68,6 +69,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "host": allocation.host,
         "gpus": allocation.gpus,
         "devices": devices,
+        "clock_ahead_s": 0.0,  # of the first node's
         "same": same | {"processes": allocation.processes},
     }
 
@@ -107,6 +109,12 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
             for name in sorted(first["same"].keys() | node["same"].keys())
             if first["same"].get(name) != node["same"].get(name)
         ]
+        if abs(node["clock_ahead_s"]) > _MOST_CLOCK_SKEW_S:
+            problems.append(
+                f"the clock of {node['host']} is {node['clock_ahead_s']:+.0f} s off that of "
+                f"{first['host']}: time limits cannot be kept. Have both set by NTP, or leave the "
+                "node out with sbatch --exclude."
+            )
     return problems
 
 
@@ -137,9 +145,9 @@ def _collect(
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 connection = connections.enter_context(listener.accept()[0])
                 connection.settimeout(_CONNECTION_TIMEOUT_S)
-                node, sent = _receive(connection)
+                node, sent_at, sent = _receive(connection)
                 if allocation.hosts[node] == sent["host"]:
-                    nodes[node] = sent
+                    nodes[node] = sent | {"clock_ahead_s": sent_at - time.time()}
                     reached.append(connection)
         answer: list[dict[str, Any]] | str = [nodes[node] for node in sorted(nodes)]
         missing = [host for node, host in enumerate(allocation.hosts) if node not in nodes]
@@ -163,7 +171,7 @@ def _report(
     while True:
         try:
             with socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection:
-                _send(connection, [allocation.node, facts])
+                _send(connection, [allocation.node, time.time(), facts])
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # for the others to come
                 return _receive(connection)
         except (OSError, ValueError) as error:

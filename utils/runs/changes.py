@@ -62,6 +62,8 @@ CONTENTS = {
 }
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
+# One more wherever a version of Stoker sums in another order on a CPU.
+CPU_ROUNDING = 2
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
+        "cpu_rounding": CPU_ROUNDING,
     }
 
 
@@ -211,6 +214,10 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             note = f"and {len(more)} more" if more else ""
             was, is_now = shown(held.get(key)), shown(holds.get(key))
             yield Change(name, was, is_now, f"{name}: {key}", note, dangerous=kind != "eval_data")
+    rounding = before.facts.get("cpu_rounding", 1)
+    if before.facts.get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
+        what, note = "order of sums on a CPU (version of Stoker)", "its last bits change"
+        yield Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, dangerous=True)
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:

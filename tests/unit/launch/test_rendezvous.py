@@ -19,7 +19,7 @@ from utils.launch.rendezvous import (
 from utils.launch.slurm import Allocation
 
 SAME = {"code": "abc", "python": "3.11.2", "torch": "2.13.0", "processes": 4}
-FACTS = {"host": "n1", "gpus": 4, "devices": 4, "same": SAME}
+FACTS = {"host": "n1", "gpus": 4, "devices": 4, "clock_ahead_s": 0.0, "same": SAME}
 ALONE = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
 
 
@@ -49,7 +49,7 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
 
     threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
     threads[0].start()
-    for words in (b"", b"GET / HTTP/1.1\n", b'[1, {"host": "n7"}]\n', b"[]\n"):
+    for words in (b"", b"GET / HTTP/1.1\n", b'[1, 0, {"host": "n7"}]\n', b"[]\n"):
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
@@ -63,6 +63,7 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
     assert heard[0] == heard[1]
     assert [facts["host"] for facts in heard[0]] == ["n1", "n2"]
     assert [facts["devices"] for facts in heard[0]] == [0, 1]
+    assert all(abs(facts["clock_ahead_s"]) < 5 for facts in heard[0])
     listen("n1", port + 1).close()  # free again
 
 
@@ -122,6 +123,7 @@ def test_the_limit_must_be_seconds(port, monkeypatch, value):
     ("changes", "problem"),
     [
         ({}, None),
+        ({"clock_ahead_s": -61.0}, r"the clock of n2 is -61 s off that of n1.*NTP"),
         ({"devices": 3}, r"n2: the job has 4 GPUs .*torch sees 3"),
         ({"same": SAME | {"processes": 2}}, r"processes: 4 on n1, but 2 on n2.*--gpus-per-node"),
         ({"same": SAME | {"torch": None}}, r"torch: 2\.13\.0 on n1, but None on n2"),

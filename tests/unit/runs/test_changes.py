@@ -9,7 +9,7 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.runs.changes import IDENTITY, IN_THE_CHECKPOINT, accepted_changes
+from utils.runs.changes import CPU_ROUNDING, IDENTITY, IN_THE_CHECKPOINT, accepted_changes
 
 GIVEN = {
     "train_data": ["data/a"],
@@ -25,6 +25,7 @@ MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "voc
          "num_hidden_layers": 1, "num_attention_heads": 4, "rope_theta": 10000.0}  # fmt: skip
 FACTS = {
     "script": "pretrain.py",
+    "cpu_rounding": CPU_ROUNDING,
     "data": {"train": ["aaaa"], "held": ["hhhh"]},
     "tokenizer_sha256": "tttt",
     "model_config": MODEL,
@@ -297,3 +298,14 @@ def test_a_run_of_the_other_script_and_a_broken_config_are_refused(runs):
     (runs.directory / "config.yaml").write_text("seed: [")
     (problem,) = refused(runs)
     assert "config.yaml is not as the first start wrote it" in problem
+
+
+def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_accepted(runs):
+    old = {name: value for name, value in runs.starts[0].items() if name != "cpu_rounding"}
+    runs.starts[:] = [old | {"launch": {"devices": ["cpu"]}}]
+    (runs.directory / "provenance.json").write_text(json.dumps({"starts": runs.starts}))
+    (problem,) = refused(runs)
+    assert "order of sums on a CPU" in problem
+    assert "--accept_changes use_cpu" in problem
+    runs.start(accept=["use_cpu"])
+    runs.start()
