@@ -48,10 +48,14 @@ def test_one_token_changed_in_place_is_refused(prepared, pretraining, tmp_path, 
         opened.write(b"\x09")
     assert len(file.read_bytes()) == len(before)
     again = pretraining(run, train_data=prepared)
+    with pytest.raises(ConfigurationError, match=r"stoker\.json describes other contents"):
+        pretrain.main(again)
+    description = prepared / "stoker.json"
+    description.rename(tmp_path / "kept.json")
     with pytest.raises(ConfigurationError, match="its train_data: content fingerprint is"):
         pretrain.main(again)
-    assert "stoker.json describes other contents" in capsys.readouterr().out
     # With the old contents it resumes, as the message says.
+    (tmp_path / "kept.json").rename(description)
     file.write_bytes(before)
     pretrain.main(again)
     assert [start["resumed_from"] for start in tiny.starts(run)] == [None, f"{run}/checkpoint-3"]

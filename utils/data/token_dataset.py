@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.config.errors import ConfigurationError
 from utils.data.columns import (
     IGNORED_LABEL,
     LABELS,
@@ -134,7 +135,7 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
 def _checked(
     directory: Path, files: list[Path], columns: dict[str, ListColumn], described: Description
 ) -> Description:
-    """Return the description if it is of these contents, else what they are measured to be."""
+    """Return the description if it is of these contents; raises ConfigurationError if not."""
     sizes, times = states_of(files)
     same_sizes = described.files == sizes
     if same_sizes and list(described.modified_ns.items()) == list(times.items()):
@@ -148,14 +149,13 @@ def _checked(
         )  # fmt: skip
         return described
     found = measure_once(directory, files, columns, why)
-    if found.fingerprint == described.fingerprint:
-        return described
-    logger.warning(
-        "%s: %s describes other contents, so it does not count, nor does the tokenizer that it "
-        "names. Prepare the data again if nobody changed it on purpose.",
-        directory, DESCRIPTION_FILE,
-    )  # fmt: skip
-    return found
+    if found.fingerprint != described.fingerprint:
+        raise ConfigurationError(
+            f"{directory}: {DESCRIPTION_FILE} describes other contents, so the files were damaged "
+            "or edited after it was written. Prepare or copy the data again, or delete "
+            f"{DESCRIPTION_FILE} to train on the files as they are."
+        )
+    return described
 
 
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
