@@ -24,7 +24,7 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
-from utils.config.errors import NoProgressError
+from utils.config.errors import NoProgressError, UnfitClusterError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
@@ -44,7 +44,7 @@ from utils.runs.provenance import (
     warn_of_other_versions,
     write_provenance,
 )
-from utils.support.collectives import on_rank_0
+from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
 from utils.support.notes import mark_run_started
@@ -93,6 +93,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
+        check_same_precision(settings, launch)
         guard_loading(launch.strategy)
         return launch
     import torch
@@ -107,6 +108,23 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         hosts=(),
         device="cpu" if accelerator is None else accelerator.type,
     )
+
+
+def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Refuse ranks that compute in different types; collective over ranks.
+
+    Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
+    """
+    if launch.world_size == 1:
+        return
+    answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
+    for rank, (bf16, shown) in enumerate(answers):
+        if bf16 != answers[0][0]:
+            raise UnfitClusterError(
+                f"the ranks would compute in different types: {answers[0][1]} on "
+                f"{launch.hosts[0]} (rank 0), {shown} on {launch.hosts[rank]} (rank {rank}): set "
+                "bf16 yourself, or take nodes of one kind."
+            )
 
 
 def start_run(
