@@ -56,7 +56,7 @@ test: lint
 	$(MAKE) --jobs 2 --output-sync=target test-rest test-slurm
 
 test-rest: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
+	$(BIN)/pytest -n 3 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
 
 # Interruptions by themselves, for time limits are among them; the others on two clusters at once.
 test-slurm: $(VENV)/.test
@@ -68,7 +68,7 @@ slurm-cycles: $(VENV)/.test
 	STOKER_CYCLES_FILE=benchmarks/results/slurm_cycles.json $(BIN)/pytest tests/slurm/test_interruptions.py
 
 test-fast: $(VENV)/.test
-	$(BIN)/pytest -n 2 -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # One at a time: kills and time limits are among them.
 test-exhaustive: $(VENV)/.test

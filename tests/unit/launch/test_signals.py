@@ -107,12 +107,12 @@ from utils.data.loader import eval_loader
 class Rows:
     def __getitems__(self, rows):
         time.sleep(0.2)
-        return list(rows)
+        return {"rows": list(rows)}
 
 loader = iter(eval_loader(Rows(), [[row] for row in range(9)], num_workers=1))
-print(next(loader), loader._workers[0].pid, flush=True)
+print(next(loader)["rows"], loader._workers[0].pid, flush=True)
 sys.stdin.readline()
-print(list(loader), flush=True)
+print([batch["rows"] for batch in loader], flush=True)
 loader = iter(eval_loader(Rows(), [[row] for row in range(99)], num_workers=1))
 next(loader)
 loader._workers[0].terminate()
