@@ -2,7 +2,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
-# make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/
+# make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make lint       ruff, mypy, shellcheck
@@ -73,6 +73,7 @@ test-fast: $(VENV)/.test
 # One at a time: kills and time limits are among them.
 test-exhaustive: $(VENV)/.test
 	$(BIN)/pytest -s --exhaustive --durations=10 tests/exactness $(PYTEST_ARGS)
+	$(BIN)/pytest --exhaustive -m exhaustive tests/unit tests/integration tests/published $(PYTEST_ARGS)
 
 lock:
 	$(PYTHON) -m venv $(VENV)-lock

@@ -17,7 +17,7 @@ OVERCOUNTED = {("compiled", "selective"), ("compiled", "full")}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
 @pytest.mark.parametrize(
     ("name", "choice"),
-    [("fp32", "none"), ("experts", "full")],
+    [("fp32", "none"), pytest.param("experts", "full", marks=pytest.mark.exhaustive)],
 )
 def test_a_cpu_takes_what_was_predicted(name, choice):
     found = measure(SHAPES[name], choice)

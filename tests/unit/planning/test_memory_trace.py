@@ -110,7 +110,11 @@ def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "autocast",
+    [pytest.param(None, marks=pytest.mark.exhaustive), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_the_cut_keeps_what_a_compiled_layer_keeps(autocast):
     """By what torch's allocator has given out after a forward pass, and by the count."""
     config = copy.deepcopy(LLAMA)

@@ -144,9 +144,18 @@ def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
         assert same.double().mean() > 0.999
 
 
-@pytest.mark.parametrize("compiled", [False, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept_as", ["float32", *LOW])
+@pytest.mark.parametrize(
+    ("kept_as", "dtype", "compiled"),
+    [
+        *itertools.product(["float32", *LOW], [torch.float32, torch.bfloat16], [False]),
+        *[
+            pytest.param(*kinds, True, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for kinds in itertools.product(["float32", *LOW], [torch.float32, torch.bfloat16])
+            if kinds != ("int8", torch.bfloat16)
+        ],
+        pytest.param("int8", torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compiled, tmp_path):
     whole = take(low(weights(dtype), kept_as, compiled), range(5))
     first = low(weights(dtype), kept_as, compiled)
