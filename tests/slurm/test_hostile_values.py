@@ -16,6 +16,8 @@ from launching import ROOT, quiet_environment
 from slurm_cluster import SlurmCluster
 from stand_ins import StandIns, copy_scripts
 
+pytestmark = pytest.mark.slow  # hundreds of shells
+
 VALUES = [
     "$(touch CANARY1)", "`touch CANARY2`", "; touch CANARY3;", "&& touch CANARY4",
     "| touch CANARY5", "\ntouch CANARY6\n", "> CANARY7", "a[$(touch CANARY8)]",
@@ -201,7 +203,6 @@ with open(os.environ["REPORT"] + os.environ.get("RANK", "0"), "w") as report:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_values_arrive_at_the_ranks_of_a_real_job(slurm: SlurmCluster, tmp_path):
     name = "a $(touch CANARY1) 'repository' `touch CANARY2`; touch CANARY3"
