@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from utils.config.command_line import read_settings
 from utils.config.declarations import WrongValueError, checked_value, declared_settings
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import dump_yaml
 
 
 @dataclass
@@ -35,10 +34,6 @@ class Second:
     options: dict | str | None = field(default=None, metadata={"help": "keywords"})
     reports: str | list[str] | None = None
     old: int = 1
-
-    def __post_init__(self) -> None:
-        if self.name == "bad":
-            raise ValueError("bad name")
 
 
 CLASSES = (First, Second)
@@ -74,10 +69,8 @@ def problems_of(*argv, classes=CLASSES, **options):
         (["--learning_rate", "1e-4", "--limit", "null"], {"learning_rate": 1e-4, "limit": None}),
         (["--kind=none", "--seed=-3"], {"kind": "none", "seed": -3}),
         (["--loud", "--no_careful"], {"loud": True, "careful": False}),
-        (["--loud", "yes", "--careful", "False"], {"loud": True, "careful": False}),
         (["--learning-rate", "2"], {"learning_rate": 2.0}),
         (["--options", '{"a": [1]}'], {"options": {"a": [1]}}),
-        (["--reports", "x"], {"reports": "x"}),
         (["--reports", "x", "y"], {"reports": ["x", "y"]}),
         (["--name", "1e-4"], {"name": "1e-4"}),
     ],
@@ -152,9 +145,6 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
     [
         (["--seed", "1", "--seed", "2"], "--seed is given twice"),
         (["--careful", "--no_careful"], "--careful is given twice"),
-        (["--kind", "null"], "--kind: it cannot be null; leave it out for plain"),
-        (["--kind"], "--kind: expected plain|none"),
-        (["--seed", "1.5"], '--seed: expected an integer, got "1.5"'),
         (["--config"], "--config: expected at least one recipe file"),
     ],
 )
@@ -189,11 +179,6 @@ def test_checks_see_all_values_and_their_faults_join_the_others():
     assert faulty[1:] == ["reads ['a']"], "a check that reads a faulty setting is left out"
 
 
-def test_a_value_error_of_a_constructor_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="bad name"):
-        read("--name", "bad").build(Second)
-
-
 def test_two_classes_must_not_share_a_setting_and_defaults_are_not_shared():
     with pytest.raises(AssertionError, match="two argument classes declare"):
         read_settings((First, First), [])
@@ -207,27 +192,6 @@ def test_two_classes_must_not_share_a_setting_and_defaults_are_not_shared():
     assert values["items"] == values.build(Listed).items == []
 
 
-def test_the_written_settings_are_a_recipe_of_the_same_settings(recipe):
-    first = read("--learning_rate", "1e-4", "--name", "1e-4", "--options", '{"no": "on"}')
-    second = read_settings(CLASSES, ["--config", recipe(dump_yaml(first))])
-    assert dict(second) == dict(first)
-    assert "old" not in first
-
-
-def test_help_prints_each_setting_with_help_and_default_and_leaves_with_0(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["script.py", "--seed", "x", "--help"])
-    with pytest.raises(SystemExit) as left:
-        read_settings(CLASSES, description="What it does.")
-    text = " ".join(capsys.readouterr().out.split())
-    assert left.value.code == 0
-    for part in (
-        "What it does.", "what to read, 5% of it (required)", "step size (default: 0.001)",
-        "--config RECIPE.yaml", "--kind plain|none", "--limit INTEGER",
-    ):  # fmt: skip
-        assert part in text
-    assert "--old" not in text
-
-
 class Colour(Enum):
     RED = "red"
     BLUE = "blue"
@@ -237,13 +201,11 @@ class Colour(Enum):
 class Everything:
     integer: int
     number: float
-    text: str
     switch: bool
     maybe: int | None
     texts: list[str]
     mixed: list[str | dict[str, Any]]
     mapping: dict[str, Any] | str | None
-    named: Literal["a", "b"]
     colour: Colour | str
     chosen: str = dataclasses.field(metadata={"choices": ["x", "y"]})
     text_or_false: str | Literal[False] | None
@@ -252,11 +214,9 @@ class Everything:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("integer", 3, 3), ("number", 3, 3.0), ("text", "", ""), ("switch", True, True),
-        ("maybe", None, None), ("texts", "a", ["a"]), ("texts", [], []),
+        ("number", 3, 3.0), ("maybe", None, None), ("texts", "a", ["a"]), ("texts", [], []),
         ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]),
-        ("mapping", {"a": [1]}, {"a": [1]}), ("mapping", '{"a": 1}', {"a": 1}),
-        ("named", "a", "a"), ("colour", "blue", "blue"), ("chosen", "x", "x"),
+        ("mapping", '{"a": 1}', {"a": 1}), ("colour", "blue", "blue"), ("chosen", "x", "x"),
         ("text_or_false", False, False), ("text_or_false", "space", "space"),
     ],
 )  # fmt: skip
@@ -270,17 +230,11 @@ def test_values_of_the_declared_type_pass(name, value, expected):
     [
         ("integer", 4.0, "expected an integer, got 4.0"),
         ("integer", True, "expected an integer, got true"),
-        ("integer", None, "expected an integer, got null"),
-        ("integer", [4], r"expected an integer, got \[4\]"),
         ("number", False, "expected a number, got false"),
-        ("text", {"a": 1}, 'expected a string, got {"a": 1}'),
         ("switch", 1, "expected true or false, got 1"),
-        ("maybe", "x", "expected an integer or null, got"),
         ("texts", [1], r"expected a list, got \[1\]"),
         ("mapping", "x.json", 'expected a mapping or null, got "x.json"'),
-        ("named", True, "expected one of a, b; got true"),
         ("colour", "green", 'expected one of red, blue; got "green"'),
-        ("chosen", ["x"], "expected one of x, y; got"),
         ("text_or_false", True, "expected a string or false or null, got true"),
     ],
 )

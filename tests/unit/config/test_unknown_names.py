@@ -37,9 +37,7 @@ KNOWN = declared_settings((RunArguments, DataArguments, ModelArguments, FineTune
         ("per_device_batch_size", "here it is --per_device_train_batch_size"),
         ("warmup_ratio", "warmup_steps (below 1 it is a share of all steps)"),
         ("learning_rte", "did you mean --learning_rate?"),
-        ("learningrate", "did you mean --learning_rate?"),
         ("device_eval_size", "--help lists all settings"),  # likeness alone suggests nothing
-        ("steps_eval", "--help lists all settings"),
     ],
 )
 def test_what_was_meant_is_named(flag, said):
@@ -62,7 +60,6 @@ def test_other_names_are_none_of_ours_and_lead_to_one_of_ours():
         ("train_data", "dataset_name"),
         ("sequence_length", "max_seq_length"),
         ("sequence_length", "max_length"),  # refused, with what to use
-        ("model_config", "model_name"),
     ],
 )
 def test_what_an_unknown_name_stands_for_is_not_called_missing(missing, given):
