@@ -16,7 +16,6 @@ SIZES = {
 }  # fmt: skip
 KINDS = {
     "lora": {"target_modules": LINEAR},
-    "rslora": {"target_modules": LINEAR, "use_rslora": True, "lora_alpha": 3},
     "dora": {"target_modules": LINEAR, "use_dora": True},
     "bias": {"target_modules": LINEAR, "lora_bias": True, "bias_in_base": True},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},

@@ -42,7 +42,6 @@ def test_starts_without_any_checkpoint_count_too():
         ([*AT_10[:2], start("/run/checkpoint-10", cluster="d")], JOB),
         ([*AT_10[:2], {"resumed_from": "/run/checkpoint-10", "slurm": None}], JOB),
         (AT_10, JOB | {"job_id": "43", "restart_count": "0"}),
-        (AT_10, JOB | {"job_id": "43", "restart_count": "1"}),
         (AT_10, JOB | {"restart_count": None}),
         (AT_10, None),
     ],

@@ -181,7 +181,6 @@ def test_the_job_has_to_find_this_repository(check, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("shown", "gpus"),
     [
-        ({}, 2),
         ({"tres-per-node": "gres:gpu:1,gres:gpu:h100:4"}, 4),  # the head's, then --gres
         ({"tres-per-node": "gres/gpu:a100:8(S:0)"}, 8),
         ({"tres-per-node": "gres:gpu,license:3"}, 1),

@@ -55,19 +55,14 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
     [
         ("grid: {seed: [1]}\ngrids: {a: [1]}\n", r"yaml:4: grids: unknown key: a sweep has script"),
         ("grid: 3\n", r"yaml:3: grid: expected `setting: \[values\]`"),
-        ("grid: {seed: 3}\n", r"yaml:3: grid: expected `setting"),
         ("grid: {seed: []}\n", "yaml:3: grid: expected `setting"),
-        ("settings: {seed: 1}\n", "yaml: grid: expected `setting"),
         ("settings: 1\ngrid: {seed: [1]}\n", "yaml:3: settings: expected settings as"),
-        ("grid: {seed: [1, 2, 1]}\n", "seed=1: two points would have this directory"),
         ("grid: {model_config: [a/b, a_b]}\n", "model_config=a_b: two points would have this"),
         (f"grid: {{run_name: [{'x' * 200}]}}\n", "or the name is too long"),
         ("grid: {output_dir: [a]}\n", "output_dir: the sweep's output_dir holds a directory per"),
         ("settings: {dry_run: true}\ngrid: {seed: [1]}\n", "dry_run: slurm/submit.sh dry-runs"),
         ("settings: {seed: 1}\ngrid: {seed: [1]}\n", "seed: is among `settings` too"),
-        ("grid: {eval_data: [[]]}\n", "an empty list, or entries that begin with -"),
         ("grid: {eval_data: [[a, -b]]}\n", "an empty list, or entries that begin with -"),
-        ("grid: {seed: [1]}\nconfig: 3\n", "yaml:4: config: expected recipe files"),
         ("grid: {seed: [1], seed: [2]}\n", "yaml:3: not valid YAML: seed is given twice"),
     ],
 )
@@ -85,17 +80,9 @@ def test_all_faults_of_a_file_are_named_and_unreadable_files(sweep_file):
         read_sweep("no/such/sweep.yaml")
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"lr": 1e-3, "seed": 2}, "lr=0.001,seed=2"),
-        ({"bf16": True, "a": None}, "bf16=true,a=null"),
-        ({"a": "$(touch x)/../y"}, "a=__touch_x__.._y"),
-        ({"a": ["x", "y"]}, "a=x+y"),
-    ],
-)
-def test_names_are_safe(settings, name):
-    assert point_name(settings) == name
+def test_names_are_safe():
+    settings = {"bf16": True, "a": "$(touch x)/../y", "b": ["x", "y"]}
+    assert point_name(settings) == "bf16=true,a=__touch_x__.._y,b=x+y"
 
 
 def test_arguments_for_bash_end_with_nul_and_hold_anything(sweep_file, capsys):
@@ -110,8 +97,6 @@ def test_arguments_for_bash_end_with_nul_and_hold_anything(sweep_file, capsys):
 def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
     with pytest.raises(ConfigurationError, match=r"has 2 points.*no point 2. Give --array=0-1"):
         command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "2"])
-    with pytest.raises(ConfigurationError, match="no point -1"):
-        command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "-1"])
     with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.submit\.sweep"):
         command.main(["table", "a.yaml"])
 
