@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
 from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
 from utils.config.arguments import train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
+from utils.model.architecture import causal_lm_class
 from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, model_contents
 from utils.planning.run_data import RunData
@@ -157,6 +161,12 @@ def accepted_changes(
         if change.impossible
         or (change.dangerous and change.name not in settings.run.accept_changes)
     ]
+    held, holds = before.contents("configuration"), now.contents("configuration")
+    if resumes and held and holds and held != holds and (difference := _other_shape(held, holds)):
+        problems.append(
+            f"{output_dir} cannot resume with this model configuration, accepted or not: "
+            f"{difference}. Put the old one back, or name another --output_dir."
+        )
     if problems:
         raise ConfigurationError(problems)
     if not changes:
@@ -165,6 +175,22 @@ def accepted_changes(
         "changed": {name: now.settings[name] for name in differing(before, now)},
         "accepted": sorted({change.name for change in changes if change.dangerous}),
     }
+
+
+def _other_shape(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Say which tensor has another shape in the second of two model configurations, if any."""
+    shapes = []
+    for contents in (old, new):
+        config = AutoConfig.for_model(**contents)
+        with torch.device("meta"):
+            # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+            model: Any = causal_lm_class(config)(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    for name in shapes[0] | shapes[1]:
+        was, is_now = (each.get(name, "not there") for each in shapes)
+        if was != is_now:
+            return f"its {name} was {was} and would be {is_now}"
+    return None
 
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

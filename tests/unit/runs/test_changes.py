@@ -301,3 +301,11 @@ def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_acce
     assert "--accept_changes use_cpu" in problem
     runs.start(accept=["use_cpu"])
     runs.start()
+
+
+def test_tensors_of_another_shape_are_refused_though_accepted(runs):
+    runs.has_checkpoint()
+    wider = {"model_config": {**MODEL, "hidden_size": 48}}
+    (problem,) = refused(runs, facts=wider, accept=["model_config"])
+    assert "cannot resume with this model configuration, accepted or not" in problem
+    assert "was (128, 32) and would be (128, 48)" in problem
