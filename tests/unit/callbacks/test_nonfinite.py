@@ -71,16 +71,8 @@ class Run:
         ((1.0, math.nan), 1.0, "step 2: the loss of rank 0 in micro-batch 2 is nan."),
         ((-math.inf, 1.0), 1.0, "step 2: the loss of rank 0 in micro-batch 1 is -inf."),
         ((1.0, 1.0), math.nan, "the gradient norm is not finite (nan), though"),
-        (
-            (1.0, 1.0),
-            torch.tensor(math.inf),
-            "the gradient norm is not finite (inf), though",
-        ),
-        (
-            (1.0, 1.0),
-            -1.0,
-            "the gradient norm is not finite (-1.0), though",
-        ),  # DeepSpeed
+        ((1.0, 1.0), torch.tensor(math.inf), "the gradient norm is not finite (inf), though"),
+        ((1.0, 1.0), -1.0, "the gradient norm is not finite (-1.0), though"),  # DeepSpeed's
     ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_a_step_later_or_before_a_save(
@@ -183,11 +175,8 @@ def test_spoilt_weights_are_found_and_named_with_the_last_step(dtype, value, tmp
 
 
 def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
-    found = [
-        Finding(0, 7, {0: math.nan}),
-        Finding(1, 6, {1: math.inf}),
-        Finding(0, 6, {0: math.nan}),
-    ]
+    found = [Finding(0, 7, {0: math.nan}), Finding(1, 6, {1: math.inf})]
+    found.append(Finding(0, 6, {0: math.nan}))
     message = write_report(found, LOADER, tmp_path)
     cause = "step 7: the loss of rank 1 in micro-batch 2 is inf, and 1 more are not finite.\n"
     assert message.startswith(cause)

@@ -8,12 +8,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from utils.callbacks.stop import (
-    Deadline,
-    EvaluationInterrupted,
-    StopWatch,
-    remove_stale_requests,
-)
+from utils.callbacks.stop import Deadline, EvaluationInterrupted, StopWatch
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
@@ -208,15 +203,6 @@ def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypat
     assert ranks.stopped == ranks.saves == [True, True]
 
 
-def test_an_evaluation_that_is_due_at_a_stop_is_owed(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch)
-    ranks.signals[0] = "SIGTERM"
-    ranks.step(evaluate=True)
-    assert ranks.stopped == [True]
-    assert not ranks.controls[0].should_evaluate
-    assert ranks.watches[0].resume_state() == {"evaluation_due": True, "extra_saves": [1]}
-
-
 @pytest.mark.parametrize(
     ("start", "saved", "evaluates"),
     [(0, {}, True), (5, {}, False), (7, {"evaluation_due": True, "extra_saves": [3, 7]}, True)],
@@ -252,23 +238,6 @@ def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     for seconds, stopped in ((2.5, False), (1.0, False), (1.0, True)):  # agreed a step later
         ranks.step(seconds)
         assert ranks.stopped == [stopped] * 2
-
-
-def test_a_stop_at_the_last_step_is_none(tmp_path, monkeypatch, caplog):
-    ranks = Ranks(tmp_path, monkeypatch, max_steps=1)
-    (tmp_path / "STOP").touch()
-    with caplog.at_level(logging.INFO):
-        ranks.step()
-    assert ranks.stopped == [False]
-    assert "finishing, not stopping: step 1 is the last" in caplog.text
-    assert not (tmp_path / "STOP").exists()
-
-
-def test_requests_of_an_earlier_start_are_removed_with_a_warning(tmp_path, caplog):
-    (tmp_path / "STOP").touch()
-    remove_stale_requests(tmp_path)
-    assert not (tmp_path / "STOP").exists()
-    assert caplog.text.count("it is older than this start") == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
