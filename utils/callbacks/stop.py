@@ -224,20 +224,17 @@ class StopWatch(TrainerCallback):
         if self.found >= STOPPING or now - self.looked_at < LOOK_INTERVAL_S:
             return self.found
         self.looked_at, self.found = now, NOTHING
-        files = self._files() if self.rank == 0 else set()
-        directory = self.checkpoints.output_dir
-        self.reason = self.signalled()
-        if self.reason is None and STOP in files:
-            self.reason = str(directory / STOP)
+        directory, files = self.checkpoints.output_dir, self._files() if self.rank == 0 else set()
+        self.reason = self.signalled() or (str(directory / STOP) if STOP in files else None)
         if self.reason is None and self.deadline is not None:
             self.reason = self.deadline.reason(now)
-        too_old = self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at
         if self.reason is not None:
             self.found = STOPPING + self.rank
-        elif SAVE in files or too_old:
+        elif SAVE in files:
+            self.found, self.save_reason = SAVING, str(directory / SAVE)
+        elif self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at:
             minutes = f"{self.save_minutes:g} minutes since the last checkpoint (save_minutes)"
-            self.found = SAVING
-            self.save_reason = str(directory / SAVE) if SAVE in files else minutes
+            self.found, self.save_reason = SAVING, minutes
         return self.found
 
     def _files(self) -> set[str]:

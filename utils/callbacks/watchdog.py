@@ -67,13 +67,6 @@ class HangWatch(TrainerCallback):
         self.evaluated = self.trained = False
         self.control = TrainerControl()
 
-    def beat(self, state: TrainerState, control: TrainerControl) -> None:
-        """Note that something moved. Costs nothing: the thread reads the clock."""
-        self.step = state.global_step
-        self.control = control  # read later: callbacks behind this one may still ask for a save
-        self.trained = state.global_step >= state.max_steps
-        self.beats += 1
-
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,26 +75,30 @@ class HangWatch(TrainerCallback):
         if not self.timeout_s:
             return
         self.rank, self.start, self.evaluated = args.process_index, state.global_step, False
-        self.beat(state, control)
+        self._beat(args, state, control)
         self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    def _on_event(
+    def _beat(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Note that something moved. Costs nothing: the thread reads the clock."""
         del args, kwargs
-        self.beat(state, control)
+        self.step = state.global_step
+        self.control = control  # read later: callbacks behind this one may still ask for a save
+        self.trained = state.global_step >= state.max_steps
+        self.beats += 1
 
     @override
     def on_prediction_step(self, *event: Any, **kwargs: Any) -> None:
         """Beat, an evaluation batch."""
-        self._on_event(*event, **kwargs)
+        self._beat(*event, **kwargs)
         self.evaluated = True
 
-    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _on_event
-    on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _on_event
-    on_train_end = _on_event
+    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _beat
+    on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _beat
+    on_train_end = _beat
 
     def look(self) -> float:
         """Return the share of the allowed time that went by without a beat; 1 and more is a hang.

@@ -8,12 +8,11 @@ import logging
 import math
 import os
 import shlex
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.callbacks.journal import FILE_NAME, duration, read_journal
+from utils.callbacks.journal import duration
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError
@@ -72,7 +71,7 @@ def report_job(
     logger.info("run directory: %s (%s)", output_dir, state)
     if request is None:
         return
-    for line in job_lines(request, output_dir, total_steps):
+    for line in job_lines(request, output_dir):
         logger.info("%s", line)
     if request.time_limit_s and request.signal_lead_s is None:
         logger.warning(
@@ -122,7 +121,7 @@ def saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:
     )
 
 
-def job_lines(request: JobRequest, output_dir: Path, total_steps: int) -> Iterator[str]:
+def job_lines(request: JobRequest, output_dir: Path) -> Iterator[str]:
     """Yield what will happen to the job."""
     gpus = f"{request.gpus_per_node} GPUs, " if request.gpus_per_node else ""
     yield (
@@ -135,25 +134,4 @@ def job_lines(request: JobRequest, output_dir: Path, total_steps: int) -> Iterat
     if limit:
         stop = f"; stop signal after {duration(limit - lead)}: the run saves and {again}"
         yield f"time limit: {duration(limit)}{stop if lead else ''}"
-    if pace := measured_pace(output_dir):
-        seconds, reached = pace
-        left = max(total_steps - reached, 0)
-        line = f"pace: {seconds:.3g} s a step, measured up to step {reached:,}; {left:,} steps left"
-        line += f" take about {duration(left * seconds)}"
-        if limit:
-            restarts = max(math.ceil(left * seconds / (limit - lead)) - 1, 0)
-            line += f", {restarts} restart(s) at the time limit"
-        yield f"{line}, plus evaluations, saves and starts"
     yield f"to stop it with a checkpoint: touch {shlex.quote(f'{output_dir}/STOP')}"
-
-
-def measured_pace(output_dir: Path) -> tuple[float, int] | None:
-    """Return the median step time in seconds of a run's earlier part, and the step it reached."""
-    journal = output_dir / FILE_NAME
-    if not journal.is_file():
-        return None
-    lines = [line for line in read_journal(journal) if line.get("step_time_s")]
-    if not lines:
-        return None
-    median = statistics.median(line["step_time_s"] for line in lines)
-    return median, max(line["step"] for line in lines)

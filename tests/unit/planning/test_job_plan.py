@@ -1,6 +1,5 @@
 """Settings are checked against the job they are to run in, before it waits in the queue."""
 
-import json
 import logging
 import os
 import re
@@ -64,13 +63,6 @@ def report(tmp_path, monkeypatch, caplog):
     return run
 
 
-def journal(directory, step_time_s=2.0, step=200):
-    directory.mkdir(exist_ok=True)
-    lines = [{"event": "started", "step": 0}]
-    lines += [{"event": "train", "step": at, "step_time_s": step_time_s} for at in (100, step)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def test_what_will_happen_is_a_fact_per_line(report, tmp_path):
     of_the_run = [
         "processes: 8, strategy fsdp2",
@@ -100,18 +92,6 @@ def test_every_kind_of_save_is_reported(report):
     epochs = {"save_strategy": "epoch", "save_steps": None, "num_train_epochs": 4}
     assert "saves: every 100 steps (4 in all)" in report(**epochs, total_steps=400)
     assert [Saves(100, 0, False, 3).scheduled(steps) for steps in (50, 200, 250)] == [1, 2, 3]
-
-
-def test_a_measured_pace_gives_duration_and_restarts(report, tmp_path):
-    journal(tmp_path / "run")
-    # 5000 steps of 2 s are 10,000 s: more than three periods of 3300 s, so three restarts.
-    text = report(total_steps=5200)
-    assert "pace: 2 s a step, measured up to step 200; 5,000 steps left" in text
-    assert "about 2h46m, 3 restart(s) at the time limit" in text
-    assert "0 restart(s)" in report()
-    with (tmp_path / "run/metrics.jsonl").open("a") as file:  # a step that waited for something
-        file.write('{"event": "train", "step": 300, "step_time_s": 60.0}\n')
-    assert "pace: 2 s a step" in report()
 
 
 def test_what_cannot_work_is_refused_all_at_once(report, monkeypatch):
