@@ -3,7 +3,6 @@
 import re
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from slurm_cluster import wait_until
@@ -37,17 +36,18 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
     options = ("--gpus-per-node=2", "--partition=other")
     endless = jobs.submit(tmp_path / "run", *options, script="slurm/train_job.sh", env=killed)
 
-    disk, shared = tmp_path / "disk", tmp_path / "shared"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(disk)], check=True)
+    disks, shared = {"ro": tmp_path / "read-only", "size=40m": tmp_path / "disk"}, tmp_path / "both"
+    for options, disk in disks.items():
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
     try:
-        unwritable = jobs.submit(Path("/proc/stoker-run"), *ONE_NODE)
-        small = jobs.submit(disk / "run", *ONE_NODE)
-        refused(jobs, unwritable, 74, r"n[12].*/proc/stoker-run")
+        unwritable, small = (jobs.submit(disk / "run", *ONE_NODE) for disk in disks.values())
+        refused(jobs, unwritable, 74, r"n[12].*read-only/run cannot be written to")
         refused(jobs, small, 74, r"n[12].*MiB free")
     finally:
         wait_until(lambda: on_main(jobs) == "", "jobs are left")
-        subprocess.run(["umount", str(disk)], check=True)
+        for disk in disks.values():
+            subprocess.run(["umount", str(disk)], check=True)
 
     shared.mkdir()
     jobs.slurm.stop_node("n2")
