@@ -1,7 +1,7 @@
 """What the user may set for `prepare_data.py`."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -119,84 +119,62 @@ def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
     return int(index), int(number)
 
 
-def check_preparation(arguments: PreparationArguments) -> None:
+def check_preparation(given: PreparationArguments) -> None:
     """Refuse settings that contradict each other, before any file is looked at.
 
     Raises ConfigurationError with every fault found.
     """
-    problems = [
-        *_range_problems(arguments),
-        *_tokenizer_problems(arguments),
-        *_shard_problems(arguments),
-    ]
+    trains = given.train_tokenizer is not None
+    takes = given.tokenizer_name_or_path is not None
+    divided = given.shard is not None or given.merge is not None
+    faults = {
+        "sources is empty: give at least one path": not given.sources,
+        f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
+        "split) to below 1": not 0.0 <= given.validation_fraction < 1.0,
+        f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD": not _is_date(
+            given.template_date
+        ),
+        f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length": (
+            given.on_overlong != "error" and given.sequence_length is None
+        ),
+        "give one of --tokenizer_name_or_path DIR and --train_tokenizer VOCAB": trains == takes,
+        "tokenizer_only trains a tokenizer: give --train_tokenizer VOCAB": (
+            given.tokenizer_only and not trains
+        ),
+        "add_tokens goes with --tokenizer_name_or_path: train the tokenizer first": (
+            trains and bool(given.add_tokens)
+        ),
+        "add_tokens has an empty token: leave it out": not all(map(str.strip, given.add_tokens)),
+        "train_tokenizer does not go with shard or merge: run once with --tokenizer_only, then "
+        "give every shard --tokenizer_name_or_path OUT/tokenizer": trains and divided,
+        "shard and merge are separate steps: run every shard, then --merge N": (
+            given.shard is not None and given.merge is not None
+        ),
+        f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": (
+            not _is_shard(given.shard)
+        ),
+    }
+    least = {"num_proc": 1, "sequence_length": 2, "merge": 1, "tokenizer_sample_bytes": 1}
+    for name, minimum in least.items():
+        value = getattr(given, name)
+        fault = f"{name} is {value}: it must be at least {minimum}"
+        faults[fault] = value is not None and value < minimum
+    problems = [fault for fault, holds in faults.items() if holds]
     if problems:
         raise ConfigurationError(problems)
 
 
-def _range_problems(given: PreparationArguments) -> Iterator[str]:
-    if not given.sources:
-        yield "sources is empty: give at least one path"
-    if not 0.0 <= given.validation_fraction < 1.0:
-        yield (
-            f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
-            "split) to below 1"
-        )
-    least = {"num_proc": 1, "sequence_length": 2, "merge": 1, "tokenizer_sample_bytes": 1}
-    for name, minimum in least.items():
-        value = getattr(given, name)
-        if value is not None and value < minimum:
-            yield f"{name} is {value}: it must be at least {minimum}"
+def _is_date(text: str | None) -> bool:
     try:
-        date.fromisoformat(given.template_date or "2000-01-01")
+        date.fromisoformat(text or "2000-01-01")
     except ValueError:
-        yield f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD"
-    if given.on_overlong != "error" and given.sequence_length is None:
-        yield (
-            f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length"
-        )
+        return False
+    return True
 
 
-def _tokenizer_problems(given: PreparationArguments) -> Iterator[str]:
-    trains = given.train_tokenizer is not None
-    if given.tokenizer_name_or_path is None and not trains:
-        yield "no tokenizer: give --tokenizer_name_or_path DIR or --train_tokenizer VOCAB"
-    elif given.tokenizer_name_or_path is not None and trains:
-        yield (
-            f"both tokenizer_name_or_path ({given.tokenizer_name_or_path}) and train_tokenizer "
-            f"({given.train_tokenizer}) are given: choose one"
-        )
-    if given.tokenizer_only and not trains:
-        yield "tokenizer_only trains a tokenizer: give --train_tokenizer VOCAB"
-    if trains and given.add_tokens:
-        yield "add_tokens goes with --tokenizer_name_or_path: train the tokenizer first"
-    if any(not token or token.isspace() for token in given.add_tokens):
-        yield "add_tokens has an empty token: leave it out"
-    if trains and given.merge is not None:
-        yield "merge goes with the settings of the shards: give their --tokenizer_name_or_path"
-
-
-def _shard_problems(given: PreparationArguments) -> Iterator[str]:
-    if given.tokenizer_only and (given.shard or given.merge):
-        yield "tokenizer_only does not go with shard or merge: train it in one job first"
-    if given.shard is None:
-        return
-    try:
-        index, number = shard_of(given)
-    except ValueError:
-        yield f"shard is {given.shard!r}: give I/N with I from 0, as in --shard 0/8"
-        return
-    if not 0 <= index < number:
-        yield (
-            f"shard is {given.shard!r}: the first number counts from 0 to N-1 (here 0 to "
-            f"{number - 1})"
-        )
-    if given.merge is not None:
-        yield "shard and merge are separate steps: run every shard, then --merge N"
-    if given.train_tokenizer is not None:
-        yield (
-            "shards cannot each train a tokenizer: run once with --tokenizer_only, then give "
-            "every shard --tokenizer_name_or_path OUT/tokenizer"
-        )
+def _is_shard(text: str | None) -> bool:
+    found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
+    return found is not None and int(found[1]) < int(found[2])
 
 
 @dataclass(frozen=True)
@@ -233,7 +211,7 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
             try:
                 source = _source(arguments, entry, is_evaluation=name == "eval_sources")
             except ValueError as error:
-                problems.append(f"{name}: {error}")
+                problems.append(f"{name}: {entry}: {error}")
                 continue
             key = source.split if isinstance(entry, str) else (name, number)
             if key in sources:
@@ -250,15 +228,15 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
     known = ("name", *ENTRY_KEYS) if is_evaluation else ENTRY_KEYS
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise ValueError(f"{entry}: unknown key {unknown[0]!r}: known are {', '.join(known)}")
+        raise ValueError(f"unknown key {unknown[0]!r}: known are {', '.join(known)}")
     if is_evaluation and isinstance(entry, str):
         given["name"], separator, given["path"] = entry.partition("=")
         if not separator or not given["path"]:
-            raise ValueError(f"{entry!r}: give NAME=PATH")
+            raise ValueError("give NAME=PATH")
     paths = given.get("path")
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not paths:
-        raise ValueError(f"{entry}: needs a path")
+        raise ValueError("needs a path")
     columns = _columns_of(given.get("columns", arguments.columns))
     if arguments.text_column != "text" and "text" not in dict(columns).values():
         columns = (*columns, (arguments.text_column, "text"))
@@ -272,43 +250,33 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
         weight=given.get("weight", 1.0),
         max_tokens=given.get("max_tokens"),
     )
-    taken = {"train", "tokenizer", *(["validation"] if arguments.validation_fraction > 0 else [])}
-    problems = [
-        *_source_problems(source),
-        *(_split_problems(source, taken) if is_evaluation else ()),
-    ]
-    if problems:
-        raise ValueError(f"{paths[0]}: {problems[0]}")
+    _check_source(source)
+    if is_evaluation:
+        taken = ["train", "tokenizer", *(["validation"] if arguments.validation_fraction else [])]
+        if not SPLIT_NAME.fullmatch(source.split) or source.split in taken:
+            raise ValueError(
+                f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "
+                f"{', '.join(taken)}"
+            )
+        if source.weight != 1.0:
+            raise ValueError("a weight is for training; evaluate on every document once")
     return source
 
 
-def _source_problems(source: Source) -> Iterator[str]:
+def _check_source(source: Source) -> None:
     if source.format not in FORMATS:
-        yield f"format {source.format!r} is none of {', '.join(FORMATS)}"
-    if isinstance(source.weight, bool) or not isinstance(source.weight, int | float):
-        yield f"weight {source.weight!r} must be a number"
-    elif not 0 < source.weight <= 1000:
-        yield (
-            f"weight is {source.weight}: it says how often each document is written; 0.5 takes "
-            "half of them"
+        raise ValueError(f"format {source.format!r} is none of {', '.join(FORMATS)}")
+    if type(source.weight) not in (int, float) or not 0 < source.weight <= 1000:
+        raise ValueError(
+            f"weight is {source.weight!r}: give a number above 0, up to 1000, that says how often "
+            "each document is written; 0.5 takes half of them"
         )
     tokens = source.max_tokens
     if tokens is not None and (type(tokens) is not int or tokens < 1):
-        yield f"max_tokens is {tokens!r}: give a whole number above 0"
+        raise ValueError(f"max_tokens is {tokens!r}: give a whole number above 0")
     for column, wanted in source.filters:
         if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
-            yield f"filter {column}: {wanted}: give a value, a list of values, or min and max"
-
-
-def _split_problems(source: Source, taken: set[str]) -> Iterator[str]:
-    if not source.split:
-        yield "an evaluation source needs a name"
-    elif not SPLIT_NAME.fullmatch(source.split):
-        yield f"{source.split!r}: use lower-case letters, digits and _ only"
-    elif source.split in taken:
-        yield f"{source.split!r} is taken: choose another name"
-    if source.weight != 1.0:
-        yield "a weight is for training; evaluate on every document once"
+            raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
 
 
 def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -318,11 +286,9 @@ def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, st
         pairs = [(theirs, ours) for theirs, _, ours in (str(g).rpartition("=") for g in given)]
     targets = [ours for _, ours in pairs]
     for theirs, ours in pairs:
-        if not theirs or ours not in COLUMNS:
+        if not theirs or ours not in COLUMNS or targets.count(ours) > 1:
             raise ValueError(
                 f"columns: {theirs or '?'}={ours}: give THEIRS=OURS, ours being one of "
-                f"{', '.join(COLUMNS)}"
+                f"{', '.join(COLUMNS)}, each once"
             )
-        if targets.count(ours) > 1:
-            raise ValueError(f"columns: {ours} is given two columns: name one")
     return tuple(pairs)

@@ -39,12 +39,9 @@ def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("no-separator", "give NAME=PATH"),
         ("name=", "give NAME=PATH"),
         ("Big Name=x.jsonl", "use lower-case letters"),
-        ("train=x.jsonl", "'train' is taken"),
-        ("tokenizer=x.jsonl", "'tokenizer' is taken"),
-        ("validation=x.jsonl", "'validation' is taken"),
+        ("validation=x.jsonl", "none of train, tokenizer, validation"),
         ("other=gone.jsonl", "other: gone.jsonl: no such file or folder"),
     ],
 )

@@ -141,12 +141,12 @@ def test_what_comes_before_decides_where_a_row_fits_two_formats(tmp_path):
         ({"path": "a", "name": "b"}, "unknown key 'name': known are path"),
         ({"path": "a", "filter": {"score": {"least": 3}}}, "give a value, a list of values, or"),
         ({"weight": 2}, "needs a path"),
-        ({"path": "a", "weight": 0}, "weight is 0: it says how often"),
-        ({"path": "a", "weight": "2"}, "weight '2' must be a number"),
+        ({"path": "a", "weight": 0}, "weight is 0: give a number above 0"),
+        ({"path": "a", "weight": "2"}, "weight is '2': give a number"),
         ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
         ({"path": "a", "columns": {"x": "y"}}, "columns: x=y: give THEIRS=OURS"),
-        ({"path": "a", "columns": ["a=text", "b=text"]}, "text is given two columns"),
+        ({"path": "a", "columns": ["a=text", "b=text"]}, "a=text: give THEIRS=OURS, .* each once"),
     ],
 )
 def test_an_entry_that_cannot_be_read_says_why(entry, message):
