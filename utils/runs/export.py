@@ -167,14 +167,21 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Cast:
 
 @contextmanager
 def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
-    """Yield a directory to write into, which then gets a tokenizer, its modes and its name."""
+    """Yield a directory to write into, which then gets a tokenizer, its modes and its name.
+
+    The tokenizer has the chat template of training, without what only training needs.
+    """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that ended while it was exporting
     partial.mkdir(parents=True)
     yield partial
-    tokenizer = trainer.processing_class
+    tokenizer: Any = trainer.processing_class
     assert tokenizer is not None, "both scripts give one"
-    _save_tokenizer(tokenizer, partial)
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = without_training_marks(template)
+    tokenizer.save_pretrained(partial)
+    tokenizer.chat_template = template
     os.umask(umask := os.umask(0o077))
     for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
         if file.is_file():
@@ -182,12 +189,3 @@ def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
-
-
-def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write the tokenizer with the chat template of training, without what only training needs."""
-    template = tokenizer.chat_template
-    if isinstance(template, str):
-        tokenizer.chat_template = without_training_marks(template)
-    tokenizer.save_pretrained(directory)
-    tokenizer.chat_template = template

@@ -28,25 +28,21 @@ logger = logging.getLogger(__name__)
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts, in the order in which they act."""
     measured = [Throughput(), MixtureShares(), MemoryMonitor()]
+    inherited = []
+    if settings.model.init_optimizer and run.resume_from is None:
+        assert run.weights_from is not None, "checked with the settings"
+        inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures them.
     stop = StopWatch(run.checkpoints, save_minutes=settings.run.save_minutes or 0)
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
-        *_inherited_optimizer(settings, run),
+        *inherited,
         *([CompilationWatch()] if run.compiled else []),
         stop,
         *measured,
         NonFiniteGuard(run.output_dir),
         Journal(run.checkpoints, measured, lambda: stop.stopped),
     ]
-
-
-def _inherited_optimizer(settings: RunSettings, run: Run) -> list[TrainerCallback]:
-    model = settings.model
-    if not model.init_optimizer or run.resume_from is not None:
-        return []
-    assert run.weights_from is not None, "checked with the settings"
-    return [InheritedOptimizer(Path(run.weights_from))]
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:

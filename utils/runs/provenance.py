@@ -98,6 +98,11 @@ def write_provenance(
     JSON. The file is replaced in one step, so a kill leaves the old or the new one. Raises
     ConfigurationError when the file there is something else.
     """
+    import torch
+
+    devices = [launch.device]
+    if launch.device == "cuda":
+        devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
@@ -109,7 +114,7 @@ def write_provenance(
             "strategy": launch.strategy,
             "world_size": launch.world_size,
             "hosts": list(dict.fromkeys(launch.hosts)),
-            "devices": _device_names(launch.device),
+            "devices": devices,
         },
         "slurm": slurm_job(os.environ),
         **facts,
@@ -171,12 +176,3 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, str | None] | None:
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}
-
-
-def _device_names(device: str) -> list[str]:
-    """Names of the devices that rank 0 sees."""
-    if device != "cuda":
-        return [device]
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
