@@ -43,13 +43,10 @@ _SWITCHES = {
 class LineFormatter(logging.Formatter):
     """`12:34:56  message`, with the level where it is not INFO and the rank where it is not 0."""
 
-    def __init__(self) -> None:
-        super().__init__(datefmt="%H:%M:%S")
-
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put time, origin and level in front of the message."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
-        return f"{self.formatTime(record, self.datefmt)}  {_origin()}{level}{record.message}"
+        return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
 
 def configure_logging() -> None:
@@ -63,8 +60,8 @@ def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(LineFormatter())
     root = logging.getLogger()
-    earlier = [known for known in root.handlers if isinstance(known.formatter, LineFormatter)]
-    root.handlers[:] = [*(known for known in root.handlers if known not in earlier), handler]
+    others = [known for known in root.handlers if not isinstance(known.formatter, LineFormatter)]
+    root.handlers[:] = [*others, handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):

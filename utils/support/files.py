@@ -22,8 +22,8 @@ Content = TypeVar("Content")
 logger = logging.getLogger(__name__)
 
 
-def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write `text` to `path` in one step; with `sync` it is on stable storage before it has a name.
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step; it is on stable storage before it has the name.
 
     Raises OSError, with the draft removed.
     """
@@ -32,9 +32,8 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -107,7 +107,7 @@ RANK = """
 """
 
 
-def run_ranks(trouble: str, processes: int = 2) -> list[tuple[int, str]]:
+def run_ranks(trouble: str) -> list[tuple[int, str]]:
     """The exit code and all output of each rank; they have names of hosts, n0, n1, ..."""
     program = textwrap.dedent(RANK).replace("{trouble}", trouble)
     port = str(free_port())
@@ -118,7 +118,7 @@ def run_ranks(trouble: str, processes: int = 2) -> list[tuple[int, str]]:
                 {
                     "RANK": str(rank),
                     "LOCAL_RANK": "0",
-                    "WORLD_SIZE": str(processes),
+                    "WORLD_SIZE": "2",
                     "LOCAL_WORLD_SIZE": "1",
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
@@ -131,13 +131,10 @@ def run_ranks(trouble: str, processes: int = 2) -> list[tuple[int, str]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(processes)
+        for rank in range(2)
     ]
-    ended = []
-    for process in started:
-        output, _ = process.communicate(timeout=60)
-        ended.append((process.returncode, output))
-    return ended
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from utils.launch.script import (
     configure_logging,
     run_script,
 )
-from utils.support.notes import place, read_notes
+from utils.support.notes import read_notes
 
 ROOT = Path(__file__).parents[3]
 
@@ -110,24 +110,8 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
     assert the_note(notes)[:2] == ("failed", 3)
 
 
-def test_an_unforeseen_error_is_shown_with_its_traceback_and_noted_with_its_place(capsys, notes):
-    assert run_script(lambda: place(3)) == 1  # fails in notes.py
-    shown = capsys.readouterr().err
-    assert shown.startswith("Traceback (most recent call last):\n")
-    assert shown.splitlines()[-1].startswith("TypeError: ")
-    kind, code, text = the_note(notes)
-    assert (kind, code) == ("failed", 1)
-    assert text.startswith("TypeError: 'int' object is not reversible (utils/support/notes.py:")
-    assert text.endswith(" in place)")
-
-
-def test_on_other_ranks_host_and_rank_stand_before_each_line(capsys, monkeypatch):
+def test_a_storage_error_of_one_rank_alone_is_shown_by_that_rank(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "5")
-    run_script(raising(RuntimeError("boom\nbang")))
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 4
-    assert all(line.startswith("n1 rank 5  ") for line in lines)
-    assert lines[-1] == "n1 rank 5  bang"
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert run_script(raising(OSError(errno.ENOSPC, "full", "/no/x"))) == 74
     assert capsys.readouterr().err.startswith("n1 rank 5  storage error: n1: No space")

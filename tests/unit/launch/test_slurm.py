@@ -107,7 +107,7 @@ def test_a_node_list_names_its_hosts_in_order(node_list, hosts):
     assert " ".join(expand_hosts(node_list)) == hosts
 
 
-def test_ports_of_neighbouring_jobs_and_steps_differ_and_are_not_ephemeral():
+def test_ports_differ_between_jobs_and_steps_and_a_given_one_has_to_be_one():
     ports = [
         main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
         for job in range(123_000, 123_190)
@@ -117,10 +117,6 @@ def test_ports_of_neighbouring_jobs_and_steps_differ_and_are_not_ephemeral():
     assert min(ports) >= 20000
     assert max(ports) + 1 < 32768
     assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
-
-
-def test_a_given_port_wins_and_has_to_be_one():
-    assert main_port({"SLURM_JOB_ID": "5", "STOKER_MAIN_PORT": "4242"}) == 4242
     for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662"):
         with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
             main_port({"STOKER_MAIN_PORT": given})
