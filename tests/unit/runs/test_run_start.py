@@ -27,8 +27,6 @@ def test_three_starts_at_one_checkpoint_are_enough():
         check_progress(AT_10, "/run/checkpoint-10", JOB)
     assert caught.value.exit_code == ExitCode.NO_PROGRESS
 
-
-def test_starts_without_any_checkpoint_count_too():
     with pytest.raises(NoProgressError, match="at step 0"):
         check_progress([start(None)] * 3, None, JOB)
 
