@@ -7,11 +7,11 @@ network that does not carry the ranks' traffic shows as a job that waits in sile
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.launch.slurm import expand_hosts
@@ -19,8 +19,6 @@ from utils.support.host import host_name
 
 if TYPE_CHECKING:
     import torch
-
-Answer = TypeVar("Answer")
 
 # Ranks start apart: a node whose file cache is cold imports a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
@@ -116,7 +114,7 @@ def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, 
             limit = timedelta(seconds=60)
             store = TCPStore(address, port, timeout=limit, wait_for_workers=False)
             store.set(f"stoker/rank-{rank}", host_name())
-        return call_within(FIRST_COLLECTIVE_LIMIT_S, lambda: _gather_hosts(world_size, device))
+        return _gather_hosts(world_size, device)
     except TimeoutError:
         cause = (
             f"There is no sign of {absent}." if (absent := _absent(store, world_size)) else ADVICE
@@ -143,30 +141,26 @@ def _absent(store: "torch.distributed.TCPStore | None", world_size: int) -> str:
 
 
 def _gather_hosts(world_size: int, device: "torch.device") -> tuple[str, ...]:
+    """Return the host of every rank; TimeoutError after FIRST_COLLECTIVE_LIMIT_S.
+
+    It gathers in a daemon thread: what hangs in the network does not keep the process.
+    """
     import torch
 
-    if device.type != "cpu" and device.index is not None:
-        torch.accelerator.set_device_index(device.index)  # each thread has a current device
-    hosts = [""] * world_size
-    torch.distributed.all_gather_object(hosts, host_name())
-    return tuple(hosts)
+    answer: Future[tuple[str, ...]] = Future()
 
-
-def call_within(limit_s: float, action: Callable[[], Answer]) -> Answer:
-    """Return the answer of `action`, or raise what it raises; TimeoutError after `limit_s`.
-
-    It runs in a daemon thread: what hangs in storage or network does not keep the process.
-    """
-    answer: Future[Answer] = Future()
-
-    def act() -> None:
+    def gather() -> None:
         try:
-            answer.set_result(action())
+            if device.type != "cpu" and device.index is not None:
+                torch.accelerator.set_device_index(device.index)  # each thread has a current device
+            hosts = [""] * world_size
+            torch.distributed.all_gather_object(hosts, host_name())
+            answer.set_result(tuple(hosts))
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=act, name="with a limit", daemon=True).start()
-    return answer.result(limit_s)
+    threading.Thread(target=gather, name="first collective", daemon=True).start()
+    return answer.result(FIRST_COLLECTIVE_LIMIT_S)
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
