@@ -58,9 +58,8 @@ def keep_products(model: PreTrainedModel) -> None:
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
-    contexts = partial(
-        create_selective_checkpoint_contexts, kept_but_of_experts if biased else kept
-    )
+    policy = partial(kept, experts=not biased)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def enable_selective(activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
         assert not activation_checkpointing_kwargs, "refused with the settings"
@@ -69,26 +68,25 @@ def keep_products(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable = enable_selective  # type: ignore[method-assign,assignment]
 
 
-def kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def kept(
+    _: Any, operator: Any, *args: Any, experts: bool = True, **kwargs: Any
+) -> CheckpointPolicy:
     """Say whether what an operator returned is kept; the policy of selective checkpointing.
+
+    experts: whether products of experts are.
 
     What draws random numbers is never kept: the layer's second pass starts from the same random
     state, and has to draw as often as the first.
     """
     name = operator._schema.name.rpartition("::")[2]
+    if name in _EXPERT_PRODUCTS and not experts:
+        return CheckpointPolicy.PREFER_RECOMPUTE
     known = name in _PRODUCTS or name in _EXPERT_PRODUCTS or name in _ATTENTION
     if not known and not any(kernel in str(operator) for kernel in _KERNELS):
         return CheckpointPolicy.PREFER_RECOMPUTE
     if operator._schema.is_mutable or _dropout(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
-
-
-def kept_but_of_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """As `kept`, but no product of experts."""
-    if operator._schema.name.rpartition("::")[2] in _EXPERT_PRODUCTS:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return kept(context, operator, *args, **kwargs)
 
 
 def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,11 +108,8 @@ def _following(labels: torch.Tensor) -> torch.Tensor:
 def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:
     factors = [getattr(text_config, name, None) for name in FACTORS]
     divisors = [getattr(text_config, name, None) for name in DIVISORS]
-    scale = 1.0
-    for factor in factors:
-        scale *= 1.0 if factor is None else factor
-    for divisor in divisors:
-        scale /= 1.0 if divisor is None else divisor
+    scale = math.prod(factor for factor in factors if factor is not None)
+    scale /= math.prod(divisor for divisor in divisors if divisor is not None)
     return LogitTerms(scale, getattr(text_config, "final_logit_softcapping", None))
 
 
