@@ -1,8 +1,8 @@
 """What cannot work is refused before anything is built: one function for each topic.
 
-Each check takes all values, which have the right types, and yields one line for each fault. No
-check opens a file. Settings that have no effect because of another one are in
-utils/config/settings.py.
+Each check takes all values and yields one line for each fault; reading a setting that is missing
+or at fault itself ends the check. No check opens a file. Settings that have no effect because of
+another one are in utils/config/settings.py.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from utils.config.arguments import eval_splits, train_sources
-from utils.config.declarations import Check, SettingValues
+from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
 from utils.config.unknown_names import unknown_name
 
@@ -107,7 +107,10 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
     """Refuse every number out of its range."""
     for range_text, is_within, names in RANGES:
         for name in names.split():
-            value = values[name]
+            try:
+                value = values[name]
+            except UnusableSettingError:
+                continue
             if value is not None and not is_within(value):
                 yield f"{values.shown(name)}: it must be {range_text}"
 

@@ -1,10 +1,12 @@
 """Reads recipes and flags into setting values, all faults at once; prints `--help`."""
 
 import itertools
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from utils.config.declarations import (
@@ -13,6 +15,7 @@ from utils.config.declarations import (
     Declaration,
     Given,
     SettingValues,
+    UnusableSettingError,
     WrongValueError,
     checked_value,
     declared_settings,
@@ -48,11 +51,10 @@ def read_settings(
     over earlier ones, all of them over the defaults. `argv` is the command line without the
     program's name (None: this process's). `settle` puts what a stronger source makes moot back to
     its default and derives what nobody gave. Then each check gets all values and yields one line
-    for each contradiction.
+    for each contradiction; one that reads a missing or faulty setting is left out.
 
-    Raises ConfigurationError with every fault of flags and recipes; if there is none, with every
-    missing setting; then with every contradiction. `--help` prints and leaves the process with 0,
-    as argparse does.
+    Raises ConfigurationError with every fault of recipes, flags and checks. `--help` prints and
+    leaves the process with 0, as argparse does.
     """
     declared = declared_settings(argument_classes)
     argv = sys.argv[1:] if argv is None else argv
@@ -62,35 +64,39 @@ def read_settings(
     flags, problems = read_flags(argv, declared)
     recipes, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
+    complete = not problems  # or a file or word is missing that may have said more
     entries = recipes | {
         name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()
     }
     values, faults = _checked(declared, refused_settings(argument_classes), entries)
-    _raise_any([*problems, *faults])
+    problems += faults
     for settlement in settle:
-        settlement(values)
-    _raise_any(
-        [
-            f"{name} is required: {declaration.help}"
-            for name, declaration in declared.items()
-            if declaration.required and name not in values.given
-        ]
-    )
-    _raise_any([problem for check in checks for problem in check(values)])
-    return values
-
-
-def _raise_any(problems: Sequence[str]) -> None:
+        with suppress(UnusableSettingError):  # a fault above says why
+            settlement(values)
+    if complete:
+        for name, declaration in declared.items():
+            if declaration.required and name not in {*values.given, *values.unusable}:
+                problems.append(f"{name} is required: {declaration.help}")
+                values.unusable.add(name)
+        for check in checks:
+            with suppress(UnusableSettingError):  # a fault above says why
+                problems.extend(check(values))
     if problems:
         raise ConfigurationError(problems)
+    return values
 
 
 def _checked(
     declared: Mapping[str, Declaration], refused: Mapping[str, str], entries: Mapping[str, Given]
 ) -> tuple[SettingValues, list[str]]:
-    """Return the entries whose name and type are right as values, a line for each other one."""
+    """Return the entries that are settings with a value of their type, and a line for each other.
+
+    A setting that such a line names is unusable unless it is given: an unknown or refused name may
+    have stood for it, so nothing is to be concluded from its absence.
+    """
     given: dict[str, Given] = {}
     problems = []
+    faulty = set()
     for name, entry in entries.items():
         is_flag = entry.rank == FLAGS_RANK
         written, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
@@ -103,11 +109,12 @@ def _checked(
         else:
             try:
                 value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-                checked = checked_value(declared[name], value)
-                given[name] = Given(checked, entry.source, entry.rank)
+                given[name] = replace(entry, value=checked_value(declared[name], value))
             except WrongValueError as error:
                 problems.append(f"{where}{written}: {error}")
-    return SettingValues(declared, given), problems
+                faulty.add(name)
+    named = set(re.findall(r"\w+", " ".join(problems))) & declared.keys()
+    return SettingValues(declared, given, faulty | (named - given.keys())), problems
 
 
 def read_flags(

@@ -30,6 +30,10 @@ class WrongValueError(ValueError):
     """A value that its setting cannot take; the text says what was expected and what came."""
 
 
+class UnusableSettingError(LookupError):
+    """A check read a setting that is missing or at fault itself: the check has nothing to say."""
+
+
 @dataclass(frozen=True)
 class Declaration:
     """One setting: a field of one argument class, with its type hint resolved.
@@ -215,14 +219,18 @@ class Given:
 class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before any object is built of them.
 
-    `notes` are lines to log: what was overruled by a stronger source, and what was derived.
+    Reading a setting in `unusable` raises UnusableSettingError. `notes` are lines to log: what
+    was overruled by a stronger source, and what was derived.
     """
 
     declared: Mapping[str, Declaration]
     given: dict[str, Given]
+    unusable: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
+        if name in self.unusable:
+            raise UnusableSettingError(name)
         return self.given[name].value if name in self.given else self.declared[name].default
 
     def __iter__(self) -> Iterator[str]:

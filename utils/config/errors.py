@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
-    Carries every fault that a check found, not the first alone. Scripts print it without a
+    Carries every fault found, so that one start shows them all. Scripts print it without a
     traceback on rank 0 and exit with `exit_code`.
     """
 

@@ -19,7 +19,7 @@ from utils.config.arguments import (
 )
 from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_fault
 from utils.config.command_line import read_settings
-from utils.config.declarations import Check, SettingValues
+from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import settle_precision, without_launch
 
 
@@ -200,8 +200,12 @@ def check_effects(values: SettingValues) -> Iterator[str]:
 
 def _moot(rule: Rule, values: SettingValues) -> list[str]:
     """Return the settings that somebody changed and a rule makes moot."""
-    applies = rule.applies(values[rule.cause])
-    return [name for name in rule.moot.split() if applies and values.changed(name)]
+    try:
+        if not rule.applies(values[rule.cause]):
+            return []
+        return [name for name in rule.moot.split() if values.changed(name)]
+    except UnusableSettingError:
+        return []  # a fault above says why
 
 
 def _no_effect(values: SettingValues, name: str, cause: str) -> str:

@@ -152,21 +152,31 @@ def test_flags_at_fault(argv, problem):
     assert problems_of("--sources", "a", *argv) == [problem]
 
 
-def test_faults_of_reading_then_what_is_missing_then_contradictions():
+def test_only_what_is_surely_missing_is_called_missing(recipe):
+    assert problems_of() == ["sources is required: what to read, 5% of it"]
+    for argv in (
+        ["--config", "gone.yaml"], ["--config", recipe("sources: {a: b}\n")], ["--sources"],
+        ["--source", "x"],
+    ):  # fmt: skip
+        assert len(problems_of(*argv)) == 1
+
+
+def test_checks_see_all_values_and_their_faults_join_the_others():
     def check_seed(values):
         if values["seed"] > values["learning_rate"]:
             yield f"{values.shown('seed')} is above {values.shown('learning_rate')}"
 
-    missing, wrong = ["--seed", "3"], ["--seed", "3", "--zzz", "x"]
-    assert problems_of(*wrong, checks=[check_seed]) == [
-        "unknown setting --zzz: --help lists all settings"
+    def check_sources(values):
+        yield f"reads {values['sources']}"
+
+    checks = (check_seed, check_sources)
+    assert problems_of("--seed", "3", "--zzz", "x", checks=checks) == [
+        "unknown setting --zzz: --help lists all settings",
+        "sources is required: what to read, 5% of it",
+        "seed 3 (--seed) is above learning_rate 0.001 (default)",
     ]
-    assert problems_of(*missing, checks=[check_seed]) == [
-        "sources is required: what to read, 5% of it"
-    ]
-    assert problems_of("--sources", "a", *missing, checks=[check_seed, check_seed]) == 2 * [
-        "seed 3 (--seed) is above learning_rate 0.001 (default)"
-    ]
+    faulty = problems_of("--sources", "a", "--seed", "x", checks=checks)
+    assert faulty[1:] == ["reads ['a']"], "a check that reads a faulty setting is left out"
 
 
 def test_two_classes_must_not_share_a_setting_and_defaults_are_not_shared():

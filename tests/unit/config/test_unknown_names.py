@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from command_lines import problems_of
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
@@ -16,6 +17,7 @@ from utils.config.arguments import (
 from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_fine_tuning
 from utils.config.unknown_names import (
     OTHER_NAMES,
     REFUSED_FINE_TUNING_SETTINGS,
@@ -50,6 +52,19 @@ def test_other_names_are_none_of_ours_and_lead_to_one_of_ours():
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
     assert "here it is --sources" in unknown_name("--dataset_name", "dataset_name", preparation)
     assert "--help lists all" in unknown_name("--lr", "lr", preparation)
+
+
+@pytest.mark.parametrize(
+    ("missing", "given"),
+    [
+        ("train_data", "dataset_name"),
+        ("sequence_length", "max_seq_length"),
+        ("sequence_length", "max_length"),  # refused, with what to use
+    ],
+)
+def test_what_an_unknown_name_stands_for_is_not_called_missing(missing, given):
+    (problem,) = problems_of(parse_fine_tuning, **{missing: None, given: "5"})
+    assert given in problem
 
 
 def names(argument_class):
