@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import torch
 from training_jobs import STEPS, TrainingJobs
 
 import pretrain
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.slow
 def alone(jobs: TrainingJobs, tmp_path_factory):
     """The run in one process, without launcher and Slurm."""
     run = tmp_path_factory.mktemp("alone") / "run"
+    torch.set_num_threads(1)  # beside other tests two would wait for each other
     pretrain.main(jobs.flags(run, use_cpu="true", per_device_train_batch_size=2))
     return run
 
