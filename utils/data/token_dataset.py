@@ -205,23 +205,27 @@ def dataset_problems(
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     """Detect a dataset that was padded to one length and has no attention_mask that says so.
 
-    A twentieth of its rows, two at least, end in the same token over and over, and train on it.
+    A twentieth of its rows, two at least, end in the same token over and over and train on it, or
+    begin with it.
     """
     found = dataset.statistics
     length = found.longest_document
     if PADDING in dataset.columns or length != found.shortest_document or length < PADDING_RUN:
         return
     rows = np.arange(0, found.documents, -(-found.documents // ROWS_LOOKED_AT))
-    starts = np.full_like(rows, length - PADDING_RUN)
-    tokens, masks = map(np.stack, dataset.pieces(Segments(rows, starts, starts + PADDING_RUN)))
-    repeated = (tokens == tokens[:, :1]).all(axis=1)
-    values, counts = np.unique(tokens[repeated, 0], return_counts=True)
-    if not counts.size or counts.max() < max(2, 0.05 * len(rows)):
-        return
-    token = values[counts.argmax()]
-    if masks[repeated & (tokens[:, 0] == token)].any():
-        yield (
-            f"every row has {length} tokens and {counts.max()} of the {len(rows)} looked at end in "
-            f"token {token} over and over: it was padded, and the padding would be trained on; "
-            "tokenize without padding. If these tokens are meant, save an attention_mask of ones."
-        )
+    for where, start in (("end", length - PADDING_RUN), ("begin", 0)):
+        starts = np.full_like(rows, start)
+        tokens, masks = map(np.stack, dataset.pieces(Segments(rows, starts, starts + PADDING_RUN)))
+        repeated = (tokens == tokens[:, :1]).all(axis=1)
+        values, counts = np.unique(tokens[repeated, 0], return_counts=True)
+        if not counts.size or counts.max() < max(2, 0.05 * len(rows)):
+            continue
+        token = values[counts.argmax()]
+        # At a beginning it is attended to, trained on or not.
+        if where == "begin" or masks[repeated & (tokens[:, 0] == token)].any():
+            yield (
+                f"every row has {length} tokens and {counts.max()} of the {len(rows)} looked at "
+                f"{where} in token {token} over and over: it was padded, and the padding would be "
+                "trained on or attended to; tokenize without padding. If these tokens are meant, "
+                "save an attention_mask of ones."
+            )

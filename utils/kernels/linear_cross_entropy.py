@@ -96,22 +96,6 @@ def buffers_alone() -> Iterator[None]:
         _computes = True
 
 
-def working_bytes(tokens: int, vocabulary: int, width: int, device: str, compute_bytes: int) -> int:
-    """Return what a training call takes beside its inputs: logits, softmax, weight's gradient.
-
-    width is that of the hidden states, `compute_bytes` the size of the products' type. Not
-    compiled, which takes less.
-    """
-    words = _whole(vocabulary, _sizes(device).words)
-    tokens = _whole(tokens, SIZES["cpu"].tile) if device == "cpu" else tokens
-    rows = _chunk_rows(tokens, words, device, compiled=False)
-    taken = words * (rows * compute_bytes + width * 4)
-    taken += 2 * _block_rows(rows, vocabulary, device) * vocabulary * 4
-    copied = compute_bytes != 4 or words != vocabulary
-    product = compute_bytes != 4 and device != "cuda"  # of a chunk, before it is added up
-    return taken + (copied + product) * words * width * compute_bytes
-
-
 def _sizes(device: str) -> Sizes:
     return SIZES.get(device, SIZES["cuda"])
 

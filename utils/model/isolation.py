@@ -51,10 +51,9 @@ def choose_isolated_attention(
 ) -> tuple[AttentionChoice, int]:
     """Choose the attention and prove, on `device`, that documents do not see each other.
 
-    The arguments are those of `choose_attention`; how many documents were perturbed is returned
-    too. Where packed batches leak, plain ones do if each
-    sequence holds one document (`whole_rows`); else, by default, block masks are tried. Raises
-    ConfigurationError with what to set.
+    The arguments are those of `choose_attention`. Also returns how many documents were perturbed.
+    Where packed batches leak, plain ones do if each sequence holds one document (`whole_rows`);
+    else, by default, block masks are tried. Raises ConfigurationError with what to set.
     """
     choice = choose_attention(
         requested, model_config, device.type, dtype, compute_dtype, whole_rows

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "prepare_job.sh":
         settings = parse_preparation(arguments)
         check_preparation(settings)
-        print(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")  # noqa: T201
+        print(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")  # noqa: T201 - for the user
         return 0
     command = _dry_run(kind, arguments)
     allocation = planned_allocation(job, os.environ)

@@ -328,8 +328,10 @@ class PackedTrainer(Trainer):
         if isinstance(model, PreTrainedModel):
             save = partial(model.save_pretrained, save_original_format=False)
             vars(model)["save_pretrained"] = save
-        super().save_model(output_dir, _internal_call)
-        vars(model).pop("save_pretrained", None)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            vars(model).pop("save_pretrained", None)
         if self.args.should_save:
             (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             describe_shards(self, directory)

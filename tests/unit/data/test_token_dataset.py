@@ -225,6 +225,10 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1, 0, 0], [3] * 3 + [0] * 5]
         ),
         ({"input_ids": PADDED}, "every row has 8 tokens and 2 of the 3 looked at end in token 0"),
         ({"input_ids": PADDED, "labels": PADDED}, "it was padded"),
+        (
+            {"input_ids": [row[::-1] for row in PADDED], "completion_mask": [[0] * 7 + [1]] * 3},
+            "2 of the 3 looked at begin in token 0 over and over",
+        ),
     ],
 )
 def test_each_fault_is_named(tmp_path, columns, message):
