@@ -144,8 +144,7 @@ class ModelArguments(ModelConfig):
         "auto",
         "attention kernel; auto takes the fastest one here that keeps packed documents apart",
         choices=(
-            *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3"),
-            *("flex_attention", "eager"),
+            *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3", "eager"),
         ),
     )
     loss_head: str = setting(

@@ -1,10 +1,10 @@
 """A small random model that attends as the user's model does, to try an attention on it."""
 
 import copy
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -12,8 +12,6 @@ from transformers.integrations import moe
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import AttentionNeeds
-
-logger = logging.getLogger(__name__)
 
 VOCABULARY = 64
 WIDTH = 64
@@ -44,9 +42,6 @@ STATE_HEADS = (
 EXPANSIONS = ("mamba_expand", "expand")
 # As wide as the hidden states, in one architecture or the other.
 SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
-# A probe is to take seconds and not more memory than a login node gives.
-MOST_PARAMETERS = 150_000_000
-
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
@@ -96,27 +91,19 @@ def text_model_of(model: PreTrainedModel) -> Any:
     return body_of(model) if decoder is model else decoder
 
 
-@contextmanager
-def experts_by_shape() -> Iterator[None]:
+def experts_by_shape() -> AbstractContextManager[Any]:
     """Within, experts multiply by the operator that transformers has for where torch has none.
 
     It takes tensors without data of any type; what it makes is as large as what torch's makes.
     """
-    replaced: Any = moe
-    original = moe._can_use_grouped_mm
-    replaced._can_use_grouped_mm = lambda *_: False
-    try:
-        yield
-    finally:
-        replaced._can_use_grouped_mm = original
+    return mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)
 
 
 def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config with the same head dimension, head grouping, windows and positions.
 
     One layer of each layer type (two at least) remains, as do as many experts as one token uses.
-    Where heads cannot be cut they stay; none has more than MOST_PARAMETERS. Raises
-    ConfigurationError where nothing small enough runs.
+    Where heads cannot be cut they stay. Raises ConfigurationError where nothing small runs.
     """
     text_config = model_config.get_text_config(decoder=True)
     if type(text_config) in AutoModelForCausalLM._model_mapping:
@@ -125,26 +112,14 @@ def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     for cut_heads in (True, False):
         try:
             config = _cut(model_config, cut_heads)
-            _check_size(config)
             _run(build_probe_model(config, "eager"))
-        except MISFITS as error:
-            logger.debug("a probe of %s does not fit a cut: %s", model_config.model_type, error)
-            misfit = error
-        else:
             return config
+        except MISFITS as error:
+            misfit = error
     raise ConfigurationError(
         f"model type {model_config.model_type!r}: no small model could be built to check that "
         f"packed documents stay apart ({type(misfit).__name__}: {misfit})"
     )
-
-
-def _check_size(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model that is too large to try anything on."""
-    with torch.device("meta"):
-        model_class: Any = causal_lm_class(config)
-        parameters = sum(weight.numel() for weight in model_class(config).parameters())
-    if parameters > MOST_PARAMETERS:
-        raise ValueError(f"what is left of it has {parameters:,} parameters")
 
 
 def build_probe_model(
@@ -175,21 +150,7 @@ def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
     if not causal_lm_class(config)._supports_attention_backend:
         return None
     calls: list[AttentionNeeds] = []
-    AttentionInterface.register(OBSERVER, _observer(calls))
-    with torch.random.fork_rng(devices=[]):
-        _run(build_probe_model(config, OBSERVER).train())
-    if not calls:
-        return None
-    head_dims, softcaps, sinks, dropouts, windows = zip(*calls, strict=True)
-    return AttentionNeeds(max(head_dims), any(softcaps), any(sinks), max(dropouts), any(windows))
 
-
-@torch.no_grad()
-def _run(model: torch.nn.Module) -> None:
-    model(input_ids=torch.arange(1, 5).view(1, -1), use_cache=False)
-
-
-def _observer(calls: list[AttentionNeeds]) -> Callable[..., tuple[torch.Tensor, None]]:
     def attention(*arguments: Any, **terms: Any) -> tuple[torch.Tensor, None]:
         _, query, _, value = arguments[:4]
         softcap, sinks = terms.get("softcap") is not None, terms.get("s_aux") is not None
@@ -198,7 +159,17 @@ def _observer(calls: list[AttentionNeeds]) -> Callable[..., tuple[torch.Tensor, 
         rows, heads, length, _ = query.shape
         return query.new_zeros(rows, length, heads, value.shape[-1]), None
 
-    return attention
+    AttentionInterface.register(OBSERVER, attention)
+    with torch.random.fork_rng(devices=[]):
+        _run(build_probe_model(config, OBSERVER).train())
+    if not calls:
+        return None
+    return AttentionNeeds(*(max(asked) for asked in zip(*calls, strict=True)))
+
+
+@torch.no_grad()
+def _run(model: torch.nn.Module) -> None:
+    model(input_ids=torch.arange(1, 5).view(1, -1), use_cache=False)
 
 
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:

@@ -7,32 +7,17 @@ import torch
 from transformers import PretrainedConfig
 
 from utils.config.errors import ConfigurationError
-from utils.kernels.per_document import HALF_TYPES
 from utils.kernels.varlen import (
     NAME,
     PER_DOCUMENT,
     AttentionNeeds,
     find_kernels,
-    load_flash_attention,
     register_packed_varlen,
 )
 from utils.model.architecture import causal_lm_class, observe_attention, probe_config
 
-CHOICES = (
-    "auto",
-    NAME,
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-    "eager",
-)
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 BOUNDARIES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-INSTALL = {
-    2: "pip install flash-attn --no-build-isolation",
-    3: "build it from the hopper/ folder of github.com/Dao-AILab/flash-attention",
-}
 MASK_COST = (
     "transformers builds a block mask from position_ids, whose memory grows with the square of the "
     "sequence length"
@@ -57,36 +42,38 @@ def choose_attention(
     model_config: PretrainedConfig,
     device_type: str,
     dtype: torch.dtype,
-    compute_dtype: torch.dtype | None = None,
     whole_rows: bool = False,
 ) -> AttentionChoice:
     """Choose the attention for packed training, or refuse; registers `packed_varlen` if chosen.
 
-    `requested` is one of CHOICES, None means auto. `dtype` is the weights'; `compute_dtype` is
-    mixed precision's, when there is any; `whole_rows`: no row holds more than one document. Never
-    lets transformers reach for the Hub: a flash kernel that is not installed is refused here.
+    `requested` as in --attn_implementation; `dtype` is the type that training computes in;
+    `whole_rows`: no sequence holds more than one document. transformers would fetch a kernel that
+    is not installed from the Hub, or drop what a kernel does not compute: both are refused here.
     Raises ConfigurationError.
     """
     name = requested or "auto"
-    if name not in CHOICES:
-        raise ConfigurationError(
-            f"--attn_implementation {name}: not one of {', '.join(CHOICES)}; kernels are not "
-            "fetched from the Hub, which compute nodes cannot reach"
-        )
     model_class = causal_lm_class(model_config)
     needs = observe_attention(probe_config(model_config))
-    dtype = compute_dtype or dtype
     if name in ("auto", NAME) and needs is not None:
         return _choose_packed(name, device_type, dtype, needs, whole_rows)
     if name == "auto":
         name = "sdpa" if model_class._supports_sdpa else "eager"
         why = f"{model_class.__name__} does not call attention through the AttentionInterface"
         return AttentionChoice(name, name, f"auto: {name}, as {why}; {MASK_COST}")
-    problems = _problems(name, model_config, device_type, dtype, needs)
-    if problems:
-        raise ConfigurationError([f"--attn_implementation {name}: {text}" for text in problems])
-    by_bounds = name.startswith("flash")
-    how = "documents are kept apart by cu_seq_lens" if by_bounds else MASK_COST
+    if name.startswith("flash"):
+        problem = _flash_problem(name, device_type, dtype, needs)
+        own = getattr(model_class, "_compatible_flash_implementations", None)
+        supported = model_class._supports_flash_attn and (not own or name in own)
+        how = "documents are kept apart by cu_seq_lens"
+    else:
+        problem, how = None, MASK_COST
+        supported = name == "eager" or (name == "sdpa" and _sdpa_computes(model_config))
+    if not supported:
+        problem = f"transformers' {model_class.__name__} does not support it"
+    if problem is not None:
+        raise ConfigurationError(
+            f"--attn_implementation {name}: {problem}: use auto, which takes the best kernel here."
+        )
     return AttentionChoice(name, name, f"{name}: as requested; {how}")
 
 
@@ -159,49 +146,15 @@ def _sdpa_computes(model_config: PretrainedConfig) -> bool:
     return causal_lm_class(model_config)._supports_sdpa and not lost
 
 
-def _problems(
-    name: str,
-    model_config: PretrainedConfig,
-    device_type: str,
-    dtype: torch.dtype,
-    needs: AttentionNeeds | None,
-) -> list[str]:
-    """List why an attention that was asked for cannot train this model here.
-
-    transformers would fetch a kernel from the Hub, or drop what the kernel does not compute.
-    """
-    model_class = causal_lm_class(model_config)
-    unsupported = f"transformers' {model_class.__name__} does not support it; use auto"
-    if name.startswith("flash"):
-        if device_type != "cuda":
-            return [f"needs an NVIDIA GPU, and this run is on {device_type}; use auto"]
-        problems = _flash_problems(int(name[-1]), dtype, needs)
-        own = getattr(model_class, "_compatible_flash_implementations", None)
-        if not model_class._supports_flash_attn or (own and name not in own):
-            problems.append(unsupported)
-        return problems
-    supported = {
-        NAME: needs is not None,
-        "sdpa": _sdpa_computes(model_config),
-        "flex_attention": model_class._supports_flex_attn,
-    }
-    problems = [] if supported.get(name, True) else [unsupported]
-    if name == "flex_attention" and device_type == "cpu":
-        problems.append("has no backward pass on the CPU; use auto")
-    if name == "flex_attention" and needs is not None and needs.dropout > 0:
-        problems.append("does not compute this model's attention dropout; set it to 0 or use auto")
-    return problems
-
-
-def _flash_problems(version: int, dtype: torch.dtype, needs: AttentionNeeds | None) -> list[str]:
-    kernel = load_flash_attention(version)
-    problems = []
-    if isinstance(kernel, str):
-        problems.append(f"FlashAttention {version} is not here ({kernel}); {INSTALL[version]}")
-    elif needs is not None and (missing := kernel.missing(needs)):
-        problems.append(f"FlashAttention {version} does not compute {', '.join(missing)}; use auto")
-    if version == 3 and torch.cuda.get_device_capability()[0] != 9:
-        problems.append("FlashAttention 3 needs a Hopper GPU (H100, H200); use auto")
-    if dtype not in HALF_TYPES:
-        problems.append(f"computes in float16 or bfloat16, not in {dtype}; set --bf16 true")
-    return problems
+def _flash_problem(
+    name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None
+) -> str | None:
+    """Return why this package of FlashAttention cannot train the model here."""
+    if device_type != "cuda":
+        return f"it needs an NVIDIA GPU, and this run is on {device_type}"
+    usable, refusals = find_kernels(device_type, dtype, needs or AttentionNeeds(0))
+    if any(kernel.name == name for kernel in usable):
+        return None
+    own = ("flash kernels", f"FlashAttention {name[-1]}")
+    why = "; ".join(one for one in refusals if one.startswith(own))
+    return f"{why} (it needs its package, installed for this torch, and --bf16 true)"

@@ -28,23 +28,16 @@ from utils.model.architecture import causal_lm_class, has_experts
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import cache_root
 
+logger = logging.getLogger(__name__)
+
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
-_PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm"})
+_PRODUCTS = ("mm", "addmm", "_scaled_mm")
 # The last is transformers' for experts where torch's does not run.
-_EXPERT_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback"})
-_ATTENTION = frozenset(
-    {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_fused_attention_overrideable",
-    }
-)
-# FlashAttention's operators, whose namespaces differ by build, and torch's varlen_attn. Baddbmm and
-# bmm are no such products: in attention without a kernel they return all scores.
-_KERNELS = ("flash_attn", "varlen_attn")
+_EXPERT_PRODUCTS = ("_grouped_mm", "grouped_mm_fallback")
+# Of operators' names: torch's own attention, FlashAttention's, whose namespaces differ by build,
+# and varlen_attn. Attention without a kernel is made of bmm, which returns all scores: not kept.
+_ATTENTION = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
 _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
@@ -52,13 +45,12 @@ def keep_products(model: PreTrainedModel) -> None:
     """Let activation checkpointing of `model`, once it is turned on, be the selective one.
 
     Trainer turns it on when training begins; before PEFT wraps the model and FSDP2 shards it, so
-    that it is theirs too. Reentrant checkpointing has no such choice and is never used with it.
-    Products of experts with a bias (gpt-oss) are computed again: transformers adds the bias in
-    place, and what is kept must stay as it is.
+    that it is theirs too. Products of experts with a bias (gpt-oss) are computed again:
+    transformers adds the bias in place, and what is kept must stay as it is.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
-    policy = partial(kept, experts=not biased)
+    policy = partial(kept, products=_PRODUCTS if biased else _PRODUCTS + _EXPERT_PRODUCTS)
     contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def enable_selective(activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
@@ -69,22 +61,16 @@ def keep_products(model: PreTrainedModel) -> None:
 
 
 def kept(
-    _: Any, operator: Any, *args: Any, experts: bool = True, **kwargs: Any
+    _: Any, operator: Any, *args: Any, products: tuple[str, ...] = _PRODUCTS, **kwargs: Any
 ) -> CheckpointPolicy:
     """Say whether what an operator returned is kept; the policy of selective checkpointing.
-
-    experts: whether products of experts are.
 
     What draws random numbers is never kept: the layer's second pass starts from the same random
     state, and has to draw as often as the first.
     """
-    name = operator._schema.name.rpartition("::")[2]
-    if name in _EXPERT_PRODUCTS and not experts:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    known = name in _PRODUCTS or name in _EXPERT_PRODUCTS or name in _ATTENTION
-    if not known and not any(kernel in str(operator) for kernel in _KERNELS):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    if operator._schema.is_mutable or _dropout(operator, args, kwargs):
+    known = operator._schema.name.rpartition("::")[2] in products
+    known = known or any(kernel in str(operator) for kernel in _ATTENTION)
+    if not known or operator._schema.is_mutable or _dropout(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 
@@ -104,6 +90,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's own limit
 COMPILERS = ["g++", "c++", "clang++", "gcc", "cc"]
+OLDEST = 8  # compute capability: Triton's code in bfloat16
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
@@ -127,8 +114,7 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
             f"--compile true needs a C++ compiler, and there is no {' or '.join(names)} here (CXX "
             "names another): load or install one, or set --compile false"
         )
-    compiled = cache_root() / "compiled"
-    return Path(os.environ.setdefault(CACHE_VARIABLE, str(compiled)))
+    return Path(os.environ.setdefault(CACHE_VARIABLE, str(cache_root() / "compiled")))
 
 
 def marked_layers(model: nn.Module) -> list[nn.Module]:
@@ -173,11 +159,6 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-logger = logging.getLogger(__name__)
-
-OLDEST = 8  # compute capability: Triton's code in bfloat16
-
-
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> bool:
@@ -218,20 +199,19 @@ def _by_default(
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
     """Return why layers are not compiled by default."""
+    if torch.cuda.get_device_capability()[0] < OLDEST:
+        return f"the GPU's compute capability is below {OLDEST}.0"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if has_experts(config):
+        return "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
     with torch.device("meta"):
         layers = marked_layers(model_class(copy.deepcopy(config)))
-    reasons = [
-        (
-            torch.cuda.get_device_capability()[0] < OLDEST,
-            f"the GPU's compute capability is below {OLDEST}.0",
-        ),
-        (importlib.util.find_spec("triton") is None, "triton is not installed"),
-        (has_experts(config), "each expert of this model gets as many tokens as are routed to it"),
-        (not layers, f"transformers marks no layers in {model_class.__name__}"),
-    ]
+    if not layers:
+        return f"transformers marks no layers in {model_class.__name__}"
     try:
         prepare_compilation(launch.strategy)
     except ConfigurationError as error:
-        reasons.append((True, str(error)))
-    return next((why for holds, why in reasons if holds), None)
+        return str(error)
+    return None

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import NAME, ROW_SDPA
-from utils.model.architecture import VOCABULARY, build_probe_model, observe_attention, probe_config
+from utils.model.architecture import VOCABULARY, build_probe_model, probe_config
 from utils.model.attention import (
     AttentionChoice,
     choose_attention,
@@ -28,7 +28,7 @@ ROW_LENGTH = sum(ROWS[0])
 # Documents of the equivalence check are longer than this window, so that it cuts.
 WINDOW = 4
 TOLERANCE = 1e-4
-RUN_ON_CPU = ("packed_varlen", "sdpa", "eager")
+RUN_ON_CPU = (NAME, "sdpa", "eager")
 # What to do about a leak: the first always helps, the second where layers are recurrent.
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 KERNELS = (
@@ -45,7 +45,6 @@ def choose_isolated_attention(
     model_config: PretrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
-    compute_dtype: torch.dtype | None = None,
     *,
     whole_rows: bool,
 ) -> tuple[AttentionChoice, int]:
@@ -55,14 +54,11 @@ def choose_isolated_attention(
     Where packed batches leak, plain ones do if each sequence holds one document (`whole_rows`);
     else, by default, block masks are tried. Raises ConfigurationError with what to set.
     """
-    choice = choose_attention(
-        requested, model_config, device.type, dtype, compute_dtype, whole_rows
-    )
+    choice = choose_attention(requested, model_config, device.type, dtype, whole_rows)
     if is_recurrent(model_config):
         choice = replace(choice, batches="flat")
-    dtype = compute_dtype or dtype
     try:
-        return choice, _check(model_config, choice, device, dtype)
+        return choice, check_isolation(model_config, choice, device, dtype)
     except ConfigurationError as error:
         refusal, other = error, None
     if whole_rows:
@@ -71,7 +67,7 @@ def choose_isolated_attention(
         other = choose_masked(model_config)
     if other is not None:
         with contextlib.suppress(ConfigurationError):  # the first refusal says more
-            return other, _check(model_config, other, device, dtype)
+            return other, check_isolation(model_config, other, device, dtype)
     raise refusal
 
 
@@ -91,48 +87,35 @@ def check_row_positions(model_config: PretrainedConfig, sequence_length: int) ->
         )
 
 
-def _check(
-    config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
-) -> int:
-    by_row = choice.kernel == ROW_SDPA
-    return check_isolation(
-        config, choice.name, device, dtype, whole_rows=by_row, batches=choice.batches
-    )
-
-
 def check_isolation(
     model_config: PretrainedConfig,
-    attn_implementation: str,
-    device: torch.device | str,
+    choice: AttentionChoice,
+    device: torch.device,
     dtype: torch.dtype,
-    *,
-    whole_rows: bool = False,
-    batches: str = "packed",
 ) -> int:
     """Prove that no document changes another's logits, bit for bit; return how many were tried.
 
     Builds a small random model of the user's architecture (`model_config` as training will use it,
-    `use_cache` included) on `device` in `dtype`, the type that training computes in, gives it
-    documents in such `batches` (see `shape_inputs`) and perturbs each one in turn. Then, where
-    `attn_implementation` also runs on the CPU, compares the logits with those of each document
-    alone under eager attention, in fp32 and with windows cut short. `whole_rows`: sequences of one
-    document, for which there is a path of their own, are perturbed as well; the padding behind a
+    `use_cache` included) on `device` in `dtype`, the type that training computes in, and perturbs
+    each document of a batch in turn. Then, where the attention also runs on the CPU, compares the
+    logits with those of each document alone under eager attention, in fp32 and with windows cut
+    short. A kernel for sequences of one document is tried on those as well; the padding behind a
     document may see it. The state of the random number generators stays as it was. Raises
     ConfigurationError on a leak or a difference.
     """
     config = probe_config(model_config)
-    model = build_probe_model(config, attn_implementation, device, dtype)
-    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if whole_rows else (ROWS,)
-    if batches == "plain":
+    model = build_probe_model(config, choice.name, device, dtype)
+    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if choice.kernel == ROW_SDPA else (ROWS,)
+    if choice.batches == "plain":
         checked = (WHOLE_ROWS,)
     for rows in checked:
         batch = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in packed_batch(rows).items()
         }
-        _check_leaks(model, batch, rows, batches)
-    if attn_implementation in RUN_ON_CPU:
-        _check_equivalence(config, attn_implementation, checked[0], batches)
+        _check_leaks(model, batch, rows, choice.batches)
+    if choice.name in RUN_ON_CPU:
+        _check_equivalence(config, choice, checked[0])
     return len(list(_segments(checked[0])))
 
 
@@ -169,7 +152,7 @@ def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> torch.Tensor:
+def _logits(model: PreTrainedModel, batch: Batch, batches: str) -> torch.Tensor:
     """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
     try:
         return model(**shape_inputs(batch, batches)).logits.view(*batch["input_ids"].shape, -1)
@@ -178,7 +161,7 @@ def _logits(model: PreTrainedModel, batch: Batch, batches: str = "packed") -> to
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(
             f"model type {model.config.model_type!r} does not take packed batches ({error}). To "
-            f"train it, {_without_packing(model.config)}"
+            f"train it, {_way_out(model.config)}"
         ) from error
 
 
@@ -201,44 +184,34 @@ def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str)
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False
         if changed.any():
+            other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
             raise ConfigurationError(
                 f"{which} lets packed documents see each other: a changed token of one changed "
-                f"another's logits. To train it, {_advice(model.config, attention)}"
+                f"another's logits{other}. To train it, {_way_out(model.config)}"
             )
 
 
-def _advice(config: PretrainedConfig, attention: str) -> str:
-    """Say what to set about a leak; transformers' masks also leak where there is a cache."""
-    if attention == NAME or is_recurrent(config) or observe_attention(config) is None:
-        return _without_packing(config)
-    return f"use --attn_implementation {NAME}"
-
-
-def _without_packing(config: PretrainedConfig) -> str:
+def _way_out(config: PretrainedConfig) -> str:
     return ONE_A_ROW + (KERNELS if is_recurrent(config) else "")
 
 
-def _check_equivalence(
-    config: PretrainedConfig, attn_implementation: str, rows: Rows, batches: str
-) -> None:
+def _check_equivalence(config: PretrainedConfig, choice: AttentionChoice, rows: Rows) -> None:
     """Compare logits with those of each document alone under eager attention."""
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None):
             setattr(config, name, WINDOW)
     batch = packed_batch(rows)
-    together = _logits(build_probe_model(config, attn_implementation), batch, batches)
+    together = _logits(build_probe_model(config, choice.name), batch, choice.batches)
     alone = build_probe_model(config, "eager")
     for row, start, stop in _segments(rows):
-        if start and batches == "plain":
+        if start and choice.batches == "plain":
             continue  # padding, which sees the document before it
         tokens = batch["input_ids"][row : row + 1, start:stop]
         expected = _logits(alone, {"input_ids": tokens}, "plain")[0]
         worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
         if not worst < TOLERANCE:
-            other = "sdpa" if attn_implementation == NAME else NAME
             raise ConfigurationError(
-                f"model type {config.model_type!r}: --attn_implementation {attn_implementation} "
-                f"computes other logits than eager attention does (by {worst:.1e} of the largest): "
-                f"it leaves out what the layers need. Try --attn_implementation {other}, or "
-                f"{ONE_A_ROW}"
+                f"model type {config.model_type!r}: --attn_implementation {choice.name} computes "
+                f"other logits than eager attention does (by {worst:.1e} of the largest): it "
+                f"leaves out what the layers need. Try another one, or {ONE_A_ROW}"
             )

@@ -195,9 +195,9 @@ def _attention(
             _proved_on_cpu(model.attn_implementation, config, whole_rows),
         )
         return None
-    weights, compute = weights_dtype(model, config), TYPES.get(training.mixed_precision)
+    computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
     choice, documents = choose_isolated_attention(
-        model.attn_implementation, config, training.device, weights, compute, whole_rows=whole_rows
+        model.attn_implementation, config, training.device, computed, whole_rows=whole_rows
     )
     alone = choice.batches == "plain"
     kept = "no document sees the padding behind it" if alone else "keeps packed documents apart"
