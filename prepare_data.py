@@ -24,18 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here so that --help answers at once.
     from utils.data.prepare.pipeline import Preparation
 
-    preparation = Preparation(arguments)
-    if preparation.is_finished:
-        logging.info("%s: already prepared with these settings", arguments.output_dir)
-        return 0
-    tokenizer = preparation.provide_tokenizer()
-    if arguments.tokenizer_only:
-        preparation.finish_with_tokenizer()
-        return 0
-    if arguments.merge is None:
-        preparation.tokenize(tokenizer)
-    if preparation.is_last():
-        preparation.assemble(tokenizer)
+    Preparation(arguments).run()
     return 0
 
 

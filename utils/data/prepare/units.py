@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from utils.data.prepare.documents import (
 from utils.data.prepare.plan import TRAIN, VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
-from utils.data.prepare.workspace import SplitCounts, UnitCounts, Workspace, partial_name
+from utils.data.prepare.workspace import UnitCounts, Workspace, partial_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,16 +62,14 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
         else ((unit, worker.run(unit)) for unit in units)
     )
     start = shown = time.monotonic()
-    done_bytes = 0
-    total = UnitCounts()
+    done_bytes = documents = tokens = 0
     for number, (unit, counts) in enumerate(finished, start=1):
         done_bytes += unit.size
-        total.add(counts)
+        documents += counts.documents.total()
+        tokens += counts.tokens.total()
         if number == len(units) or time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
             seconds = max(shown - start, 1e-9)
-            documents = sum(split.documents for split in total.splits.values())
-            tokens = sum(split.tokens for split in total.splits.values())
             logger.info(
                 f"{done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB, {documents:,} "
                 f"documents, {tokens:,} tokens ({documents / seconds:,.0f} documents/s, "
@@ -122,20 +120,14 @@ def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
         return error.problems
 
 
+@dataclass
 class UnitWorker:
     """Prepares work units with one tokenizer and one set of settings, into the workspace."""
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        backend: str,
-        settings: UnitSettings,
-        workspace: Workspace,
-    ):
-        self.tokenizer = tokenizer
-        self.backend = backend
-        self.settings = settings
-        self.workspace = workspace
+    tokenizer: "PreTrainedTokenizerBase"
+    backend: str
+    settings: UnitSettings
+    workspace: Workspace
 
     @cached_property
     def _tokenize(self) -> DocumentTokenizer:
@@ -148,27 +140,43 @@ class UnitWorker:
         Raises ConfigurationError at a bad row (on_bad_row "error"), at an over-long document
         (on_overlong "error") and when a source file is damaged.
         """
-        splits = [unit.split]
-        if unit.split == TRAIN and self.settings.validation_fraction > 0:
-            splits.append(VALIDATION)
-        counts = UnitCounts({split: SplitCounts() for split in splits})
-        files = {name: partial_name(self.workspace.unit_file(unit.index, name)) for name in splits}
-        mask_column = MASK_COLUMNS[self.settings.document_format]
-        features = token_features(self._tokenize.id_type, mask_column)
+        counts = UnitCounts()
+        features = token_features(self._tokenize.id_type, self.settings.document_format)
+        limit = math.inf if unit.max_tokens is None else unit.max_tokens
+        writers: dict[str, TokenFileWriter] = {}
         try:
-            with ExitStack() as stack:
-                writers = {
-                    split: stack.enter_context(closing(TokenFileWriter(path, features)))
-                    for split, path in files.items()
-                }
-                for batch in _batches(self._documents(unit, counts)):
-                    if not self._write(unit, batch, writers, counts):
-                        break
-            self.workspace.finish(unit.index, files, counts)
+            for split, document, tokenized in self._tokenized(unit, counts):
+                if counts.tokens.total() + len(tokenized.ids) > limit:
+                    break
+                if split not in writers:
+                    file = self.workspace.unit_file(unit.index, split)
+                    writers[split] = TokenFileWriter(file, features)
+                writers[split].append(tokenized)
+                counts.documents[split] += 1
+                counts.tokens[split] += len(tokenized.ids)
+                counts.loss_tokens[split] += tokenized.loss_tokens
+                counts.text_bytes[split] += sum(len(text.encode()) for text in texts_of(document))
+                counts.notes["without_earlier_thinking"] += tokenized.drops_thinking
+            for writer in writers.values():
+                writer.finish()
+            self.workspace.finish(unit.index, counts)
         finally:
-            for path in files.values():
-                path.unlink(missing_ok=True)
+            for writer in writers.values():
+                writer.discard()
         return counts
+
+    def _tokenized(
+        self, unit: WorkUnit, counts: UnitCounts
+    ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
+        """Yield every document that is to be written, tokenized, with its split."""
+        for batch in _batches(self._documents(unit, counts)):
+            found = self._tokenize([document for _, document in batch])
+            for (split, document), tokenized in zip(batch, found, strict=True):
+                fitted = self._fitted(document, tokenized, counts)
+                if isinstance(fitted, BadRow):
+                    counts.drop(fitted)
+                else:
+                    yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
         """Yield (split, document) for every usable record, as often as its weight says."""
@@ -181,7 +189,7 @@ class UnitWorker:
                 continue
             if isinstance(document, TextDocument) and document.part:
                 # Stays with its beginning, so that no document is in two splits.
-                counts.continued += copies
+                counts.notes["continued"] += copies
             else:
                 split, copies = unit.split, 1
                 if split == TRAIN and is_held_out(document, self.settings):
@@ -191,36 +199,6 @@ class UnitWorker:
                     copies = int(whole) + drawn
             for _ in range(copies):
                 yield split, document
-
-    def _write(
-        self,
-        unit: WorkUnit,
-        batch: Sequence[tuple[str, Document]],
-        writers: Mapping[str, "TokenFileWriter"],
-        counts: UnitCounts,
-    ) -> bool:
-        """Write a batch; False when the unit has the tokens that it may have."""
-        total = sum(split.tokens for split in counts.splits.values())
-        limit = math.inf if unit.max_tokens is None else unit.max_tokens
-        documents = [document for _, document in batch]
-        for (split, document), tokenized in zip(batch, self._tokenize(documents), strict=True):
-            fitted = self._fitted(document, tokenized, counts)
-            if isinstance(fitted, BadRow):
-                counts.drop(fitted)
-                continue
-            length = len(fitted.ids)
-            total += length
-            if total > limit:
-                return False
-            writers[split].append(fitted)
-            counts.without_earlier_thinking += fitted.drops_thinking
-            count = counts.splits[split]
-            count.documents += 1
-            count.tokens += length
-            count.loss_tokens += fitted.loss_tokens
-            count.text_bytes += sum(len(text.encode()) for text in texts_of(document))
-            count.lengths[length] += 1
-        return True
 
     def _fitted(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
@@ -244,7 +222,7 @@ class UnitWorker:
         if not shortened.has_target:
             message = f"{too_long}, and none of its first {limit} is trained on"
             return BadRow("truncated_without_loss", message, document.location)
-        counts.truncated += 1
+        counts.notes["truncated"] += 1
         return shortened
 
 
@@ -293,9 +271,13 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
 
 
 class TokenFileWriter:
-    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone."""
+    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone.
+
+    The file has its name once it is finished.
+    """
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
+        self._path, self._draft = path, partial_name(path)
         types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
         self._schema = pa.schema(
             {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
@@ -303,7 +285,7 @@ class TokenFileWriter:
         )
         self._documents: list[TokenizedDocument] = []
         self._tokens = 0
-        self._file = path.open("wb")
+        self._file = self._draft.open("wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def append(self, document: TokenizedDocument) -> None:
@@ -327,18 +309,26 @@ class TokenFileWriter:
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._documents, self._tokens = [], 0
 
-    def close(self) -> None:
-        """Write what is left and end the file; its content is on disk before it gets its name."""
+    def finish(self) -> None:
+        """Write what is left, see it on disk, and give the file its name."""
         self._flush()
         self._stream.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self._draft.replace(self._path)
+
+    def discard(self) -> None:
+        """Close the file, and remove it unless it is finished."""
+        self._file.close()
+        self._draft.unlink(missing_ok=True)
 
 
-def token_features(id_type: np.dtype, mask_column: str | None) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them; mask_column None: no mask."""
-    types = {"input_ids": id_type.name} | ({mask_column: "int8"} if mask_column else {})
+def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them."""
+    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
+    if mask_column:
+        types[mask_column] = "int8"
     return {
         name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
         for name, dtype in types.items()

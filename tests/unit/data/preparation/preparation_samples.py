@@ -84,13 +84,7 @@ def prepare(**settings) -> Preparation:
     output_dir = str(settings.pop("output_dir"))
     arguments = PreparationArguments(sources=sources, output_dir=output_dir, **settings)
     preparation = Preparation(arguments)
-    if preparation.is_finished:
-        return preparation
-    tokenizer = preparation.provide_tokenizer()
-    if arguments.merge is None:
-        preparation.tokenize(tokenizer)
-    if arguments.shard is None:
-        preparation.assemble(tokenizer)
+    preparation.run()
     return preparation
 
 

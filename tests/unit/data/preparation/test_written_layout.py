@@ -7,6 +7,8 @@ import numpy as np
 import preparation_samples as samples
 import pytest
 
+from utils.data.columns import open_columns
+from utils.data.prepare.pipeline import decoded_example
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("small_units")
@@ -57,10 +59,21 @@ def test_the_description_holds_the_figures_of_the_report(tmp_path, source, token
     assert preparation["tokens"] == content["statistics"]["tokens"] == sum(lengths)
     assert preparation["loss_token_share"] == 1.0
     percentiles = preparation["length_percentiles_tokens"]
-    for name in ("p1", "p50", "p99"):
+    for name in percentiles.keys() - {"max"}:
         share = float(name[1:])
         assert percentiles[name] == np.percentile(lengths, share, method="inverted_cdf")
     assert percentiles["max"] == max(lengths)
     text_bytes = sum(len(text.encode()) for text in samples.sentences(200))
     assert preparation["bytes_per_token"] == pytest.approx(text_bytes / sum(lengths))
     assert content["tokenizer"]["vocabulary_size"] == 320
+
+
+def test_an_example_marks_what_is_trained_on_and_escapes_what_steers_a_terminal(tmp_path):
+    tokenizer = samples.tiny_tokenizer()
+    prompt = tokenizer("say \x1b[31m")["input_ids"]
+    answer = tokenizer("red\n\u202e<|im_end|>")["input_ids"]
+    mask = [0] * len(prompt) + [1] * len(answer)
+    columns = {"input_ids": [prompt + answer], "completion_mask": [mask]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "train")
+    shown = decoded_example(open_columns(tmp_path / "train"), "completion_mask", tokenizer)
+    assert shown == "say \\x1b[31m[[red\n\\u202e<|im_end|>]]"
