@@ -284,7 +284,7 @@ def write_layout(folder: Path, files: list[str], features: dict[str, Any], diges
         **{"citation": "", "description": "", "features": features},
         **{"homepage": "", "license": ""},
     }
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": file} for file in files],
         "_fingerprint": hashlib.sha256(f"{digest} {folder.name}".encode()).hexdigest()[:16],
         "_format_columns": None,

@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.data.description import read_description
@@ -127,8 +128,11 @@ class Workspace:
         """Return the counts of a finished unit; None when it has to be done, or done again."""
         try:
             record = json.loads(self._record(unit).read_text(encoding="utf-8"))
-            counts = record["counts"].items()
-            found = UnitCounts(**{k: v if type(v) is list else Counter(v) for k, v in counts})
+            counts: dict[str, Any] = {
+                name: value if name == "examples" else Counter(value)
+                for name, value in record["counts"].items()
+            }
+            found = UnitCounts(**counts)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
         return found if record["digest"] == self.digest else None
