@@ -187,22 +187,3 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
         assert value not in shown
         for path in files:
             assert value.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.parametrize("precision", [{"bf16": "true"}, {"dtype": "bfloat16"}])
-def test_bfloat16_trains_on_a_cpu_that_is_asked_to(precision, prepared, tmp_path):
-    config = model_config(tmp_path / "model.json")
-    losses = {}
-    for name, settings in (("fp32", {}), ("bf16", {"use_cpu": "true", **precision})):
-        pretrain.main(
-            tiny.flags(
-                train_data=prepared / "text",
-                model_config=config,
-                output_dir=tmp_path / name,
-                max_steps=10,
-                **SMALL | settings,
-            )
-        )
-        losses[name] = tiny.losses(tmp_path / name)
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1)
-    assert losses["bf16"] != losses["fp32"]

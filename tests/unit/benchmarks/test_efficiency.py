@@ -1,13 +1,11 @@
 """What a speed is worth on a device, and what is said where that is not known."""
 
-import json
-
 import pytest
 
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import TrainingCell
 from benchmarks.hardware.device import data_sheet_peak
-from benchmarks.hardware.efficiency import Device, efficiency, known_device
+from benchmarks.hardware.efficiency import Device, efficiency
 from benchmarks.hardware.flops import model_size
 from benchmarks.hardware.roofline import Peaks
 from benchmarks.recording.job import Outcome
@@ -45,12 +43,6 @@ def test_shares_of_the_peaks():
     assert found["step_median_s"] == found["step_p99_s"] == 0.4  # the warm-up is not of them
 
 
-def test_packed_documents_see_no_further_than_themselves():
-    cell = CELLS["qwen3_600m_sft"]
-    found = efficiency(cell, [outcome(cell, 0.4)], H200)
-    assert 600 < found["effective_length"] < 1400
-
-
 def test_nothing_is_made_up_for_an_unknown_device():
     cell = CELLS["llama_1b_pretrain"]
     found = efficiency(cell, [outcome(cell, 0.4)], Device())
@@ -58,13 +50,3 @@ def test_nothing_is_made_up_for_an_unknown_device():
     for name in ("mfu", "causal_mfu", "mfu_of_probed_peak", "roofline_share"):
         assert found[name] is None
     assert data_sheet_peak("NVIDIA A100-SXM4-80GB") is None
-
-
-def test_probes_count_on_their_own_device_alone(tmp_path):
-    probes = tmp_path / "probes.json"
-    peaks = {"matmul": {"flops_per_second": 7e14}, "bandwidth": {"bytes_per_second": 4e12}}
-    probes.write_text(json.dumps({"hardware": {"gpu": "NVIDIA H200"}, "probes": peaks}))
-    facts = {"gpu": "NVIDIA H200", "gpu_facts": {"memory.total": 143771.0}}
-    assert known_device(facts, probes) == H200
-    assert known_device({"gpu": "NVIDIA H100 80GB HBM3"}, probes).probed is None
-    assert known_device(facts, tmp_path / "none.json").probed is None

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
 from benchmarks.cells.toy import toy_shape
-from benchmarks.hardware.flops import effective_length, model_size
+from benchmarks.hardware.flops import model_size
 from benchmarks.hardware.roofline import Peaks, StepWork, seconds_per_token
 
 GIVEN = {
@@ -78,11 +78,6 @@ def test_frozen_weights_count_four():
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert size.trained == size.adapters == trained
     assert counted(model, length) == pytest.approx(length * size.flops(length), rel=2e-4)
-
-
-def test_what_a_token_sees_follows_from_documents_not_from_rows():
-    assert effective_length([4096]) == 4096
-    assert effective_length([100, 300]) == (100**2 + 300**2) / 400
 
 
 def test_the_roofline_is_the_one_computed_manually():
