@@ -34,8 +34,7 @@ class RunArguments:
         help="sequences per optimizer step over all ranks; gradient accumulation follows"
     )
     dry_run: bool = setting(
-        False,
-        "check the settings and the data, print arithmetic and memory estimate, and stop",
+        False, "check the settings and the data, print arithmetic and memory estimate, and stop"
     )
     hang_timeout_s: float = setting(
         600,
@@ -43,20 +42,17 @@ class RunArguments:
         "times that while saving and in the first step; 0: never",
     )
     save_minutes: float | None = setting(
-        30,
-        "write a checkpoint also when the last one is that many minutes old; null or 0: never",
+        30, "write a checkpoint also when the last one is that many minutes old; null or 0: never"
     )
     save_best: bool = setting(
         False,
         "write a checkpoint also whenever an evaluation gives a new best of metric_for_best_model",
     )
     accept_changes: list[str] = setting(
-        [],
-        "changed settings with which this run resumes although they make it another run",
+        [], "changed settings with which this run resumes although they make it another run"
     )
     async_save: bool = setting(
-        False,
-        "write checkpoints in the background: training waits for a copy in /dev/shm alone",
+        False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
     )
     optim_states: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
@@ -80,31 +76,18 @@ class DataArguments:
     )
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
-        [],
-        "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity",
+        [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
     )
     packing: Literal["best_fit", "concat", "none"] = setting(
         "best_fit",
         "best_fit keeps documents whole, concat puts them end to end, none: a sequence for each",
     )
     on_overlong: Literal["error", "truncate", "drop"] = setting(
-        "error",
-        "fine-tuning: what to do with a document longer than sequence_length",
+        "error", "fine-tuning: what to do with a document longer than sequence_length"
     )
     tokenizer_name_or_path: str | None = setting(
-        None,
-        "tokenizer directory; null: the one beside the training data, else the model's own",
+        None, "tokenizer directory; null: the one beside the training data, else the model's own"
     )
-
-    @property
-    def train_sources(self) -> "tuple[TrainSource, ...]":
-        """The training datasets with their weights."""
-        return train_sources(self.train_data)
-
-    @property
-    def eval_splits(self) -> dict[str, str]:
-        """The directory of each evaluation split, by name."""
-        return eval_splits(self.eval_data)
 
 
 @dataclass
@@ -127,8 +110,7 @@ class ModelArguments(ModelConfig):
         "an earlier stage whose weights to start from: directory of a run, checkpoint or model",
     )
     init_optimizer: bool = setting(
-        False,
-        "take over Adam's state from init_from, a checkpoint, under a new schedule",
+        False, "take over Adam's state from init_from, a checkpoint, under a new schedule"
     )
     dtype: str | None = setting(
         None,
@@ -244,14 +226,15 @@ def train_sources(entries: Sequence[str]) -> tuple[TrainSource, ...]:
 
     Raises ValueError on an entry that is neither, a directory given twice, and weights for some.
     """
-    sources = tuple(map(_train_source, entries))
-    directories = [source.directory for source in sources]
-    if twice := [each for each in dict.fromkeys(directories) if directories.count(each) > 1]:
-        raise ValueError(f"train_data names {twice[0]} twice: give it a weight instead")
-    bare = [source.directory for source in sources if source.weight is None]
+    sources: dict[str, TrainSource] = {}
+    for source in map(_train_source, entries):
+        if source.directory in sources:
+            raise ValueError(f"train_data names {source.directory} twice: give it a weight instead")
+        sources[source.directory] = source
+    bare = [source.directory for source in sources.values() if source.weight is None]
     if 0 < len(bare) < len(sources):
         raise ValueError(f"train_data gives no weight to {', '.join(bare)}: weight all or none")
-    return sources
+    return tuple(sources.values())
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
@@ -301,14 +284,13 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
         return global_batch_size // at_once
     below = max(global_batch_size, 0) // at_once * at_once
-    nearest = [size for size in (below, below + at_once) if size > 0]
-    advice = f"use global_batch_size {' or '.join(map(str, nearest))}"
+    nearest = [str(size) for size in (below, below + at_once) if size > 0]
+    advice = f"use global_batch_size {' or '.join(nearest)}"
     if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
         advice += f", or per_device_train_batch_size {smaller}"
-    ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
     raise ConfigurationError(
-        f"global_batch_size {global_batch_size} does not divide over {ranks} of "
-        f"{micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
+        f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
+        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
     )
 
 
@@ -318,13 +300,17 @@ def batch_arithmetic(
     """Write out how many tokens one optimizer step sees."""
     tokens = micro_batch_size * sequence_length * world_size * accumulation
     return (
-        f"{micro_batch_size} sequences x {sequence_length:,} tokens x {world_size} "
-        f"{'rank' if world_size == 1 else 'ranks'} x {accumulation} accumulation "
-        f"= {tokens:,} tokens/step"
+        f"{micro_batch_size} sequences x {sequence_length:,} tokens x {counted_ranks(world_size)} "
+        f"x {accumulation} accumulation = {tokens:,} tokens/step"
     )
 
 
+def counted_ranks(number: int) -> str:
+    """Return "1 rank" or "8 ranks"."""
+    return f"{number} {'rank' if number == 1 else 'ranks'}"
+
+
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch below the one asked for that divides; 0 if there is none."""
+    """Return the largest micro-batch up to the one asked for that divides; 0 if there is none."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

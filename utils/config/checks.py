@@ -30,7 +30,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
     for name in values["accept_changes"]:
         if name not in values:
             source = values.source("accept_changes")
-            yield f"accept_changes ({source}): {unknown_name(name, name, values)}"
+            yield f"accept_changes ({source}): {unknown_name(name, values)}"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
@@ -61,9 +61,8 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         return
     if values["save_strategy"] == "best":
         yield (
-            f"{values.shown('save_strategy')} saves nothing while the model does not improve, and "
-            "nothing at the end: a crash loses all steps since. Give save_best: true beside "
-            "save_steps"
+            f"{values.shown('save_strategy')} saves nothing at the end, nor while the model does "
+            "not improve: give save_best: true beside save_steps"
         )
     if not splits:
         return
@@ -141,15 +140,13 @@ def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-# Modules that may be missing, by a part of the name of what needs them.
-REPORTERS = {
-    name: name for name in ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-}
+# What needs a package of another name, by a part of its own.
 OPTIMIZERS = {
     "torch_4bit": "torchao", "torch_8bit": "torchao", "galore": "galore_torch",
     "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
     "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
 }  # fmt: skip
+REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
@@ -160,21 +157,18 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
     for reporter in [reporters] if isinstance(reporters, str) else reporters:
         if reporter not in {*INTEGRATION_TO_CALLBACK, "none", "all"}:
             yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
-        if module := _missing_module(REPORTERS, reporter):
+        if reporter in REPORTERS and not is_installed(reporter):
             yield (
-                f"report_to {reporter} needs {module}, which is not installed: leave it out "
+                f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
                 "(metrics.jsonl in the run's directory has every figure)"
             )
-    if module := _missing_module(OPTIMIZERS, values["optim"]):
+    optimizer = values["optim"]
+    module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
+    if module and not is_installed(module):
         yield (
-            f"optim {values['optim']} needs {module}, which is not installed: use adamw_torch "
-            "(with optim_states: int8 its two moments take 2 bytes a parameter)"
+            f"optim {optimizer} needs {module}, which is not installed: use adamw_torch (with "
+            "optim_states: int8 its two moments take 2 bytes a parameter)"
         )
-
-
-def _missing_module(modules: Mapping[str, str], name: str) -> str | None:
-    module = next((module for part, module in modules.items() if part in name), None)
-    return module if module and not is_installed(module) else None
 
 
 def is_installed(module: str) -> bool:

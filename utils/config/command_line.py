@@ -1,10 +1,9 @@
 """Reads recipes and flags into setting values, all faults at once; prints `--help`."""
 
 import itertools
-import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,8 @@ from utils.config.declarations import (
     Given,
     SettingValues,
     UnusableSettingError,
-    WrongValueError,
     checked_value,
     declared_settings,
-    refused_settings,
     shown,
 )
 from utils.config.errors import ConfigurationError
@@ -39,7 +36,6 @@ Settlement = Callable[[SettingValues], None]
 def read_settings(
     argument_classes: Sequence[type],
     argv: Sequence[str] | None = None,
-    *,
     settle: Sequence[Settlement] = (),
     checks: Sequence[Check] = (),
     prog: str = "",
@@ -48,37 +44,37 @@ def read_settings(
     """Read the settings that the dataclasses declare from flags, recipes and defaults.
 
     Flags win over recipes (`--config A.yaml B.yaml`, which is no field of a class), later recipes
-    over earlier ones, all of them over the defaults. `argv` is the command line without the
-    program's name (None: this process's). `settle` puts what a stronger source makes moot back to
-    its default and derives what nobody gave. Then each check gets all values and yields one line
-    for each contradiction; one that reads a missing or faulty setting is left out.
+    over earlier ones, all of them over the defaults. `argv` is without the program's name (None:
+    this process's). `settle` leaves out what is moot and derives what nobody gave. Then each check
+    yields a line for each contradiction; one that reads a missing or faulty setting ends there.
 
-    Raises ConfigurationError with every fault of recipes, flags and checks. `--help` prints and
-    leaves the process with 0, as argparse does.
+    Raises ConfigurationError with every fault. `--help` prints and leaves the process with 0.
     """
     declared = declared_settings(argument_classes)
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(help_text(declared, prog, description or ""))
         raise SystemExit(0)
-    flags, problems = read_flags(argv, declared)
-    recipes, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
+    flags, problems = read_flags(argv)
+    entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
     complete = not problems  # or a file or word is missing that may have said more
-    entries = recipes | {
-        name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()
-    }
-    values, faults = _checked(declared, refused_settings(argument_classes), entries)
-    problems += faults
+    entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
+    refused: dict[str, str] = {}
+    for owner in argument_classes:
+        refused |= getattr(owner, "refused_settings", {})
+    values = SettingValues(declared, {})
+    for name, entry in entries.items():
+        try:
+            values.given[name] = _checked(name, entry, declared, refused)
+        except ValueError as error:
+            problems.append(str(error))
+            values.unusable.add(name)
     for settlement in settle:
         with suppress(UnusableSettingError):  # a fault above says why
             settlement(values)
     if complete:
-        for name, declaration in declared.items():
-            if declaration.required and name not in {*values.given, *values.unusable}:
-                problems.append(f"{name} is required: {declaration.help}")
-                values.unusable.add(name)
-        for check in checks:
+        for check in (check_required, *checks):
             with suppress(UnusableSettingError):  # a fault above says why
                 problems.extend(check(values))
     if problems:
@@ -86,63 +82,53 @@ def read_settings(
     return values
 
 
+def check_required(values: SettingValues) -> Iterator[str]:
+    """Refuse what nobody gave; no other check reads it then."""
+    for name, declaration in values.declared.items():
+        if declaration.required and name not in {*values.given, *values.unusable}:
+            values.unusable.add(name)
+            yield f"{name} is required: {declaration.help}"
+
+
 def _checked(
-    declared: Mapping[str, Declaration], refused: Mapping[str, str], entries: Mapping[str, Given]
-) -> tuple[SettingValues, list[str]]:
-    """Return the entries that are settings with a value of their type, and a line for each other.
-
-    A setting that such a line names is unusable unless it is given: an unknown or refused name may
-    have stood for it, so nothing is to be concluded from its absence.
-    """
-    given: dict[str, Given] = {}
-    problems = []
-    faulty = set()
-    for name, entry in entries.items():
-        is_flag = entry.rank == FLAGS_RANK
-        written, where = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
-        if name in refused and name not in declared:
-            problems.append(f"{where}{written} cannot be set here: {refused[name]}")
-        elif name == CONFIG_FLAG:
-            problems.append(f"{where}a recipe names others with {EXTENDS}")
-        elif name not in declared:
-            problems.append(where + unknown_name(written, name, [*declared, CONFIG_FLAG]))
-        else:
-            try:
-                value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-                given[name] = replace(entry, value=checked_value(declared[name], value))
-            except WrongValueError as error:
-                problems.append(f"{where}{written}: {error}")
-                faulty.add(name)
-    named = set(re.findall(r"\w+", " ".join(problems))) & declared.keys()
-    return SettingValues(declared, given, faulty | (named - given.keys())), problems
+    name: str, entry: Given, declared: Mapping[str, Declaration], refused: Mapping[str, str]
+) -> Given:
+    """Return what was given with a value of the setting's type; raise ValueError with the fault."""
+    is_flag = entry.rank == FLAGS_RANK
+    written, place = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
+    if name in declared:
+        try:
+            value = value_of_words(declared[name], entry.value) if is_flag else entry.value
+            return replace(entry, value=checked_value(declared[name], value))
+        except ValueError as error:
+            raise ValueError(f"{place}{written}: {error}") from error
+    if name in refused:
+        raise ValueError(f"{place}{written} cannot be set here: {refused[name]}")
+    if name == CONFIG_FLAG:
+        raise ValueError(f"{place}a recipe names others with {EXTENDS}")
+    raise ValueError(place + unknown_name(written, [*declared, CONFIG_FLAG]))
 
 
-def read_flags(
-    argv: Sequence[str], declared: Mapping[str, Declaration]
-) -> tuple[dict[str, list[str]], list[str]]:
+def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the words after each flag by the setting's name, and the faults of the line.
 
-    `--name=value`, `--other-spelling` and `--no_switch` (its word is false) are understood.
+    `--name=value` and `--other-spelling` are understood.
     """
     flags: dict[str, list[str]] = {}
     problems = []
     words: list[str] | None = None
     for word in argv:
-        if not word.startswith("--"):
-            if words is None:
-                way = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--NAME VALUE"
-                problems.append(f"unexpected argument {word!r}: give it as {way}")
-            else:
-                words.append(word)
-            continue
-        option, equals, attached = word.removeprefix("--").partition("=")
-        name, words = option.replace("-", "_"), [attached] if equals else []
-        switch = declared.get(name.removeprefix("no_"))
-        if name not in declared and switch is not None and bool in switch.types and not equals:
-            name, words = switch.name, ["false"]
-        if name in flags:
-            problems.append(f"--{name} is given twice")
-        flags[name] = words
+        if word.startswith("--"):
+            option, equals, attached = word.removeprefix("--").partition("=")
+            name, words = option.replace("-", "_"), [attached] if equals else []
+            if name in flags:
+                problems.append(f"--{name} is given twice")
+            flags[name] = words
+        elif words is not None:
+            words.append(word)
+        else:
+            way = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--NAME VALUE"
+            problems.append(f"unexpected argument {word!r}: give it as {way}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")
     return flags, problems
@@ -151,23 +137,19 @@ def read_flags(
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
     """Return what a flag's words stand for, to be checked as a value of a recipe is.
 
-    Raises WrongValueError where the number of words is wrong.
+    Raises ValueError where the number of words is wrong.
     """
-    is_list = list in declaration.origins
-    empty = ("null", "none", "None") if declaration.default == [] else ("null",)
-    if len(words) == 1 and words[0] in empty:
-        return None
+    if not words and bool in declaration.types:
+        return True
     if not words:
-        if bool in declaration.types:
-            return True
-        raise WrongValueError(f"expected {_placeholder(declaration)}")
-    if len(words) > 1 and not is_list:
-        raise WrongValueError(f"unexpected argument {words[1]!r} after its value")
-    values = [_value_of_word(declaration, word) for word in words]
-    return values if len(values) > 1 else values[0]
-
-
-def _value_of_word(declaration: Declaration, word: str) -> Any:
+        raise ValueError(f"expected {_placeholder(declaration)}")
+    if len(words) > 1 and list not in declaration.origins:
+        raise ValueError(f"unexpected argument {words[1]!r} after its value")
+    if len(words) > 1:
+        return list(words)
+    word = words[0]
+    if word in (("null", "none", "None") if declaration.default == [] else ("null",)):
+        return None
     if bool in declaration.types and word.lower() in _TRUTHS:
         return _TRUTHS[word.lower()]
     for number in (int, float):

@@ -13,21 +13,12 @@ from utils.config.errors import ConfigurationError
 
 # Defaults that mean "nothing": null says the same.
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a mapping",
-    list: "a list",
-    NoneType: "null",
-}
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a string",
+    dict: "a mapping", list: "a list", NoneType: "null",
+}  # fmt: skip
 FLAGS_RANK = 10**6  # above any number of recipe files
 Arguments = TypeVar("Arguments")
-
-
-class WrongValueError(ValueError):
-    """A value that its setting cannot take; the text says what was expected and what came."""
 
 
 class UnusableSettingError(LookupError):
@@ -38,7 +29,7 @@ class UnusableSettingError(LookupError):
 class Declaration:
     """One setting: a field of one argument class, with its type hint resolved.
 
-    types: `int | None` as its members. default: None where the setting is required.
+    types: the members of `int | None`.
     """
 
     name: str
@@ -55,11 +46,9 @@ class Declaration:
     @property
     def default(self) -> Any:
         """The declared default (a fresh one where it is mutable); None where it is required."""
-        if self.required:
-            return None
         if self.field.default_factory is not dataclasses.MISSING:
             return self.field.default_factory()
-        default = self.field.default
+        default = None if self.required else self.field.default
         return default.value if isinstance(default, Enum) else default
 
     @property
@@ -97,100 +86,64 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting the user may give, by name, in the order of the classes' fields."""
+    """Return every setting the user may give, by name, in the order of the classes' fields.
+
+    An argument class lists in its class variable `refused_settings` the inherited ones that keep
+    their defaults, each with the reason.
+    """
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
-        refused = refused_settings([owner])
+        refused = getattr(owner, "refused_settings", {})
         hints = get_type_hints(owner)
         for each in dataclasses.fields(owner):
             if each.init and each.name not in refused:
-                assert each.name not in declared, f"two argument classes declare {each.name}"
-                types = union_members(hints[each.name])
+                types = _members(hints[each.name])
                 declared[each.name] = Declaration(each.name, owner, types, each)
     return declared
 
 
-def refused_settings(argument_classes: Iterable[type]) -> dict[str, str]:
-    """Return the inherited settings that the user may not give, each with the reason.
-
-    An argument class lists them in its class variable `refused_settings`; they keep their defaults.
-    """
-    refused: dict[str, str] = {}
-    for owner in argument_classes:
-        refused |= getattr(owner, "refused_settings", {})
-    return refused
-
-
-def union_members(hint: Any) -> tuple[Any, ...]:
+def _members(hint: Any) -> tuple[Any, ...]:
     """`X | Y` and `Optional[X]` as their members; anything else as itself alone."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def checked_value(declaration: Declaration, value: Any) -> Any:
-    """Return the value as the type of the setting, raise WrongValueError where it is none.
+    """Return the value as the type of the setting; raise ValueError with what was expected.
 
     Nothing is converted that could hide a mistake: an integer may stand for a number and one
     value for a list of one, but 4.0 is no integer, 1 is not true, and "3" is no number. Null
     empties what has a default of nothing: an empty list, 0, false, -1 of max_steps.
     """
-    if value is None and NoneType in declaration.types:
-        return None
+    choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
-        if declaration.default in NOTHING:
-            return declaration.default
-        raise WrongValueError(f"it cannot be null; leave it out for {declaration.default}")
-    choices = declaration.choices
+        if NoneType in origins or declaration.default in NOTHING:
+            return None if NoneType in origins else declaration.default
+        raise ValueError(f"it cannot be null; leave it out for {declaration.default}")
     if choices is not None:
-        if _is_among(value, choices):
+        if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        allowed = ", ".join(map(shown, choices))
-        raise WrongValueError(f"expected one of {allowed}; got {json.dumps(value, default=str)}")
-    # transformers writes `dict | str`, the string being JSON or a file: JSON alone is taken.
-    types = [
-        each for each in declaration.types if each is not str or dict not in declaration.origins
-    ]
-    for hint in types:
-        for candidate in _readings(value, hint):
-            if _fits(candidate, hint):
-                return candidate
-    names = " or ".join(dict.fromkeys(map(_type_name, types)))
-    raise WrongValueError(f"expected {names}, got {json.dumps(value, default=str)}")
-
-
-def _readings(value: Any, hint: Any) -> list[Any]:
-    """Return what a value may stand for where this type is expected."""
-    origin = get_origin(hint) or hint
-    if origin is float and type(value) is int:
-        return [float(value)]
-    if origin is list:
-        return [value, [value]]
-    if origin is dict and isinstance(value, str):
-        with suppress(json.JSONDecodeError):
-            return [json.loads(value)]
-    return [value]
+        raise ValueError(f"expected one of {', '.join(map(shown, choices))}; got {got}")
+    types = declaration.types
+    if dict in origins:  # transformers' `dict | str` also takes the name of a file: JSON alone is
+        types = tuple(each for each in types if each is not str)
+        if isinstance(value, str):
+            with suppress(json.JSONDecodeError):
+                value = json.loads(value)
+    elif type(value) is int and float in origins:
+        value = float(value)
+    elif list in origins and str not in origins and not isinstance(value, list):
+        value = [value]
+    if any(_fits(value, hint) for hint in types):
+        return value
+    names = dict.fromkeys(_TYPE_NAMES.get(get_origin(hint) or hint, str(hint)) for hint in types)
+    raise ValueError(f"expected {' or '.join(names)}, got {got}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint) or hint
-    if origin is Literal:
-        return _is_among(value, get_args(hint))
-    if origin is list:
-        elements = union_members(*(get_args(hint) or (str,)))
-        return isinstance(value, list) and all(
-            any(_fits(item, element) for element in elements) for item in value
-        )
-    return isinstance(value, origin) and isinstance(value, bool) == (origin is bool)
-
-
-def _is_among(value: Any, choices: Iterable[Any]) -> bool:
-    """Whether it is one of them; 1 and true are equal, and neither stands for the other."""
-    return any(type(value) is type(choice) and value == choice for choice in choices)
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return " or ".join(map(shown, get_args(hint)))
-    return _TYPE_NAMES.get(get_origin(hint) or hint, str(hint))
+    if isinstance(value, list) and get_origin(hint) is list:
+        elements = _members(*get_args(hint))
+        return all(any(_fits(item, element) for element in elements) for item in value)
+    return type(value) is (get_origin(hint) or hint)  # true is no integer
 
 
 def shown(value: Any) -> str:
@@ -213,6 +166,9 @@ class Given:
     value: Any
     source: str
     rank: int = 0
+
+
+DEFAULT = Given(None, "default")
 
 
 @dataclass(eq=False)
@@ -241,11 +197,11 @@ class SettingValues(Mapping[str, Any]):
 
     def source(self, name: str) -> str:
         """Return where a value came from: file and line, flag, why it was derived, "default"."""
-        return self.given[name].source if name in self.given else "default"
+        return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
         """Return the rank of the source of a setting: 0 where nobody gave it."""
-        return self.given[name].rank if name in self.given else 0
+        return self.given.get(name, DEFAULT).rank
 
     def derive(self, name: str, value: Any, why: str) -> None:
         """Set what follows from other settings, with a line to log."""

@@ -12,16 +12,13 @@ from utils.config.declarations import Given
 
 EXTENDS = "extends"
 
-# What an unquoted scalar may be besides a string, and the characters it may begin with.
+# What an unquoted scalar may be besides a string.
 _SCALARS = {
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    "float": (
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
-        r"|[0-9][0-9_]*[eE][-+]?[0-9]+)|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "null": r"~|null|Null|NULL|",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+)|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
 
 
@@ -39,16 +36,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse keys that are given twice (PyYAML would keep the last) or are no strings."""
-        names = set()
+        names: set[str] = set()
         for key, _ in node.value:
-            if not key.tag.endswith(":str"):
-                raise yaml.MarkedYAMLError(
-                    problem="a key has to be a plain name", problem_mark=key.start_mark
-                )
-            if key.value in names:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
-                )
+            is_name, is_new = key.tag.endswith(":str"), key.value not in names
+            if not is_name or not is_new:
+                problem = f"{key.value} is given twice" if is_name else "a key has to be a name"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -57,10 +50,11 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would take for something else."""
 
 
-for _kind, (_pattern, _first) in _SCALARS.items():
-    for _reader in (_Loader, _Dumper):
-        _reader.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), _first
+for _kind, _pattern in _SCALARS.items():
+    for _side in (_Loader, _Dumper):
+        # None: whatever the first character is.
+        _side.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None
         )
 
 
@@ -103,9 +97,8 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))
     for rank, (path, settings) in enumerate(files, 1):
-        values |= {
-            name: Given(value, f"{path}:{line}", rank) for name, (value, line) in settings.items()
-        }
+        for name, (value, line) in settings.items():
+            values[name] = Given(value, f"{path}:{line}", rank)
     return values, problems
 
 
@@ -113,10 +106,9 @@ def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
     """Yield what a recipe extends, depth first, then its own settings, each with its line."""
-    if path in parents:
-        problems.append(f"{path}: recipes extend each other in a circle")
-        return
     try:
+        if path in parents:
+            raise YamlError(f"{path}: recipes extend each other in a circle")
         settings = load_file(path)
     except YamlError as error:
         problems.append(str(error))

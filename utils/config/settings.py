@@ -14,6 +14,7 @@ from utils.config.arguments import (
     ModelArguments,
     PretrainConfig,
     RunArguments,
+    counted_ranks,
     eval_splits,
     fitting_micro_batch,
 )
@@ -55,35 +56,20 @@ def _parse(
     prog: str,
     description: str,
 ) -> RunSettings:
-    values = read_settings(
-        (RunArguments, DataArguments, ModelArguments, training_class),
-        argv,
-        settle=(
-            rename_checkpointing,
-            choose_length,
-            leave_out_overruled,
-            derive_batch_sizes,
-            derive_evaluation,
-            derive_best_metric,
-            settle_precision,
-        ),
-        checks=(check_effects, *checks),
-        prog=prog,
-        description=description,
+    settle = (
+        *(rename_checkpointing, choose_length, leave_out_overruled, derive_batch_sizes),
+        *(derive_evaluation, derive_best_metric, settle_precision),
     )
+    classes = (RunArguments, DataArguments, ModelArguments, training_class)
+    values = read_settings(classes, argv, settle, (check_effects, *checks), prog, description)
     # So a recipe for bf16 on GPUs is checked on a login node.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
     instead = {"use_cpu": True, "tf32": None} if without_gpu else {}
     with without_launch(is_dry_run=values["dry_run"]):
         training = values.build(training_class, **instead)
-    return RunSettings(
-        values.build(RunArguments),
-        values.build(DataArguments),
-        values.build(ModelArguments),
-        training,
-        values,
-        dict(values),
-    )
+    run, data = values.build(RunArguments), values.build(DataArguments)
+    model = values.build(ModelArguments)
+    return RunSettings(run, data, model, training, values, dict(values))
 
 
 BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
@@ -220,23 +206,22 @@ def _leave_out(values: SettingValues, name: str, cause: str) -> None:
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
 
-    A micro-batch only says how much is computed at once, so a smaller one trains the same. One
-    that was given stays, unless what does not go with it comes from a stronger source: a flag, or
-    the number of ranks of this launch.
+    A smaller micro-batch trains the same. One that was given stays, unless what does not go with it
+    comes from a stronger source: a flag, or the number of ranks of this launch.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     micro_rank = values.rank("per_device_train_batch_size")
-    shown = values.shown("per_device_train_batch_size")
-    if total is None and micro_rank > 0 and micro > 0:
-        why = f"{shown} x {ranks} {'rank' if ranks == 1 else 'ranks'}"
-        values.derive("global_batch_size", micro * ranks, why)
-        return
-    if total is None or micro < 1 or total < 1 or total % (micro * ranks) == 0:
+    if micro < 1:
+        return  # check_ranges says so
+    if total is None:
+        if micro_rank > 0:
+            why = f"{values.shown('per_device_train_batch_size')} x {counted_ranks(ranks)}"
+            values.derive("global_batch_size", micro * ranks, why)
         return
     smaller = fitting_micro_batch(total, micro, ranks)
     may_change = micro_rank < values.rank("global_batch_size") or total % micro == 0
-    if smaller and may_change:
+    if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
 

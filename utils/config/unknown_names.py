@@ -11,8 +11,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
-# The reason completes "... cannot be set here:". These fields of the libraries' classes are no
-# flags and keep their defaults; a test fails when a library drops one.
+# The reason completes "... cannot be set here:"; these fields of the libraries keep their defaults.
 REFUSED_TRAINING_SETTINGS = _by_name({
     "accelerate launch --config_file FILE sets the strategy": ""
     "deepspeed fsdp fsdp_config parallelism_config",
@@ -27,20 +26,16 @@ REFUSED_TRAINING_SETTINGS = _by_name({
     "include_for_metrics prediction_loss_only",
     "packed sequences hold labels and what the model needs, and have one length": ""
     "label_names length_column_name remove_unused_columns train_sampling_strategy",
-    "pretrain.py and sft_train.py always train, and evaluate when eval_strategy says so": ""
-    "do_eval do_predict do_train",
-    "a run resumes by itself from the last checkpoint in its output_dir, with the next sample": ""
-    "ignore_data_skip resume_from_checkpoint",
+    "the script always trains, and evaluates as eval_strategy says": "do_eval do_predict do_train",
+    "a run resumes by itself from its last checkpoint": "ignore_data_skip resume_from_checkpoint",
     "it follows from global_batch_size, which is per_device_train_batch_size x gradient "
     "accumulation x ranks: give that": "auto_find_batch_size gradient_accumulation_steps",
     "the loader divides full global batches over the ranks, in an order that follows from seed": ""
     "accelerator_config data_seed dataloader_drop_last dataloader_in_order "
     "dataloader_multiprocessing_context",
-    "otherwise the loss would depend on the number of ranks": "average_tokens_across_devices",
-    "its ranks do not agree on the step to save; checkpoints come from save_steps": ""
-    "enable_jit_checkpoint",
-    "tokens and memory are logged anyway, at no cost": ""
-    "include_num_input_tokens_seen skip_memory_metrics",
+    "the loss would depend on the number of ranks": "average_tokens_across_devices",
+    "checkpoints come from save_steps and from the stop signal": "enable_jit_checkpoint",
+    "tokens and memory are logged anyway": "include_num_input_tokens_seen skip_memory_metrics",
     "the loss is the negative log-likelihood of the next token": "label_smoothing_factor",
     "Liger's kernels are not tested with packed sequences": "liger_kernel_config use_liger_kernel",
     "the launcher gives the rank through the environment": "local_rank",
@@ -98,12 +93,11 @@ OTHER_NAMES = _by_name({
     "logging_steps": "log_interval log_every_n_steps",
     "output_dir": "out_dir output_path save_dir",
     _TOKENIZED: "dataset dataset_config dataset_name datasets max_samples train_file",
-    "prepare_data.py --validation_fraction holds documents out, eval_data names them": ""
-    "val_set_size val_size",
+    "prepare_data.py --validation_fraction holds documents out": "val_set_size val_size",
     "prepare_data.py marks what is trained on and applies its --chat_template": ""
     "chat_template template train_on_inputs",
-    "gradient accumulation follows from global_batch_size": "gradient_accumulation",
-    "global_batch_size (over all ranks) or per_device_train_batch_size": "train_batch_size",
+    "global_batch_size, from which accumulation follows, or per_device_train_batch_size": ""
+    "gradient_accumulation train_batch_size",
     "warmup_steps (below 1 it is a share of all steps)": "warmup_ratio",
     "--use_peft true for LoRA": "adapter finetuning_type",
     "attn_implementation: flash_attention_2": "flash_attention flash_attn",
@@ -115,10 +109,13 @@ OTHER_NAMES = _by_name({
 })  # fmt: skip
 
 
-def unknown_name(shown: str, name: str, known: Iterable[str]) -> str:
-    """Say that a setting is unknown, and what was meant: another toolkit's name, a typing error."""
-    known = list(known)
-    dashes = "--" if shown.startswith("--") else ""
+def unknown_name(written: str, known: Iterable[str]) -> str:
+    """Say that a setting is unknown, and what was meant: another toolkit's name, a typing error.
+
+    `written` is "--lr" on a command line and "lr" in a recipe.
+    """
+    known, name = list(known), written.removeprefix("--")
+    dashes = written.removesuffix(name)
     advice = OTHER_NAMES.get(name)
     if advice == _TOKENIZED and "sources" in known:  # prepare_data.py's own setting
         advice = "sources"
@@ -127,4 +124,4 @@ def unknown_name(shown: str, name: str, known: Iterable[str]) -> str:
     elif advice is None or advice.isidentifier():
         nearest = get_close_matches(name, known, n=1, cutoff=0.8)
         advice = f"did you mean {dashes}{nearest[0]}?" if nearest else "--help lists all settings"
-    return f"unknown setting {shown}: {advice}"
+    return f"unknown setting {written}: {advice}"

@@ -8,7 +8,7 @@ from functools import partial
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from utils.config.arguments import DataArguments
+from utils.config.arguments import DataArguments, eval_splits, train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
@@ -57,7 +57,7 @@ def tokenizer_directory(settings: RunSettings) -> str:
     """
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
-    source = settings.data.train_sources[0].directory
+    source = train_sources(settings.data.train_data)[0].directory
     directory = _first_rank_first(partial(open_token_dataset, source)).tokenizer_path
     if directory is not None and directory.is_dir():
         return str(directory)
@@ -87,8 +87,9 @@ def load_run_data(
     splits at once.
     """
     data = settings.data
-    named = [("train", source.directory) for source in data.train_sources]
-    named += list(data.eval_splits.items())
+    sources = train_sources(data.train_data)
+    named = [("train", source.directory) for source in sources]
+    named += list(eval_splits(data.eval_data).items())
     vocabulary = config.get_text_config().vocab_size
     sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
     opened: list[TokenDataset] = []
@@ -109,7 +110,7 @@ def load_run_data(
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         logger.info("%s: %s", name, packing_line(dataset, plan))
     padding = _padding(tokenizer, vocabulary)
-    first = len(data.train_sources)
+    first = len(sources)
     train = PackedDataset(opened[:first], plans[:first], pad_token_id=padding)
     evaluation = {
         name: PackedDataset([dataset], [plan], pad_token_id=padding)
@@ -117,7 +118,7 @@ def load_run_data(
             named[first:], opened[first:], plans[first:], strict=True
         )
     }
-    weights = [source.weight for source in data.train_sources if source.weight is not None]
+    weights = [source.weight for source in sources if source.weight is not None]
     new = new_token_ids(settings, tokenizer)
     return RunData(train, evaluation, weights or None, sha256, new)
 

@@ -16,7 +16,6 @@ PLATEAU = {**EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau"}
 CONTRADICTIONS = [
     ({"output_dir": None}, "output_dir is required: the directory of this run"),
     ({"model_config": None}, "no model: give model_name_or_path .* or model_config"),
-    ({"model_name_or_path": "m"}, "model_config model.yaml .* no effect: model_name_or_path m"),
     ({"lora_r": "4"}, r"lora_r 4 \(--lora_r\) has no effect: use_peft false \(default\)"),
     ({"use_peft": "true"}, "use_peft adapts existing weights: it does not go with model_config"),
     ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
@@ -28,18 +27,14 @@ CONTRADICTIONS = [
     ({"bf16": "true", "use_cpu": None},
      "You need to assign use_cpu if you want to train the model on CPU"),
     ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* has no effect: optim sgd"),
-    ({"stochastic_rounding": "true"}, "stochastic_rounding true .* has no effect: dtype null"),
     ({"train_data": ["a=x"]}, "train_data 'a=x': expected DIR or DIR=weight"),
-    ({"train_data": ["a=2", "b"]}, "gives no weight to b"),
     ({"eval_data": ["a.b=x"]}, "eval_data 'a.b=x': expected NAME=DIR"),
-    ({"eval_steps": "5"}, r"eval_steps 5 \(--eval_steps\) has no effect: eval_data null"),
     ({**EVALUATED, "eval_steps": None, "save_strategy": "epoch"}, "eval_strategy .* needs eval_st"),
     ({**EVALUATED, "load_best_model_at_end": "true", "save_steps": "10"},
      f"load_best_model_at_end true .* needs metric_for_best_model: {METRICS}"),
-    ({**EVALUATED, "save_best": "true"}, f"save_best .* needs metric_for_best_model: {METRICS}"),
     (PLATEAU, "lr_scheduler_type reduce_lr_on_plateau .* needs metric_for_best_model"),
     ({**EVALUATED, "save_strategy": "best", "metric_for_best_model": "a_loss"},
-     "save_strategy best .* nothing at the end: .* Give save_best: true beside save_steps"),
+     "save_strategy best .* nothing at the end, .* give save_best: true beside save_steps"),
     ({**EVALUATED, "metric_for_best_model": "loss"},
      f"metric_for_best_model loss .*: no such metric is logged; give {METRICS}"),
     ({**EVALUATED, "metric_for_best_model": "eval_a_perplexity", "greater_is_better": "true"},
@@ -53,10 +48,8 @@ CONTRADICTIONS = [
     ({"lr_scheduler_kwargs": '{"min_lr": 1}'}, "linear does not take .*keyword argument 'min_lr'"),
     ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"min_lr": 1}'}, "it takes none"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
-    ({"lr_scheduler_type": "warmup_stable_decay"}, "missing 1 required .*: 'num_decay_steps'"),
     ({"gradient_checkpointing": "false", "gradient_checkpointing_kwargs": '{"a": 1}'},
      "activation_checkpointing_kwargs .* has no effect: activation_checkpointing false"),
-    ({"activation_checkpointing": "some"}, "expected one of none, selective, full, auto, true"),
     ({"accept_changes": ["seed", "sed"]},
      r"accept_changes \(--accept_changes\): unknown setting sed: did you mean seed\?"),
     # What transformers itself refuses is a configuration error too.
@@ -102,19 +95,16 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
     assert "on_overlong drop (--on_overlong): pretraining splits long documents" in problems[1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
+    plain = {"report_to": "none", "optim": "adamw_torch"}
+    for changes, said in (
         ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),
         ({"report_to": "tensorbord"}, "report_to tensorbord: expected one of azure_ml,"),
         ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes, .* optim_states: int8"),
-    ],
-)
-def test_a_setting_whose_package_is_missing_is_refused(changes, said, monkeypatch):
-    monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
-    plain = {"report_to": "none", "optim": "adamw_torch"}
-    (problem,) = check_packages(plain | changes)
-    assert re.search(said, problem), problem
+    ):
+        (problem,) = check_packages(plain | changes)
+        assert re.search(said, problem), problem
     assert list(check_packages(plain)) == []
 
 

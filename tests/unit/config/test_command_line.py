@@ -1,6 +1,5 @@
 """Recipes and flags become typed values, in a fixed precedence, with every fault at once."""
 
-import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.config.command_line import read_settings
-from utils.config.declarations import WrongValueError, checked_value, declared_settings
+from utils.config.declarations import checked_value, declared_settings
 from utils.config.errors import ConfigurationError
 
 
@@ -22,7 +21,6 @@ class First:
     seed: int = field(default=0, metadata={"help": "key"})
     limit: int | None = field(default=7, metadata={"help": "null: none"})
     loud: bool = field(default=False, metadata={"help": "say more"})
-    careful: bool = field(default=True, metadata={"help": "take care"})
 
 
 @dataclass
@@ -33,6 +31,7 @@ class Second:
     name: str | None = field(default=None, metadata={"help": "what to call it"})
     options: dict | str | None = field(default=None, metadata={"help": "keywords"})
     reports: str | list[str] | None = None
+    items: list[str] = field(default_factory=list)
     old: int = 1
 
 
@@ -52,13 +51,13 @@ def recipe(tmp_path, monkeypatch):
     return write
 
 
-def read(*argv, **options):
-    return read_settings(CLASSES, ["--sources", "a", *argv], **options)
+def read(*argv):
+    return read_settings(CLASSES, ["--sources", "a", *argv])
 
 
-def problems_of(*argv, classes=CLASSES, **options):
+def problems_of(*argv, **options):
     with pytest.raises(ConfigurationError) as caught:
-        read_settings(classes, argv, **options)
+        read_settings(CLASSES, argv, **options)
     return caught.value.problems
 
 
@@ -67,12 +66,10 @@ def problems_of(*argv, classes=CLASSES, **options):
     [
         ([], {}),
         (["--learning_rate", "1e-4", "--limit", "null"], {"learning_rate": 1e-4, "limit": None}),
-        (["--kind=none", "--seed=-3"], {"kind": "none", "seed": -3}),
-        (["--loud", "--no_careful"], {"loud": True, "careful": False}),
-        (["--learning-rate", "2"], {"learning_rate": 2.0}),
+        (["--kind=none", "--seed=-3", "--loud"], {"kind": "none", "seed": -3, "loud": True}),
+        (["--learning-rate", "2", "--loud", "yes"], {"learning_rate": 2.0, "loud": True}),
         (["--options", '{"a": [1]}'], {"options": {"a": [1]}}),
-        (["--reports", "x", "y"], {"reports": ["x", "y"]}),
-        (["--name", "1e-4"], {"name": "1e-4"}),
+        (["--reports", "x", "y", "--name", "1e-4"], {"reports": ["x", "y"], "name": "1e-4"}),
     ],
 )
 def test_flags_have_the_type_of_their_setting(argv, expected):
@@ -80,9 +77,8 @@ def test_flags_have_the_type_of_their_setting(argv, expected):
     assert {name: values[name] for name in values if values.changed(name)} == {
         "sources": ["a"], **expected,
     }  # fmt: skip
-    assert values.build(First) == First(
-        **{name: values[name] for name in values if hasattr(First, name) or name == "sources"}
-    )
+    values["items"].append("x")
+    assert values["items"] == values.build(Second).items == [], "defaults are not shared"
 
 
 KEYS = st.sampled_from(["learning_rate", "seed", "limit"])
@@ -94,24 +90,21 @@ VALUES = st.dictionaries(KEYS, st.integers(1, 99))
 def test_defaults_then_files_in_order_then_flags(tmp_path_factory, files, flags):
     folder = tmp_path_factory.mktemp("recipes")
     paths = []
+    expected: dict[str, Any] = {"learning_rate": 1e-3, "seed": 0, "limit": 7}
+    sources = dict.fromkeys(expected, "default")
     for number, content in enumerate(files):
-        path = folder / f"{number}.yaml"
-        path.write_text("kind: plain\n" + "".join(f"{k}: {v}\n" for k, v in content.items()))
-        paths.append(str(path))
+        paths.append(str(folder / f"{number}.yaml"))
+        lines = "".join(f"{key}: {value}\n" for key, value in content.items())
+        (folder / f"{number}.yaml").write_text("kind: plain\n" + lines)
+        expected |= content
+        sources |= {key: f"{paths[-1]}:{line}" for line, key in enumerate(content, 2)}
+    expected |= flags
+    sources |= {key: f"--{key}" for key in flags}
     argv = ["--config", *paths] if paths else []
     argv += [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     values = read(*argv)
-    expected: dict[str, Any] = {"learning_rate": 1e-3, "seed": 0, "limit": 7}
-    for layer in (*files, flags):
-        expected |= layer
     assert {key: values[key] for key in expected} == expected
-    for key in expected:
-        holders = [path for path, content in zip(paths, files, strict=True) if key in content]
-        if key in flags:
-            assert values.source(key) == f"--{key}"
-        else:
-            found = values.source(key).rpartition(":")[0] or values.source(key)
-            assert found == (holders[-1] if holders else "default")
+    assert {key: values.source(key) for key in expected} == sources
 
 
 def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
@@ -135,33 +128,12 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         "unknown setting --zzz: --help lists all settings",
         "--name: expected TEXT",
     ]  # fmt: skip
-    assert problems_of("--sources", "a", "--config", recipe("old: 3\n")) == [
-        "recipe1.yaml:1: old cannot be set here: set kind instead"
-    ]
+    assert problems_of("--sources", "a", "--seed", "1", "--seed", "2", "--config") == [
+        "--seed is given twice", "--config: expected at least one recipe file",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        (["--seed", "1", "--seed", "2"], "--seed is given twice"),
-        (["--careful", "--no_careful"], "--careful is given twice"),
-        (["--config"], "--config: expected at least one recipe file"),
-    ],
-)
-def test_flags_at_fault(argv, problem):
-    assert problems_of("--sources", "a", *argv) == [problem]
-
-
-def test_only_what_is_surely_missing_is_called_missing(recipe):
-    assert problems_of() == ["sources is required: what to read, 5% of it"]
-    for argv in (
-        ["--config", "gone.yaml"], ["--config", recipe("sources: {a: b}\n")], ["--sources"],
-        ["--source", "x"],
-    ):  # fmt: skip
-        assert len(problems_of(*argv)) == 1
-
-
-def test_checks_see_all_values_and_their_faults_join_the_others():
+def test_checks_see_all_values_and_their_faults_join_the_others(recipe):
     def check_seed(values):
         if values["seed"] > values["learning_rate"]:
             yield f"{values.shown('seed')} is above {values.shown('learning_rate')}"
@@ -177,19 +149,8 @@ def test_checks_see_all_values_and_their_faults_join_the_others():
     ]
     faulty = problems_of("--sources", "a", "--seed", "x", checks=checks)
     assert faulty[1:] == ["reads ['a']"], "a check that reads a faulty setting is left out"
-
-
-def test_two_classes_must_not_share_a_setting_and_defaults_are_not_shared():
-    with pytest.raises(AssertionError, match="two argument classes declare"):
-        read_settings((First, First), [])
-
-    @dataclass
-    class Listed:
-        items: list[str] = field(default_factory=list)
-
-    values = read_settings((Listed,), [])
-    values["items"].append("x")
-    assert values["items"] == values.build(Listed).items == []
+    for argv in (["--config", "gone.yaml"], ["--config", recipe("sources: {a: b}\n")]):
+        assert len(problems_of(*argv)) == 1, "what may have been given is not called missing"
 
 
 class Colour(Enum):
@@ -197,7 +158,7 @@ class Colour(Enum):
     BLUE = "blue"
 
 
-@dataclasses.dataclass
+@dataclass
 class Everything:
     integer: int
     number: float
@@ -207,37 +168,30 @@ class Everything:
     mixed: list[str | dict[str, Any]]
     mapping: dict[str, Any] | str | None
     colour: Colour | str
-    chosen: str = dataclasses.field(metadata={"choices": ["x", "y"]})
-    text_or_false: str | Literal[False] | None
+    chosen: str = field(metadata={"choices": ["x", "y"]})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("number", 3, 3.0), ("maybe", None, None), ("texts", "a", ["a"]), ("texts", [], []),
-        ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]),
-        ("mapping", '{"a": 1}', {"a": 1}), ("colour", "blue", "blue"), ("chosen", "x", "x"),
-        ("text_or_false", False, False), ("text_or_false", "space", "space"),
-    ],
-)  # fmt: skip
-def test_values_of_the_declared_type_pass(name, value, expected):
-    found = checked_value(declared_settings([Everything])[name], value)
-    assert (found, type(found)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
+        ("mixed", ["a", {"path": "b"}], ["a", {"path": "b"}]), ("chosen", "x", "x"),
+        ("mapping", '{"a": 1}', {"a": 1}), ("colour", "blue", "blue"),
         ("integer", 4.0, "expected an integer, got 4.0"),
         ("integer", True, "expected an integer, got true"),
         ("number", False, "expected a number, got false"),
         ("switch", 1, "expected true or false, got 1"),
-        ("texts", [1], r"expected a list, got \[1\]"),
+        ("texts", [1], "expected a list, got [1]"),
         ("mapping", "x.json", 'expected a mapping or null, got "x.json"'),
         ("colour", "green", 'expected one of red, blue; got "green"'),
-        ("text_or_false", True, "expected a string or false or null, got true"),
     ],
-)
-def test_other_values_are_refused_with_what_was_expected(name, value, message):
-    with pytest.raises(WrongValueError, match=message):
-        checked_value(declared_settings([Everything])[name], value)
+)  # fmt: skip
+def test_values_of_the_declared_type_pass_and_others_are_refused(name, value, expected):
+    declaration = declared_settings([Everything])[name]
+    if not str(expected).startswith("expected"):
+        found = checked_value(declaration, value)
+        assert (found, type(found)) == (expected, type(expected))
+        return
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+        checked_value(declaration, value)
+    assert str(caught.value) == expected
