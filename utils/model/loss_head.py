@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import types
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross_entropy
@@ -20,32 +18,88 @@ from utils.model.architecture import MISFITS, VOCABULARY, body_of, build_probe_m
 from utils.model.router_loss import (
     COEFFICIENTS,
     SWITCH,
+    LossOutput,
     RouterTerm,
     balance_loss,
-    route,
-    split_router_term,
+    count_routed,
 )
 
 # Architectures multiply (or divide) their logits under these names; a proof at the start of each
-# run (utils/model/loss_head.py) finds those that do something else.
+# run finds those that do something else.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVISORS = ("logits_scaling",)
+DIVISOR = "logits_scaling"
+# Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
+SHAPE = (3, 17)
+SPREAD = 10.0
+TOLERANCE = 1e-5
 
 
-def fuse_loss_head(
-    model: PreTrainedModel, compiled: bool = False, router: RouterTerm | None = None
-) -> None:
-    """Let `model(labels=...)` compute its loss a few tokens at a time, `compiled` on a GPU.
+@dataclass(frozen=True)
+class LossHeadChoice:
+    """`name` is "fused" or "logits", `reason` a line for the user; the experts' term apart."""
 
-    The output then has a loss and no logits; without labels nothing changes. With
-    `loss_positions=find_loss_positions(labels)` no GPU has to be waited for. The head's weight is
-    read in the head's own forward, for there FSDP2 and ZeRO-3 have gathered it. The term of a
-    `router` comes apart from the loss, as `split_router_term` has it.
+    name: str
+    reason: str
+    router: RouterTerm | None = None
+
+    def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
+        """Let `model(labels=...)` compute its loss so; before PEFT wraps it.
+
+        Fused, it does so a few tokens at a time, `compiled` on a GPU, and returns no logits; with
+        `loss_positions=find_loss_positions(labels)` no GPU has to be waited for. With
+        `sequence_tokens` (how many tokens of each row come before its padding) the router's part of
+        the loss comes apart; `count_only` leaves out the rest. Without them there is no such term,
+        whatever the configuration says; without labels nothing changes.
+        """
+        fused, router, original = self.name == "fused", self.router, model.forward
+        has_term = hasattr(model.config.get_text_config(), SWITCH)
+        if fused:
+            _fuse_head(model, compiled)
+        elif not has_term:
+            return
+
+        @functools.wraps(original)
+        def forward(
+            self: Any,
+            *args: Any,
+            labels: torch.Tensor | None = None,
+            num_items_in_batch: torch.Tensor | int | None = None,
+            loss_positions: torch.Tensor | None = None,
+            sequence_tokens: torch.Tensor | None = None,
+            count_only: bool = False,
+            **kwargs: Any,
+        ) -> Any:
+            if labels is None:
+                return original(*args, **kwargs)
+            items = {"num_items_in_batch": num_items_in_batch}
+            routed = router is not None and sequence_tokens is not None
+            if has_term:
+                kwargs[SWITCH] = routed
+            if not fused and not routed:
+                return original(*args, labels=labels, **items, **kwargs)
+            run = body_of(self) if fused or count_only else original
+            outputs, made = run(*args, **kwargs), LossOutput()
+            if router is not None and sequence_tokens is not None:
+                made = count_routed(outputs.router_logits, sequence_tokens, router)
+            if count_only:
+                return made
+            if not fused:
+                logits = outputs.logits
+                made.loss = self.loss_function(logits, labels, logits.shape[-1], **items)
+                return made
+            total, targets = _summed_loss(self, outputs.last_hidden_state, labels, loss_positions)
+            made.loss = total / (targets if num_items_in_batch is None else num_items_in_batch)
+            return made
+
+        model.forward = types.MethodType(forward, model)
+
+
+def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
+    """Let the last layer return the summed loss of `targets`.
+
+    Its weight is read in its own forward, for there FSDP2 and ZeRO-3 have gathered it.
     """
-    text_config = model.config.get_text_config()
-    original, terms = model.forward, _logit_terms(text_config)
-    without_term = {SWITCH: False} if hasattr(text_config, SWITCH) else {}
-    head: Any = model.get_output_embeddings()
+    terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
         self: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor | None = None
@@ -56,40 +110,25 @@ def fuse_loss_head(
             hidden, self.weight, targets, bias=self.bias, terms=terms, compiled=compiled
         )
 
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        *args: Any,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        loss_positions: torch.Tensor | None = None,
-        sequence_tokens: torch.Tensor | None = None,
-        count_only: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if labels is None:
-            return original(*args, **kwargs)
-        made: Any = CausalLMOutput()
-        if router is not None and sequence_tokens is not None:
-            outputs, made = route(self, router, sequence_tokens, *args, **kwargs)
-            if count_only:
-                return made
-        else:
-            outputs = body_of(self)(*args, **kwargs, **without_term)
-        hidden = outputs.last_hidden_state.flatten(0, 1)
-        if loss_positions is None:
-            loss_positions = find_loss_positions(labels)
-        selected = hidden.index_select(0, loss_positions)
-        targets = _following(labels).index_select(0, loss_positions)
-        total = self.get_output_embeddings()(selected, targets=targets)
-        items = len(targets) if num_items_in_batch is None else num_items_in_batch
-        made.loss = total / items
-        return made
-
-    head.forward = types.MethodType(head_forward, head)
-    model.forward = types.MethodType(forward, model)
+    layer: Any = head
+    layer.forward = types.MethodType(head_forward, head)
     unlike_its_own: Any = model
     unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class says that it takes none
+
+
+def _summed_loss(
+    model: PreTrainedModel,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, int]:
+    """Return the loss of hidden states (B, T, width), summed, and how many tokens it is of."""
+    if positions is None:
+        positions = find_loss_positions(labels)
+    selected = hidden.flatten(0, 1).index_select(0, positions)
+    targets = _following(labels).index_select(0, positions)
+    head: Any = model.get_output_embeddings()
+    return head(selected, targets=targets), len(targets)
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
@@ -107,32 +146,9 @@ def _following(labels: torch.Tensor) -> torch.Tensor:
 
 def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:
     factors = [getattr(text_config, name, None) for name in FACTORS]
-    divisors = [getattr(text_config, name, None) for name in DIVISORS]
     scale = math.prod(factor for factor in factors if factor is not None)
-    scale /= math.prod(divisor for divisor in divisors if divisor is not None)
+    scale /= getattr(text_config, DIVISOR, None) or 1
     return LogitTerms(scale, getattr(text_config, "final_logit_softcapping", None))
-
-
-# Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
-SHAPE = (3, 17)
-SPREAD = 10.0
-TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class LossHeadChoice:
-    """`name` is "fused" or "logits", `reason` a line for the user; the experts' term apart."""
-
-    name: str
-    reason: str
-    router: RouterTerm | None = None
-
-    def install(self, model: PreTrainedModel, compiled: bool) -> None:
-        """Let the model compute its loss so; before PEFT wraps it."""
-        if self.name == "fused":
-            fuse_loss_head(model, compiled, self.router)
-        elif hasattr(model.config.get_text_config(), SWITCH):
-            split_router_term(model, self.router)
 
 
 def choose_loss_head(
@@ -165,15 +181,15 @@ def _problem(
 ) -> str | None:
     """Return why the fused head cannot train this model; None: it can."""
     model = build_probe_model(_with_term(probe_config(model_config), router), "eager")
-    name, head = type(model).__name__, model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    name = type(model).__name__
+    if type(model.get_output_embeddings()) is not nn.Linear:
         return f"{name} has no linear last layer"
     if adapted:
         return "LoRA trains the last layer, too"
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         try:
-            worst = _difference(model, head, router)
+            worst = _difference(model, router)
         except MISFITS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
     if worst < TOLERANCE:
@@ -196,27 +212,28 @@ def _with_term(config: PretrainedConfig, router: RouterTerm | None) -> Pretraine
     return config
 
 
-def _difference(model: PreTrainedModel, head: nn.Linear, router: RouterTerm | None) -> float:
+def _difference(model: PreTrainedModel, router: RouterTerm | None) -> float:
     """Return by how much loss or a gradient differs at most, relative to the largest of its own."""
     tokens = torch.randint(1, VOCABULARY, SHAPE)
-    labels = tokens.clone()
-    labels[:, 5:8] = IGNORED
+    head: Any = model.get_output_embeddings()
     with torch.no_grad():
         head.weight *= SPREAD / model(input_ids=tokens, use_cache=False).logits.std()
-    expected = _loss_and_gradients(model, tokens, labels, None)
-    fuse_loss_head(model, router=router)
-    actual = _loss_and_gradients(model, tokens, labels, router)
-    worst = 0.0
-    for name, value in expected.items():
-        error = (actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)
-        worst = max(worst, error.item())
-    return worst
+    expected = _loss_and_gradients(model, tokens, None)
+    LossHeadChoice("fused", "", router).install(model)
+    actual = _loss_and_gradients(model, tokens, router)
+    return max(
+        ((actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
+        for name, value in expected.items()
+    )
 
 
 def _loss_and_gradients(
-    model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, apart: RouterTerm | None
-) -> Mapping[str, torch.Tensor]:
+    model: PreTrainedModel, tokens: torch.Tensor, apart: RouterTerm | None
+) -> dict[str, torch.Tensor]:
+    """Return the loss, with a term that comes apart, and its gradients by parameter."""
     model.zero_grad(set_to_none=True)
+    labels = tokens.clone()
+    labels[:, 5:8] = IGNORED
     rows = {} if apart is None else {"sequence_tokens": torch.full((len(tokens),), tokens.shape[1])}
     made = model(input_ids=tokens, labels=labels, use_cache=False, **rows)
     loss = made.loss

@@ -7,18 +7,16 @@ do not add up to their global batch. With the assignments of the whole global ba
 gradient, the rest is a sum over tokens, and any layout gives the same value and gradient.
 """
 
-import functools
 import sys
-import types
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
 from utils.config.errors import ConfigurationError
-from utils.model.architecture import EXPERTS_PER_TOKEN, body_of, causal_lm_class, has_experts
+from utils.model.architecture import EXPERTS_PER_TOKEN, causal_lm_class, first_set, has_experts
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
@@ -33,8 +31,8 @@ class RouterTerm:
 
 
 @dataclass
-class RoutedOutput(ModelOutput):
-    """A loss without the term, and what a micro-batch has of it, each (experts,) float32.
+class LossOutput(ModelOutput):
+    """A loss, and with a router's term what a micro-batch has of it, each (experts,) float32.
 
     `assignments` of its tokens, over all layers, and their summed `probabilities`. Padding is left
     out. `layers` is how many layers route.
@@ -57,8 +55,9 @@ def router_term(
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
-    model_class = causal_lm_class(config)
-    if own is None or not has_experts(config) or not _adds_term(model_class):
+    # Llama 4 has the settings alone: transformers adds no term to its loss.
+    computed = hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func")
+    if own is None or not has_experts(config) or not computed:
         if given:
             raise ConfigurationError(
                 f"--router_aux_loss_coef {given}: {config.model_type} has no load-balancing loss "
@@ -68,28 +67,20 @@ def router_term(
     coefficient = own if given is None else given
     if not coefficient or not (fine_tuning or getattr(text, SWITCH)):
         return None
-    names = (name for name in EXPERTS_PER_TOKEN if isinstance(getattr(text, name, None), int))
-    return RouterTerm(coefficient, getattr(text, next(names)))
-
-
-def _adds_term(model_class: type[PreTrainedModel]) -> bool:
-    """Say whether transformers' loss of this model has the term; Llama 4 has the settings alone."""
-    module = sys.modules[model_class.__module__]
-    return hasattr(module, "load_balancing_loss_func")
+    return RouterTerm(coefficient, first_set(text, EXPERTS_PER_TOKEN))
 
 
 def describe_term(term: RouterTerm | None, accumulation: int) -> str:
     """Return a line for the user about a model with experts."""
     if term is None:
         return "no load-balancing loss (a configuration asks for it by output_router_logits)"
-    counted = (
-        f"; the experts' assignments of a step's {accumulation} micro-batches are counted first, "
-        "which takes a forward pass more: a larger per_device_train_batch_size needs none"
-    )
-    return (
-        f"load-balancing loss of each global batch, times {term.coefficient:g}, logged as aux_loss"
-        f"{counted if accumulation > 1 else ''}"
-    )
+    line = f"load-balancing loss of each global batch, times {term.coefficient:g}, as aux_loss"
+    if accumulation > 1:
+        line += (
+            f"; an extra forward pass counts the assignments of a step's {accumulation} "
+            "micro-batches first: a larger per_device_train_batch_size needs none"
+        )
+    return line
 
 
 def balance_loss(
@@ -103,25 +94,14 @@ def balance_loss(
     return len(assignments) * (assignments * probabilities).sum() / rows.clamp(min=1).square()
 
 
-def route(
-    model: PreTrainedModel,
-    term: RouterTerm,
-    sequence_tokens: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, RoutedOutput]:
-    """Run the model without its head; return its output and what it has of the term.
-
-    sequence_tokens (B,): how many tokens of each row come before its padding.
-    """
-    outputs: Any = body_of(model)(*args, **kwargs, output_router_logits=True)
-    return outputs, _statistics(outputs.router_logits, sequence_tokens, term)
-
-
-def _statistics(
+def count_routed(
     router_logits: tuple[torch.Tensor, ...], sequence_tokens: torch.Tensor, term: RouterTerm
-) -> RoutedOutput:
-    """Add up each layer's logits, (B * T, experts) or (B, T, experts)."""
+) -> LossOutput:
+    """Add up what a micro-batch has of the term, over layers.
+
+    router_logits: of each layer, (B * T, experts) or (B, T, experts). sequence_tokens (B,): how
+    many tokens of each row come before its padding.
+    """
     experts = router_logits[0].shape[-1]
     length = router_logits[0].numel() // experts // len(sequence_tokens)
     real = (
@@ -139,38 +119,4 @@ def _statistics(
         )
         probabilities = probabilities + (shares * real[:, None]).sum(dim=0)
     layers = torch.full((), len(router_logits), device=real.device)
-    return RoutedOutput(assignments=assignments, probabilities=probabilities, layers=layers)
-
-
-def split_router_term(model: PreTrainedModel, term: RouterTerm | None) -> None:
-    """Let `model(labels=..., sequence_tokens=...)` return its loss and its part of the term apart.
-
-    Without sequence_tokens the loss is without the term, whatever the configuration says; with
-    `count_only` the head is left out.
-    """
-    original = model.forward
-
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        *args: Any,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        sequence_tokens: torch.Tensor | None = None,
-        count_only: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if labels is None:
-            return original(*args, **kwargs)
-        loss_options = {"num_items_in_batch": num_items_in_batch}
-        if sequence_tokens is None or term is None:
-            return original(*args, labels=labels, **loss_options, **kwargs, **{SWITCH: False})
-        if count_only:
-            return route(self, term, sequence_tokens, *args, **kwargs)[1]
-        made = original(*args, **kwargs, **{SWITCH: True})
-        routed = _statistics(made.router_logits, sequence_tokens, term)
-        vocabulary = made.logits.shape[-1]
-        routed.loss = self.loss_function(made.logits, labels, vocabulary, **loss_options)
-        return routed
-
-    model.forward = types.MethodType(forward, model)
+    return LossOutput(assignments=assignments, probabilities=probabilities, layers=layers)

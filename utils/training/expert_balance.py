@@ -60,7 +60,7 @@ class ExpertBalance(MetricCallback):
             return model(**prepared, use_cache=False, count_only=True).assignments
 
     def weighted(self, made: Any) -> torch.Tensor:
-        """Return a part of the term from a RoutedOutput, times the ranks: DDP takes their mean."""
+        """Return a part of the term from a LossOutput, times the ranks: DDP takes their mean."""
         assert self.tokens is not None, "begin_step comes first"
         assignments = self._over_ranks(made.assignments) if self.counted is None else self.counted
         part = balance_loss(assignments, made.probabilities, self.tokens * made.layers)

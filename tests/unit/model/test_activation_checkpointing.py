@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
 from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES, compile_layers, keep_products, kept
-from utils.model.loss_head import fuse_loss_head
+from utils.model.loss_head import LossHeadChoice
 
 WITHOUT = {"jetmoe"}  # refused in the plan
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -42,7 +42,7 @@ def build(config: dict, choice: str) -> PreTrainedModel:
     model = causal_lm_class(settings)(settings)
     register_packed_varlen(PER_DOCUMENT)
     model.set_attn_implementation(NAME)
-    fuse_loss_head(model)
+    LossHeadChoice("fused", "").install(model)
     if choice == "selective":
         keep_products(model)
     if choice != "none":

@@ -9,21 +9,20 @@ from utils.config.errors import ConfigurationError
 from utils.kernels.linear_cross_entropy import LogitTerms
 from utils.model import loss_head as fused_head
 from utils.model.architecture import build_probe_model, probe_config
-from utils.model.loss_head import choose_loss_head, find_loss_positions, fuse_loss_head
+from utils.model.loss_head import LossHeadChoice, choose_loss_head, find_loss_positions
 from utils.model.router_loss import RouterTerm
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
 LLAMA = transformers.LlamaConfig(**SIZES)
+FUSED = LossHeadChoice("fused", "")
 ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        LLAMA,
         transformers.Qwen3Config(**GROUPED, tie_word_embeddings=True),
-        transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2),
         transformers.Gemma2Config(**GROUPED),  # logits with a soft cap
         transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
         transformers.CohereConfig(**SIZES, logit_scale=0.1),
@@ -66,7 +65,7 @@ def test_llama_4_has_another_body_than_its_prefix_says(attention):
     model = tiny_model(tiny_config("llama4_text", attn_implementation=attention))
     tokens = torch.arange(2, 26).view(2, 12)
     expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    fuse_loss_head(model)
+    FUSED.install(model)
     actual = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     torch.testing.assert_close(actual, expected)
 
@@ -83,29 +82,20 @@ def test_a_last_layer_under_lora_keeps_all_logits():
     assert "LoRA trains the last layer" in choice.reason
 
 
-def test_the_proof_leaves_the_random_numbers_alone():
+def test_the_proof_leaves_the_random_numbers_alone_and_a_fused_model_answers_as_before():
     before = torch.get_rng_state()
     choose_loss_head("auto", LLAMA)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_without_labels_a_fused_model_answers_as_before():
-    model = build_probe_model(probe_config(LLAMA), "sdpa")
-    tokens = torch.arange(1, 9)[None]
-    expected = model(tokens).logits
-    fuse_loss_head(model)
-    assert torch.equal(model(tokens).logits, expected)
-    generated = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    assert generated.shape == (1, 10)
-
-
-def test_without_a_number_of_items_the_loss_is_their_mean():
     model = build_probe_model(probe_config(LLAMA), "sdpa")
     tokens = torch.arange(1, 9)[None]
     labels = torch.where(tokens % 3 == 0, -100, tokens)
-    expected = model(tokens, labels=labels).loss
-    fuse_loss_head(model)
-    assert model(tokens, labels=labels).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    expected = model(tokens, labels=labels)
+    FUSED.install(model)
+    assert torch.equal(model(tokens).logits, expected.logits)
+    generated = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 10)
+    mean = model(tokens, labels=labels).loss.item()  # for no number of items is given
+    assert mean == pytest.approx(expected.loss.item(), abs=1e-6)
 
 
 def test_loss_positions_come_before_the_loss_tokens():

@@ -6,8 +6,8 @@ from families import EXPERTS, tiny_config, tiny_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from utils.config.errors import ConfigurationError
-from utils.model.loss_head import fuse_loss_head
-from utils.model.router_loss import balance_loss, router_term, split_router_term
+from utils.model.loss_head import LossHeadChoice
+from utils.model.router_loss import balance_loss, router_term
 
 WITH_TERM = [
     name for name in EXPERTS if router_term(tiny_config(name), fine_tuning=True) is not None
@@ -35,7 +35,7 @@ def test_three_micro_batches_are_transformers_loss_of_the_whole_batch(name, head
     expected = gradients(model)
 
     model = tiny_model(config)
-    fuse_loss_head(model, router=term) if head == "fused" else split_router_term(model, term)
+    LossHeadChoice(head, "", term).install(model)
     parts = [
         {"input_ids": rows, "labels": rows, "sequence_tokens": torch.full((len(rows),), 16)}
         for rows in (tokens[:1], tokens[1:2], tokens[2:])
@@ -66,7 +66,7 @@ def test_padding_is_left_out_and_a_loss_without_rows_has_no_term(head):
     plain = model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=False).loss
     logits = model(input_ids=tokens, use_cache=False, output_router_logits=True).router_logits
     expected = load_balancing_loss_func(logits, 8, 2, mask)
-    fuse_loss_head(model, router=term) if head == "fused" else split_router_term(model, term)
+    LossHeadChoice(head, "", term).install(model)
     made = model(input_ids=tokens, labels=tokens, use_cache=False, sequence_tokens=real)
     actual = balance_loss(made.assignments, made.probabilities, made.layers * real.sum())
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
