@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,16 @@ def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any
         raise ConfigurationError(f"{where} cannot be read: {error.strerror}.") from error
     except (YamlError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{where}{error}: it is not JSON or YAML.") from error
-    if "model_type" not in values:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigurationError(
             f"{where} needs a model_type (for example `model_type: llama`) and that "
             "architecture's settings, as in a transformers config.json."
         )
-    return values
+    return PreTrainedConfig._decode_special_floats(values)
 
 
-def _values(text: str, where: str) -> dict[str, Any]:
-    """Read JSON as transformers does (tabs, Infinity and its own way to write that), else YAML."""
+def _values(text: str, where: str) -> Any:
+    """Read JSON as transformers does (with tabs and Infinity), else YAML."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -76,12 +76,9 @@ def _values(text: str, where: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        values = json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError:
         return {name: value for name, (value, _) in load_mapping(text).items()}
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{where}: it holds {text[:20]!r} and no settings.")
-    return PreTrainedConfig._decode_special_floats(values)
 
 
 def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -117,43 +114,37 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         config = AutoConfig.for_model(model_type, **settings)
     except UNUSABLE as error:
         raise ConfigurationError(f"--model_config {path}: {first_line(error)}") from error
-    _check_unused(path, values, config)
+    unused = _unused(values, config)
+    if unused and any(name in values for name in WRITTEN_BY_LIBRARIES):
+        logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))
+    elif unused:
+        raise ConfigurationError(
+            f"--model_config {path}: {model_type} has no setting {', '.join(unused)}: take it out, "
+            "or correct its name."
+        )
     return config
 
 
-def _check_unused(path: Path, values: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse or log the keys that change nothing in the model."""
-    ignored = list(unused_settings(values, config))
-    text = config.get_text_config(decoder=True)
-    for name in config.sub_configs:
-        # A vision tower's settings have no part in training a language model.
-        if isinstance(values.get(name), Mapping) and getattr(config, name) is text:
-            ignored += [f"{name}.{key}" for key in unused_settings(values[name], text)]
-    if ignored and any(name in values for name in WRITTEN_BY_LIBRARIES):
-        logger.info("%s: transformers' %s uses no %s", path, config.model_type, ", ".join(ignored))
-    elif ignored:
-        raise ConfigurationError(
-            f"--model_config {path}: {config.model_type} has no setting {', '.join(ignored)}: "
-            "take it out, or correct its name."
-        )
-
-
-def unused_settings(given: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[str]:
-    """Yield the keys of a file that the configuration built from it keeps and nothing reads.
+def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Return the keys of a file that the configuration built from it keeps and nothing reads.
 
     A key counts as used if it is a setting of the class, if it became part of another one (so it
-    is no attribute of its own), or if the code of the architecture reads it.
+    is no attribute of its own), or if the code of the architecture reads it. Those of a vision
+    tower have no part in training a language model.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
     known |= {*type(config).attribute_map, *NOTES}
-    source = None
-    for name in given:
-        if name in known or name not in vars(config):
-            continue
-        source = source or _source(config)
-        if not re.search(rf"""\.{re.escape(name)}\b|["']{re.escape(name)}["']""", source):
-            yield name
+    unused = [name for name in values if name not in known and name in vars(config)]
+    if unused:
+        code = _source(config)
+        read = r"""\.{0}\b|["']{0}["']"""
+        unused = [name for name in unused if not re.search(read.format(re.escape(name)), code)]
+    text = config.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        if isinstance(values.get(name), Mapping) and getattr(config, name) is text:
+            unused += [f"{name}.{key}" for key in _unused(values[name], text)]
+    return unused
 
 
 def _source(config: PreTrainedConfig) -> str:

@@ -4,7 +4,6 @@ Settled in the plan, so that what cannot be saved is found before any weight is 
 """
 
 import copy
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from utils.data.loader import PackedDataset
 from utils.model.architecture import first_line
 from utils.model.stages import stage_of
 
-logger = logging.getLogger(__name__)
-
 # transformers ignores these unless do_sample is true, and refuses to save them then.
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
@@ -31,40 +28,39 @@ _OBJECTION = re.compile(r"^- `(\w+)`:", re.MULTILINE)
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_generation_settings(settings: RunSettings, config: PreTrainedConfig) -> None:
-    """Log what is repaired in the generation settings; raise where nothing can be done.
+def generation_settings(
+    settings: RunSettings, config: PreTrainedConfig
+) -> tuple[GenerationConfig, str]:
+    """Return how the finished model generates, and what was repaired of it, for the user.
 
-    transformers would raise at the first save, after hours of training, and at each start again.
+    As published, or as transformers derives it. transformers would refuse to save some published
+    settings, at the first save and after hours of training: sampling flags without do_sample get
+    it, as transformers proposes, and what has no effect beside the others is left out. Raises
+    ConfigurationError for what is never valid.
     """
     generation, origin = _published(settings, config)
-    changes = ", ".join(_repair(generation, origin))
-    if changes:
-        logger.warning(
-            "%s: transformers refuses to save its generation settings as they are: final/ gets "
-            "them with %s",
-            origin,
-            changes,
-        )
-
-
-def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
-    """Return how the finished model generates: as published, or as transformers derives it.
-
-    What could not be saved again is repaired. Raises ConfigurationError where it cannot be.
-    """
-    generation, origin = _published(settings, config)
-    _repair(generation, origin)
-    return generation
+    changes = []
+    if generation.do_sample is None and _objections(generation, origin) & SAMPLING:
+        generation.do_sample = True
+        changes.append("do_sample: true")
+    for name in sorted(_objections(generation, origin)):
+        changes.append(f"no {name} (it is {getattr(generation, name)})")
+        setattr(generation, name, getattr(GenerationConfig(), name))
+    _objections(generation, origin, repaired=True)
+    if not changes:
+        return generation, ""
+    return generation, (
+        f"{origin}: transformers refuses to save its generation settings as they are: final/ gets "
+        f"them with {', '.join(changes)}"
+    )
 
 
 def with_stops(generation: GenerationConfig, ends: list[int]) -> GenerationConfig:
     """Return a copy that stops at these tokens too, which training put at the end of answers."""
     made = copy.deepcopy(generation)
     known = made.eos_token_id
-    stops = [known] if isinstance(known, int) else list(known or [])
-    added = [end for end in dict.fromkeys(ends) if end not in stops]
-    if added:
-        stops += added
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if stops := list(dict.fromkeys([*known, *ends])):
         made.eos_token_id = stops if len(stops) > 1 else stops[0]
     return made
 
@@ -100,16 +96,12 @@ def saved_dtype(
     if model.save_dtype != "auto":
         return getattr(torch, model.save_dtype)
     if model.init_from is not None:
-        starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
-        for start in starts:
+        for start in earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE):
             if "save_dtype" in start:
                 return getattr(torch, start["save_dtype"])
     elif model.model_config is not None:
         return trained
-    if config.dtype in SAVED_DTYPES:
-        return config.dtype
-    logger.info("final/: %s, as trained: the base names no type of its own", name_of(trained))
-    return trained
+    return config.dtype if config.dtype in SAVED_DTYPES else trained
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -138,38 +130,19 @@ def _published(settings: RunSettings, config: PreTrainedConfig) -> tuple[Generat
         ) from error
 
 
-def _repair(generation: GenerationConfig, origin: str) -> list[str]:
-    """Change settings, in place, into what transformers will save; return what was changed.
+def _objections(generation: GenerationConfig, origin: str, repaired: bool = False) -> set[str]:
+    """Return the settings that cannot be saved with the others.
 
-    Flags of sampling without do_sample get do_sample, as transformers proposes; what has no effect
-    beside the others is left out.
+    Raises ConfigurationError for a value that is never valid, and for all that is left `repaired`.
     """
-    changes = []
-    if generation.do_sample is None and _objections(generation, origin) & SAMPLING:
-        generation.do_sample = True
-        changes.append("do_sample: true")
-    for name in sorted(_objections(generation, origin)):
-        changes.append(f"no {name} (it is {getattr(generation, name)})")
-        setattr(generation, name, getattr(GenerationConfig(), name))
-    if still := _objections(generation, origin):
-        raise _not_saved(origin, ", ".join(still))
-    return changes
-
-
-def _objections(generation: GenerationConfig, origin: str) -> set[str]:
-    """Return the settings that cannot be saved with the others; raises for a value never valid."""
     try:
         generation.validate(strict=True)
     except ValueError as error:
         named = set(_OBJECTION.findall(str(error)))
-        if not named:
-            raise _not_saved(origin, first_line(error)) from error
-        return named
+        if named and not repaired:
+            return named
+        raise ConfigurationError(
+            f"{origin}: transformers cannot save its generation settings ({first_line(error)}): "
+            f"mend or delete its {GENERATION_CONFIG_NAME}."
+        ) from error
     return set()
-
-
-def _not_saved(origin: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{origin}: transformers cannot save its generation settings ({why}): mend or delete its "
-        f"{GENERATION_CONFIG_NAME}."
-    )

@@ -32,7 +32,7 @@ from utils.model.adapters import freeze_unused
 from utils.model.architecture import causal_lm_class, first_line
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, config_from_file, read_config_file
-from utils.model.finished_model import check_generation_settings, generation_settings
+from utils.model.finished_model import generation_settings
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.model.vocabulary import add_rows, fit_embedding
 from utils.support.collectives import on_every_rank, on_rank_0
@@ -167,7 +167,8 @@ def load_model_config(
             "(max_position_embeddings): shorten it, or raise the model's positions (with a "
             "rope_scaling) in its configuration."
         )
-    check_generation_settings(settings, config)
+    if repaired := generation_settings(settings, config)[1]:
+        logger.warning("%s", repaired)
     fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
@@ -254,7 +255,7 @@ def load_model(
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)
-    made.generation_config = generation_settings(settings, config)
+    made.generation_config, _ = generation_settings(settings, config)
     if frozen := freeze_unused(made):
         parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen)
         logger.info(
