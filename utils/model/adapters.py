@@ -82,22 +82,31 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
     adapts the model without weights here, so that whatever it refuses is refused now. Raises
     ConfigurationError for names that the model does not have.
     """
+    from peft.tuners.lora import LoraLayer
+
     model = settings.model
     if not model.use_peft:
         return None
     targets = _targets(_without_weights(config), model)
-    if targets.parameters and model.lora_dropout:
-        experts = ", ".join(_last_names(targets.parameters))
-        logger.info("lora_dropout: 0, not %g: experts (%s) take none", model.lora_dropout, experts)
-        model.lora_dropout = 0.0
-    adapted = _adapt(config, model, targets)
-    if missed := set(targets.modules) - _adapted_names(adapted):
+    experts = _last_names(targets.parameters)
+    if experts and model.lora_dropout:
+        dropout, model.lora_dropout = model.lora_dropout, 0.0
+        logger.info(f"lora_dropout: 0, not {dropout:g}: experts ({', '.join(experts)}) take none")
+    adapted = _adapt(config, model, targets.modules, targets.parameters)
+    layers = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    missed = [name for name in targets.modules if f"base_model.model.{name}" not in layers]
+    if missed:
         # PEFT takes these names for those of former experts; as parameters it knows them.
         rest = [name for name in targets.modules if name not in missed]
-        weights = [f"{name}.weight" for name in targets.modules if name in missed]
-        parameters = targets.parameters + weights
-        adapted = _adapt(config, model, Targets(rest, parameters, targets.head))
-    _log_size(adapted, model.lora_r, targets)
+        weights = [f"{name}.weight" for name in missed]
+        adapted = _adapt(config, model, rest, targets.parameters + weights)
+    total = sum(value.numel() for value in adapted.parameters())
+    trained = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
+    names = ", ".join([*_last_names(targets.modules), *(f"experts' {name}" for name in experts)])
+    logger.info(
+        f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "
+        f"({trained / total:.2%}) train"
+    )
     return targets
 
 
@@ -107,10 +116,12 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return built
 
 
-def _adapt(config: PreTrainedConfig, model: ModelArguments, targets: Targets) -> nn.Module:
+def _adapt(
+    config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
+) -> nn.Module:
     """Let PEFT adapt these targets, which the model's settings then name."""
-    model.lora_target_modules = list(targets.modules)
-    model.lora_target_parameters = list(targets.parameters) or None
+    model.lora_target_modules = list(modules)
+    model.lora_target_parameters = list(parameters) or None
     try:
         return with_adapters(_without_weights(config), model)
     except MISFITS as error:
@@ -120,39 +131,16 @@ def _adapt(config: PreTrainedConfig, model: ModelArguments, targets: Targets) ->
         ) from error
 
 
-def _adapted_names(adapted: nn.Module) -> set[str]:
-    from peft.tuners.lora import LoraLayer
-
-    return {
-        name.removeprefix("base_model.model.")
-        for name, module in adapted.named_modules()
-        if isinstance(module, LoraLayer)
-    }
-
-
-def _log_size(adapted: nn.Module, rank: int, targets: Targets) -> None:
-    modules, experts = _last_names(targets.modules), _last_names(targets.parameters)
-    total = sum(value.numel() for value in adapted.parameters())
-    trained = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
-    logger.info(
-        "LoRA: rank %d on %s: %s of %s parameters (%.2f %%) train",
-        rank,
-        ", ".join([*modules, *(f"experts' {name}" for name in experts)]),
-        f"{trained:,}",
-        f"{total:,}",
-        100 * trained / total,
-    )
-
-
 def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
+    """Return what the settings name; raises ConfigurationError for all names that do not fit."""
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name]
     asked, named = model.lora_target_modules, model.lora_target_parameters
     problems: list[str] = []
-    parameters = _experts(built)
-    if asked is None or asked == ALL:
-        modules = _linear(built) if asked or named is None else []
-    else:
+    modules, parameters = _linear_and_experts(built)
+    if asked is None and named is not None:
+        modules = []
+    elif asked is not None and asked != ALL:
         former = {FORMERLY.get(name) for name in ([asked] if isinstance(asked, str) else asked)}
         parameters = [name for name in parameters if name.rpartition(".")[2] in former]
         modules = _matched("lora_target_modules", asked, known, problems, bool(parameters))
@@ -197,42 +185,35 @@ def _matched(
     return [name for name in known if name in found]
 
 
-def _linear(built: PreTrainedModel) -> list[str]:
-    """Return the linear layers of the text model but the last, as far as PEFT adapts them.
+def _linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return the text model's linear layers but the last, and the weights that hold all experts.
 
-    The class alone would do for too many: some routers are made of a linear layer and return more
-    than a tensor. Mamba's fused kernels read some layers as weights, which PEFT leaves alone.
+    Layers as far as PEFT adapts them. The class alone would do for too many: some routers are made
+    of a linear layer and return more than a tensor. Mamba's fused kernels read some layers as
+    weights, which PEFT leaves alone. Experts' weights are (experts, in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
-    head, prefix = built.get_output_embeddings(), _text_prefix(built)
-    found = []
+    head, text = built.get_output_embeddings(), text_model_of(built)
+    inside = next(name for name, module in built.named_modules() if module is text)
+    prefix = f"{inside}." if inside else ""
+    modules = []
     for name, module in built.named_modules():
         linear = type(module).forward in forwards and module is not head
         if linear and name.startswith(prefix) and TOWERS_INSIDE not in name:
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
-                found.append(name)
-    return found
-
-
-def _experts(built: PreTrainedModel) -> list[str]:
-    """Return the weights that hold all experts: (experts, in, out) or (experts, out, in)."""
-    text, prefix = built.config.get_text_config(decoder=True), _text_prefix(built)
-    counts = {getattr(text, name, None) for name in EXPERTS} - {None, 0}
-    return [
+                modules.append(name)
+    config = built.config.get_text_config(decoder=True)
+    counts = {getattr(config, name, None) for name in EXPERTS} - {None, 0}
+    experts = [
         name
         for name, value in built.named_parameters()
         if value.ndim == 3 and value.shape[0] in counts and name.startswith(prefix)
     ]
-
-
-def _text_prefix(built: PreTrainedModel) -> str:
-    text = text_model_of(built)
-    name = next(name for name, module in built.named_modules() if module is text)
-    return f"{name}." if name else ""
+    return modules, experts
 
 
 def _last_names(names: Iterable[str]) -> list[str]:

@@ -44,13 +44,12 @@ WHOLE_OPTIMIZERS = ("single", "ddp")
 
 def find_stage(init_from: str) -> Path:
     """Return the directory with the weights that `--init_from` stands for today; raises."""
-    given = Path(init_from)
-    directory = given
-    if (given / CONFIG).is_file():  # a run's
-        final = given / FINAL
+    directory = Path(init_from)
+    if (directory / CONFIG).is_file():  # a run's
+        final = directory / FINAL
         directory = final if final.is_dir() else own_checkpoint(init_from) or final
     if problem := _unfit(directory):
-        raise ConfigurationError(f"--init_from {given}: {problem}")
+        raise ConfigurationError(f"--init_from {init_from}: {problem}")
     return directory
 
 
@@ -59,19 +58,15 @@ def own_checkpoint(output_dir: str | None) -> Path | None:
 
     Nothing may be read of it on that ground: it may be damaged.
     """
-    for _, directory in numbered_checkpoints(Path(str(output_dir))):
-        if (directory / MANIFEST).is_file():
-            return directory
-    return None
+    found = numbered_checkpoints(Path(str(output_dir)))
+    return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
 
 
 def stage_of(settings: RunSettings) -> Path | None:
     """Return where the configuration and the tokenizer of a run with `--init_from` are.
 
     Once the run has a checkpoint of its own they are there, verified, and the earlier stage may be
-    gone. The weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good;
-    and so do FSDP's checkpoints of earlier versions, which held no configuration.
-
+    gone. The weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good.
     Collective over ranks: rank 0 looks, and all read in one place. Raises ConfigurationError, and
     StorageError when no checkpoint of the run's own is whole.
     """
@@ -144,9 +139,8 @@ def weights_origin(
         return None
     origin = _described(directory)
     step = f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else ""
-    logger.info("weights: from %s%s", directory, step)
-    if settings.model.use_peft and resume_from is None:
-        logger.info("%s has to stay: the run's checkpoints will hold adapters alone", directory)
+    stays = ", which have to stay: checkpoints will hold adapters alone"
+    logger.info("weights: from %s%s%s", directory, step, stays if settings.model.use_peft else "")
     return {"init_from": str(Path(str(settings.model.init_from)).absolute()), **origin}
 
 
@@ -156,15 +150,13 @@ def _own_description(settings: RunSettings) -> Path | None:
     run_id = known_run_id(output_dir / PROVENANCE)
     if run_id is None or settings.model.use_peft:
         return None
-    own = resume_point(output_dir, run_id, dry_run=True)
-    return own if own is not None and (own / "config.json").is_file() else None
+    return resume_point(output_dir, run_id, dry_run=True)
 
 
 def _recorded_directory(settings: RunSettings) -> Path | None:
     """Return where an earlier start with this `--init_from` found its weights, if there was one.
 
-    The same place is the same name, whatever a link of that name points to by now, or another name
-    of it.
+    The same is the same name, whatever a link of that name points to by now, or the same place.
     """
     starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
@@ -210,24 +202,23 @@ def _check_optimizer(directory: Path, strategy: str) -> None:
 
 def _described(directory: Path) -> dict[str, Any]:
     """Return path, run, step and digests of a stage's weights, compared with its manifest."""
-    path = str(directory.resolve())
-    if (directory / MANIFEST).is_file():
-        try:
-            manifest = read_manifest(directory)
-            problems = file_problems(directory, manifest.files)
-        except DamagedCheckpointError as error:
-            problems = [str(error)]
-        if problems:
-            raise ConfigurationError(
-                f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
-                "name another checkpoint, and see whether the storage is sound."
-            )
-        digests = {
-            name: record.sha256
-            for name, record in manifest.files.items()
-            if name.endswith(".safetensors")
-        }
-        return {"path": path, "run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
-    run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
-    files = sorted(directory.glob("*.safetensors"))
-    return {"path": path, "run_id": run_id, "sha256": cached_digests(files)}
+    origin: dict[str, Any] = {"path": str(directory.resolve())}
+    if not (directory / MANIFEST).is_file():
+        run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
+        files = sorted(directory.glob("*.safetensors"))
+        return origin | {"run_id": run_id, "sha256": cached_digests(files)}
+    try:
+        manifest = read_manifest(directory)
+        problems = file_problems(directory, manifest.files)
+    except DamagedCheckpointError as error:
+        problems = [str(error)]
+    if problems:
+        raise ConfigurationError(
+            f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
+            "name another checkpoint, and see whether the storage is sound."
+        )
+    weights = {
+        name: record for name, record in manifest.files.items() if name.endswith(".safetensors")
+    }
+    digests = {name: record.sha256 for name, record in weights.items()}
+    return origin | {"run_id": manifest.run_id, "step": manifest.step, "sha256": digests}

@@ -87,54 +87,51 @@ def fit_embedding(
             )
         settings.model.loss_head = "logits"
     if new:
-        rows = text.vocab_size
-        if new[-1] >= rows:
+        before = text.vocab_size
+        if new[-1] >= before:
             text.vocab_size = -(-(new[-1] + 1) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5]))
+        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
         logger.info(
-            "embedding: %d new tokens (%s%s), %s rows, %s before; new ones begin as the mean",
-            len(new), shown, ", ..." if len(new) > 5 else "", f"{text.vocab_size:,}", f"{rows:,}",
-        )  # fmt: skip
-    known = vocabulary_size(tokenizer)
-    if known > text.vocab_size:
+            f"embedding: {len(new)} new tokens ({shown}), {text.vocab_size:,} rows, {before:,} "
+            "before; new ones begin as the mean"
+        )
+    if (known := vocabulary_size(tokenizer)) > text.vocab_size:
         logger.info(
-            "vocabulary: the tokenizer has %s tokens, the model %s: data that uses the others is "
-            "refused", f"{known:,}", f"{text.vocab_size:,}",
-        )  # fmt: skip
+            f"vocabulary: the tokenizer has {known:,} tokens, the model {text.vocab_size:,}: data "
+            "that uses the others is refused"
+        )
 
 
+@torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean.
 
     Ranks that hold no weights yet (FSDP) get them from rank 0.
     """
-    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    weight = layers[0].weight
+    weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves a rank an empty one
     if rows != before:
         with torch.random.fork_rng(devices=[]):  # new rows are drawn first, and written over
             model.resize_token_embeddings(rows, mean_resizing=False)
-        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     fresh = sorted({*new, *range(before, rows)})
-    done: set[int] = set()
-    for layer in layers:
-        for value in layer.parameters(recurse=False):
-            if id(value) not in done and not value.is_meta:
-                done.add(id(value))
-                _set_to_mean(value, fresh)
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    values = {id(value): value for layer in layers for value in layer.parameters(recurse=False)}
+    for value in values.values():  # tied ones once
+        if value.is_meta:
+            continue
+        with _gathered(value):
+            known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
+            known[fresh] = False
+            value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
 
 
-@torch.no_grad()
-def _set_to_mean(value: torch.Tensor, fresh: list[int]) -> None:
-    whole: Any = contextlib.nullcontext()
-    if hasattr(value, "ds_id"):
-        from deepspeed import zero
+def _gathered(value: torch.Tensor) -> Any:
+    """Return a context in which rank 0 has, and may change, all of a parameter under ZeRO-3."""
+    if not hasattr(value, "ds_id"):
+        return contextlib.nullcontext()
+    from deepspeed import zero
 
-        whole = zero.GatheredParameters([value], modifier_rank=0)
-    with whole:
-        known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
-        known[fresh] = False
-        value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
+    return zero.GatheredParameters([value], modifier_rank=0)
 
 
 def _model_directory(settings: RunSettings) -> str | None:

@@ -1,8 +1,4 @@
-"""The weights of a run: loaded strictly, built from a configuration, known under LoRA's adapters.
-
-No checkpoint of a LoRA run holds the weights under its adapters. Other ones under the same path, or
-a branch of the Hub that moved on, would leave the adapters on a model they were not trained on.
-"""
+"""The weights of a run: loaded strictly, or built from a configuration; known under LoRA."""
 
 import copy
 import logging
@@ -39,16 +35,15 @@ from utils.support.collectives import on_every_rank, on_rank_0
 
 logger = logging.getLogger(__name__)
 
-# What a directory's weights are read from: the first of these that is there.
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the base weights are, as provenance.json keeps it: JSON values.
+    """Return what the weights under LoRA's adapters are, as provenance.json keeps it.
 
     {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub;
-    None where all weights are in the run's checkpoints. It may read all of them (see
-    `cached_digests`), so rank 0 alone calls it. Raises ConfigurationError and OSError.
+    None where all weights are in the run's checkpoints. Other weights under the same path, or a
+    branch of the Hub that moved on, would be no model that the adapters were trained on. It may
+    read all of them (see `cached_digests`), so rank 0 alone calls it. Raises ConfigurationError and
+    OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -56,10 +51,9 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
     name = str(model.model_name_or_path)
     directory = Path(name) if model.init_from is None else weights_directory(settings)
     if directory.is_dir():
-        for pattern in WEIGHT_FILES:
-            if files := sorted(directory.glob(pattern)):
-                return {"sha256": cached_digests(files)}
-        return None  # loading says so
+        safe, pickled = "*.safetensors", "pytorch_model*.bin"  # loaded where no others are there
+        files = sorted(directory.glob(safe)) or sorted(directory.glob(pickled))
+        return {"sha256": cached_digests(files)} if files else None
     config = cached_file(name, "config.json", revision=model.model_revision)
     commit = extract_commit_hash(config, None)
     if commit is None:
@@ -130,10 +124,6 @@ def _load(
     return model, problems
 
 
-# What a library writes into config.json that says nothing of the model.
-NOTES_OF_LIBRARIES = ("_name_or_path", "transformers_version")
-
-
 def load_model_config(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
@@ -143,20 +133,17 @@ def load_model_config(
     unless the file sets them; else it grows by the tokens that are new to the model. Raises
     ConfigurationError for an unreadable or unknown one, and one with too few positions.
     """
-    model = settings.model
-    if model.model_config is not None:
-        config = config_from_file(Path(model.model_config), tokenizer)
-    elif stage := stage_of(settings):
-        config = _config_of_model("init_from", str(stage), None)
-    else:
-        path, revision = str(model.model_name_or_path), model.model_revision
-        config = _config_of_model("model_name_or_path", path, revision)
+    config = _given_config(settings, tokenizer)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(
             f"the configuration of {config.model_type} has a text_config that this architecture "
             "does not know: take it out, or use the model_type that it belongs to."
         )
-    config = _of_language_model(config)
+    # AutoModelForCausalLM builds the text model alone of Llama 4 and Qwen3.5, but all of Gemma 3.
+    if causal_lm_class(config).config_class is config.sub_configs.get("text_config"):
+        text = config.get_text_config(decoder=True)
+        text.dtype = text.dtype or config.dtype
+        config = text
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
@@ -174,16 +161,21 @@ def load_model_config(
     return config
 
 
-def _of_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a configuration that AutoModelForCausalLM builds a model from.
-
-    That is the text model of Llama 4 and Qwen3.5, and all of Gemma 3.
-    """
-    if causal_lm_class(config).config_class is not config.sub_configs.get("text_config"):
-        return config
-    text = config.get_text_config(decoder=True)
-    text.dtype = text.dtype or config.dtype
-    return text
+def _given_config(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    model = settings.model
+    if model.model_config is not None:
+        return config_from_file(Path(model.model_config), tokenizer)
+    stage = stage_of(settings)
+    setting = "init_from" if stage else "model_name_or_path"
+    path = str(stage or model.model_name_or_path)
+    revision = None if stage else model.model_revision
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, *UNUSABLE) as error:
+        raise ConfigurationError(
+            f"no model could be found at --{setting} {path} (of a run, its final/ is one): "
+            f"{first_line(error)}"
+        ) from error
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
@@ -212,7 +204,8 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     values = read_config_file(path, "init_from" if model.init_from else "model_name_or_path")
-    return {name: value for name, value in values.items() if name not in NOTES_OF_LIBRARIES}
+    notes = ("_name_or_path", "transformers_version")  # of libraries; they say nothing of the model
+    return {name: value for name, value in values.items() if name not in notes}
 
 
 def load_model(
@@ -225,10 +218,9 @@ def load_model(
     """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
 
     `new_tokens` have no row in the weights: they get one (see `add_rows`), and the model remembers
-    them as its attribute of that name, for LoRA. `weights_from` is the directory of the earlier
-    stage that this start takes weights from. None where it takes none: Trainer loads the run's own
-    checkpoint over random weights. Collective over ranks; raises ConfigurationError for weights
-    that do not fit.
+    them as its attribute of that name, for LoRA. `weights_from` is the directory of an earlier
+    stage, None where Trainer loads the run's own checkpoint over random weights. Collective over
+    ranks; raises ConfigurationError for weights that do not fit.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
@@ -257,12 +249,8 @@ def load_model(
             align_weights(made)
     made.generation_config, _ = generation_settings(settings, config)
     if frozen := freeze_unused(made):
-        parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen)
-        logger.info(
-            "frozen: %d tensors of %s, which text does not go through",
-            len(frozen),
-            ", ".join(parts),
-        )
+        parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
+        logger.info("frozen: %s, which text does not go through", parts)
     return made
 
 
@@ -272,13 +260,3 @@ def _as_published(config: PreTrainedConfig, weights: str, revision: str | None) 
     of_weights = AutoConfig.from_pretrained(weights, revision=revision)
     published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
     return published
-
-
-def _config_of_model(setting: str, path: str, revision: str | None) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, *UNUSABLE) as error:
-        raise ConfigurationError(
-            f"no model could be found at --{setting} {path} (of a run, its final/ is one): "
-            f"{first_line(error)}"
-        ) from error
