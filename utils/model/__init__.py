@@ -4,8 +4,8 @@ config, vocabulary      a configuration read strictly; the tokenizer beside the 
 weights, stages         what is loaded, and from which earlier run
 adapters                LoRA, and which weights train
 architecture            a small random model of the same architecture, to try things on
-attention, isolation    the chosen kernel, and the proof that packed documents stay apart
-loss_head, router_loss  the last layer with its loss, and the experts' load-balancing term
+attention               the chosen kernel, and the proof that packed documents stay apart
+loss_head               the last layer with its loss, and the experts' load-balancing term
 compilation             activation checkpointing, and layers compiled one by one
 finished_model          what final/ says beside its weights
 """

@@ -1,20 +1,31 @@
-"""The choice of the attention, made and refused before any weight loads."""
+"""The attention of a run: chosen or refused before any weight loads, and proved.
 
-from dataclasses import dataclass
+The proof, on a small model of the user's own architecture, is that packed documents stay apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import (
     NAME,
     PER_DOCUMENT,
+    ROW_SDPA,
     AttentionNeeds,
     find_kernels,
     register_packed_varlen,
 )
-from utils.model.architecture import causal_lm_class, observe_attention, probe_config
+from utils.model.architecture import (
+    VOCABULARY,
+    build_probe_model,
+    causal_lm_class,
+    observe_attention,
+    probe_config,
+)
 
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 BOUNDARIES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -22,6 +33,24 @@ MASK_COST = (
     "transformers builds a block mask from position_ids, whose memory grows with the square of the "
     "sequence length"
 )
+# Two rows of three and two documents and a tail each; lengths differ so that nothing lines up.
+ROWS = ((7, 5, 9, 3), (4, 13, 7))
+# One document a row and a tail.
+WHOLE_ROWS = ((17, 7), (24,))
+ROW_LENGTH = sum(ROWS[0])
+# Documents of the equivalence check are longer than this window, so that it cuts.
+WINDOW = 4
+TOLERANCE = 1e-4
+RUN_ON_CPU = (NAME, "sdpa", "eager")
+# What to do about a leak: the first always helps, the second where layers are recurrent.
+ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
+KERNELS = (
+    ", or install the kernels of its recurrent layers where it trains on GPUs "
+    "(flash-linear-attention and causal-conv1d, or mamba-ssm and causal-conv1d): with them this "
+    "check decides anew"
+)
+Rows = tuple[tuple[int, ...], ...]
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,6 +64,46 @@ class AttentionChoice:
     kernel: str
     reason: str
     batches: str = "packed"
+
+
+def choose_isolated_attention(
+    requested: str | None,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    whole_rows: bool,
+) -> tuple[AttentionChoice, int]:
+    """Choose the attention and prove, on `device`, that documents do not see each other.
+
+    The arguments are those of `choose_attention`. Also returns how many documents were perturbed.
+    Where packed batches leak, plain ones do if each sequence holds one document (`whole_rows`):
+    padding lies behind it, where no token of a causal model sees it, and there is no mask. Else,
+    by default, block masks are tried, for models that put more into their masks than packing.
+    Raises ConfigurationError with what to set.
+    """
+    choice = choose_attention(requested, model_config, device.type, dtype, whole_rows)
+    if is_recurrent(model_config):
+        choice = replace(choice, batches="flat")
+    try:
+        return choice, check_isolation(model_config, choice, device, dtype)
+    except ConfigurationError as error:
+        refusal = error
+    automatic, sdpa = requested in (None, "auto", NAME), _sdpa_computes(model_config)
+    if whole_rows:
+        name = ("sdpa" if sdpa else "eager") if automatic else choice.name
+        reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
+        other = AttentionChoice(name, name, reason, batches="plain")
+    elif automatic and requested != NAME and choice.name == NAME and sdpa:
+        model_class = causal_lm_class(model_config).__name__
+        reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
+        other = AttentionChoice("sdpa", "sdpa", reason)
+    else:
+        raise refusal
+    try:
+        return other, check_isolation(model_config, other, device, dtype)
+    except ConfigurationError:
+        raise refusal from None  # it says more
 
 
 def choose_attention(
@@ -77,55 +146,6 @@ def choose_attention(
     return AttentionChoice(name, name, f"{name}: as requested; {how}")
 
 
-def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
-    """Return the inputs of packed sequences, (B, T), as the model is to take them.
-
-    "packed": as they are. "flat": (1, B * T) with `seq_idx`, the document of each token, int32:
-    the kernels of recurrent layers take boundaries for a single sequence. "plain": tokens and
-    labels alone, for sequences of one document.
-    """
-    if batches == "packed":
-        return inputs
-    if batches == "plain":
-        return {name: value for name, value in inputs.items() if name not in BOUNDARIES}
-    flat = {
-        name: value.reshape(1, -1) if name in PER_TOKEN else value for name, value in inputs.items()
-    }
-    # A document begins wherever positions begin again.
-    flat["seq_idx"] = (flat["position_ids"] == 0).cumsum(-1, dtype=torch.int32) - 1
-    return flat
-
-
-def is_recurrent(model_config: PretrainedConfig) -> bool:
-    """Whether a model has layers that read on from token to token, beside attention."""
-    types = getattr(model_config.get_text_config(decoder=True), "layer_types", None)
-    return bool(causal_lm_class(model_config)._is_stateful or "conv" in (types or ()))
-
-
-def choose_masked(model_config: PretrainedConfig) -> AttentionChoice | None:
-    """Choose SDPA with block masks, for models that put more into their masks than packing.
-
-    None where the model has no SDPA, or loses a term of its scores there.
-    """
-    if not _sdpa_computes(model_config):
-        return None
-    model_class = causal_lm_class(model_config).__name__
-    reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
-    return AttentionChoice("sdpa", "sdpa", reason)
-
-
-def choose_for_plain_rows(requested: str | None, model_config: PretrainedConfig) -> AttentionChoice:
-    """Choose transformers' own attention, as requested where it is, for one document a sequence.
-
-    Padding lies behind the document, where no token of a causal model sees it: there is no mask.
-    """
-    name = requested or "auto"
-    if name in ("auto", NAME):
-        name = "sdpa" if _sdpa_computes(model_config) else "eager"
-    reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
-    return AttentionChoice(name, name, reason, batches="plain")
-
-
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
@@ -158,3 +178,174 @@ def _flash_problem(
     own = ("flash kernels", f"FlashAttention {name[-1]}")
     why = "; ".join(one for one in refusals if one.startswith(own))
     return f"{why} (it needs its package, installed for this torch, and --bf16 true)"
+
+
+def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
+    """Return the inputs of packed sequences, (B, T), as the model is to take them.
+
+    "packed": as they are. "flat": (1, B * T) with `seq_idx`, the document of each token, int32:
+    the kernels of recurrent layers take boundaries for a single sequence. "plain": tokens and
+    labels alone, for sequences of one document.
+    """
+    if batches == "packed":
+        return inputs
+    if batches == "plain":
+        return {name: value for name, value in inputs.items() if name not in BOUNDARIES}
+    flat = {
+        name: value.reshape(1, -1) if name in PER_TOKEN else value for name, value in inputs.items()
+    }
+    # A document begins wherever positions begin again.
+    flat["seq_idx"] = (flat["position_ids"] == 0).cumsum(-1, dtype=torch.int32) - 1
+    return flat
+
+
+def is_recurrent(model_config: PretrainedConfig) -> bool:
+    """Whether a model has layers that read on from token to token, beside attention."""
+    types = getattr(model_config.get_text_config(decoder=True), "layer_types", None)
+    return bool(causal_lm_class(model_config)._is_stateful or "conv" in (types or ()))
+
+
+def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
+    """Refuse packing where the place in the sequence counts, not that in the document.
+
+    Llama 4 scales the queries of its layers without rotary embeddings from position `floor_scale`
+    on, and counts from the beginning of the sequence. Raises ConfigurationError.
+    """
+    text = model_config.get_text_config(decoder=True)
+    first = getattr(text, "floor_scale", None)
+    if first and text.attn_temperature_tuning and sequence_length >= first:
+        raise ConfigurationError(
+            f"--sequence_length {sequence_length:,}: {text.model_type} scales its attention from "
+            f"token {first:,} of a sequence on (floor_scale), wherever a packed document begins. "
+            f"To train it, {ONE_A_ROW}, or shorten the sequences."
+        )
+
+
+def check_isolation(
+    model_config: PretrainedConfig,
+    choice: AttentionChoice,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> int:
+    """Prove that no document changes another's logits, bit for bit; return how many were tried.
+
+    Builds a small random model of the user's architecture (`model_config` as training will use it,
+    `use_cache` included) on `device` in `dtype`, the type that training computes in, and perturbs
+    each document of a batch in turn. Then, where the attention also runs on the CPU, compares the
+    logits with those of each document alone under eager attention, in fp32 and with windows cut
+    short. A kernel for sequences of one document is tried on those as well; the padding behind a
+    document may see it. The state of the random number generators stays as it was. Raises
+    ConfigurationError on a leak or a difference.
+    """
+    config = probe_config(model_config)
+    model = build_probe_model(config, choice.name, device, dtype)
+    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if choice.kernel == ROW_SDPA else (ROWS,)
+    if choice.batches == "plain":
+        checked = (WHOLE_ROWS,)
+    for rows in checked:
+        batch = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in packed_batch(rows).items()
+        }
+        _check_leaks(model, batch, rows, choice.batches)
+    if choice.name in RUN_ON_CPU:
+        _check_equivalence(config, choice, checked[0])
+    return len(list(_segments(checked[0])))
+
+
+def packed_batch(rows: Rows = ROWS) -> Batch:
+    """Return packed rows as the loader makes them, the tail a segment of its own."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(rows), ROW_LENGTH)
+    # 0 is the padding id, whose embedding is all zeros; the last id is what perturbs.
+    input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
+    for row, lengths in enumerate(rows):
+        if len(lengths) > 1:
+            input_ids[row, -lengths[-1] :] = 1
+    segments = [length for row in rows for length in row]
+    missing = len(rows) * max(map(len, rows)) - len(segments)
+    ends = torch.tensor([0, *segments, *[0] * missing]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
+    return {
+        "input_ids": input_ids,
+        "position_ids": positions,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": ROW_LENGTH,
+        "max_length_k": ROW_LENGTH,
+    }
+
+
+def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, start, stop) of every segment, tails included."""
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            yield row, start, start + length
+            start += length
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, batch: Batch, batches: str) -> torch.Tensor:
+    """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
+    try:
+        return model(**shape_inputs(batch, batches)).logits.view(*batch["input_ids"].shape, -1)
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"model type {model.config.model_type!r} does not take packed batches ({error}). To "
+            f"train it, {_way_out(model.config)}"
+        ) from error
+
+
+def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str) -> None:
+    """Perturb the first token of each segment in turn: its own later logits change, no others."""
+    reference = _logits(model, batch, batches)
+    attention = model.config._attn_implementation
+    which = f"model type {model.config.model_type!r} under --attn_implementation {attention}"
+    for row, start, stop in _segments(rows):
+        perturbed = batch["input_ids"].clone()
+        perturbed[row, start] = VOCABULARY - 1
+        logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
+        changed = (logits != reference).any(dim=-1)
+        if not changed[row, start + 1 : stop].any():
+            raise ConfigurationError(
+                f"{which}: a changed token left the later logits of its own document unchanged, so "
+                "nothing can be said about leaks between documents. Use --attn_implementation sdpa "
+                "or eager"
+            )
+        own = ROW_LENGTH if rows is WHOLE_ROWS else stop
+        changed[row, start:own] = False
+        if changed.any():
+            other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
+            raise ConfigurationError(
+                f"{which} lets packed documents see each other: a changed token of one changed "
+                f"another's logits{other}. To train it, {_way_out(model.config)}"
+            )
+
+
+def _way_out(config: PretrainedConfig) -> str:
+    return ONE_A_ROW + (KERNELS if is_recurrent(config) else "")
+
+
+def _check_equivalence(config: PretrainedConfig, choice: AttentionChoice, rows: Rows) -> None:
+    """Compare logits with those of each document alone under eager attention."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None):
+            setattr(config, name, WINDOW)
+    batch = packed_batch(rows)
+    together = _logits(build_probe_model(config, choice.name), batch, choice.batches)
+    alone = build_probe_model(config, "eager")
+    for row, start, stop in _segments(rows):
+        if start and choice.batches == "plain":
+            continue  # padding, which sees the document before it
+        tokens = batch["input_ids"][row : row + 1, start:stop]
+        expected = _logits(alone, {"input_ids": tokens}, "plain")[0]
+        worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
+        if not worst < TOLERANCE:
+            raise ConfigurationError(
+                f"model type {config.model_type!r}: --attn_implementation {choice.name} computes "
+                f"other logits than eager attention does (by {worst:.1e} of the largest): it "
+                f"leaves out what the layers need. Try another one, or {ONE_A_ROW}"
+            )

@@ -18,12 +18,21 @@ from utils.launch.processes import LaunchFacts
 from utils.launch.slurm import asks_for_cpu
 from utils.model.adapters import Targets, plan_adapters
 from utils.model.architecture import has_experts
-from utils.model.attention import AttentionChoice, is_recurrent
+from utils.model.attention import (
+    RUN_ON_CPU,
+    AttentionChoice,
+    check_row_positions,
+    choose_isolated_attention,
+    is_recurrent,
+)
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
-from utils.model.isolation import RUN_ON_CPU, check_row_positions, choose_isolated_attention
-from utils.model.loss_head import LossHeadChoice, choose_loss_head
-from utils.model.router_loss import describe_term, router_term
+from utils.model.loss_head import (
+    LossHeadChoice,
+    choose_loss_head,
+    describe_term,
+    router_term,
+)
 from utils.model.weights import weights_dtype
 from utils.planning.job import report_job
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory

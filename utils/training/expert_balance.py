@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from utils.callbacks.metrics import MetricCallback
 from utils.data.loader import Batch
-from utils.model.router_loss import RouterTerm, balance_loss
+from utils.model.loss_head import RouterTerm, balance_loss
 from utils.training.resume_state import rank_share
 
 if TYPE_CHECKING:

@@ -11,10 +11,14 @@ from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import NAME, PER_DOCUMENT, AttentionNeeds, register_packed_varlen
-from utils.model import isolation
+from utils.model import attention as module
 from utils.model.architecture import build_probe_model, observe_attention, probe_config
-from utils.model.attention import AttentionChoice, choose_attention
-from utils.model.isolation import check_row_positions, choose_isolated_attention
+from utils.model.attention import (
+    AttentionChoice,
+    check_row_positions,
+    choose_attention,
+    choose_isolated_attention,
+)
 
 LLAMA_8B = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -41,7 +45,7 @@ def config_of(name):
 
 def check_isolation(config, name=NAME, dtype=torch.float32, *, device="cpu", kernel="", **batches):
     choice = AttentionChoice(name, kernel, "", **batches)
-    return isolation.check_isolation(config, choice, torch.device(device), dtype)
+    return module.check_isolation(config, choice, torch.device(device), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +260,7 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
     choice, _ = chosen(config_of("llama"), whole_rows=True)
     assert (choice.name, choice.batches) == (NAME, "packed"), "it can be packed, so it is"
     check_isolation(config_of("llama"), kernel="row_sdpa")
-    logits = isolation._logits
+    logits = module._logits
 
     def leaking(model, batch, batches):
         found = logits(model, batch, batches)
@@ -264,7 +268,7 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
             found[1] += batch["input_ids"][0, 0]
         return found
 
-    monkeypatch.setattr(isolation, "_logits", leaking)
+    monkeypatch.setattr(module, "_logits", leaking)
     check_isolation(config_of("llama"))
     with pytest.raises(ConfigurationError, match="see each other"):
         check_isolation(config_of("llama"), kernel="row_sdpa")

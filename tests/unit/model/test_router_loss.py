@@ -6,8 +6,7 @@ from families import EXPERTS, tiny_config, tiny_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from utils.config.errors import ConfigurationError
-from utils.model.loss_head import LossHeadChoice
-from utils.model.router_loss import balance_loss, router_term
+from utils.model.loss_head import LossHeadChoice, balance_loss, router_term
 
 WITH_TERM = [
     name for name in EXPERTS if router_term(tiny_config(name), fine_tuning=True) is not None

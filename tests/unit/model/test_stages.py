@@ -109,38 +109,28 @@ def test_a_runs_own_checkpoint_takes_the_place_of_the_stage(tmp_path):
     assert stage_tokenizer(settings(tmp_path / "gone", run)) is None
     assert stage_of(settings(stage, run, use_peft=True)) == stage
     assert stage_of(settings(None, run)) is None
-    checkpoint(run / "checkpoint-4", "pytorch_model_fsdp_0/x")  # of an earlier version of Stoker
-    assert stage_of(settings(stage, run)) == stage
 
 
 DESCRIBED = (*WHOLE, "tokenizer.json", "pytorch_model_fsdp_0/x")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 def test_a_damaged_checkpoint_of_its_own_describes_nothing(name, tmp_path, caplog):
     run, gone = run_directory(tmp_path / "run"), tmp_path / "gone"
     older, newest = (checkpoint(run / f"checkpoint-{step}", *DESCRIBED) for step in (3, 6))
     (newest / "model.safetensors").write_text("Model.safetensors")  # no tensors are read for it
     assert stage_of(settings(gone, run)) == newest
-    content = (newest / name).read_text()
-    for damaged in (content[::-1], content[1:]):
-        (newest / name).unlink()
-        (newest / name).write_text(damaged)
-        caplog.clear()
-        assert stage_of(settings(gone, run)) == older
-        assert stage_tokenizer(settings(gone, run)) == str(older)
-        assert f"{newest} is damaged" in caplog.text
-        assert sorted(path.name for path in run.glob("check*")) == [older.name, newest.name]
+    (newest / name).write_text((newest / name).read_text()[::-1])
+    assert stage_of(settings(gone, run)) == older
+    assert stage_tokenizer(settings(gone, run)) == str(older)
+    assert f"{newest} is damaged" in caplog.text
+    assert sorted(path.name for path in run.glob("check*")) == [older.name, newest.name]
     (older / "config.json").write_text("{}")
     with pytest.raises(StorageError, match="no committed checkpoint of this run is whole"):
         stage_of(settings(gone, run))
-
-
-def test_a_checkpoint_of_another_run_describes_nothing(tmp_path):
-    run = run_directory(tmp_path / "run")
-    checkpoint(run / "checkpoint-3", *DESCRIBED, run_id="run-8")
+    checkpoint(run / "checkpoint-9", *DESCRIBED, run_id="run-8")
     with pytest.raises(ConfigurationError, match=r"checkpoint of another run \(run-8, not run-7\)"):
-        stage_of(settings(tmp_path / "gone", run))
+        stage_of(settings(gone, run))
 
 
 @pytest.fixture
@@ -216,22 +206,11 @@ def test_the_origin_of_a_final_model_is_its_run_and_digests(tmp_path):
 def test_a_damaged_checkpoint_is_no_stage(tmp_path):
     directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE)
     (directory / "model.safetensors").write_text("Model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"model.safetensors has other contents"):
-        weights_origin(settings(directory), "single", None)
-    (directory / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="it is not as it was committed"):
+    with pytest.raises(ConfigurationError, match=r"not as it was committed.*has other contents"):
         weights_origin(settings(directory), "single", None)
 
 
-def test_what_a_resumed_run_ignores_is_logged(tmp_path, caplog):
-    caplog.set_level("INFO")
-    gone = settings(tmp_path / "gone", init_optimizer=True)
-    assert weights_origin(gone, "single", "run/checkpoint-3") is None
-    assert f"init_from {tmp_path}/gone is ignored" in caplog.text
-    assert weights_origin(settings(None), "single", None) is None
-
-
-def test_an_optimizer_that_is_split_or_not_there_is_not_taken_over(tmp_path):
+def test_an_optimizer_that_is_split_not_there_or_unsafe_is_not_taken_over(tmp_path):
     directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE, "optimizer.pt")
     with pytest.raises(ConfigurationError, match="under fsdp2 each rank has a part"):
         weights_origin(settings(directory, init_optimizer=True), "fsdp2", None)
@@ -239,13 +218,10 @@ def test_an_optimizer_that_is_split_or_not_there_is_not_taken_over(tmp_path):
     model_directory(run / "final", *WHOLE)
     with pytest.raises(ConfigurationError, match=r"final has no optimizer.pt: let --init_from"):
         weights_origin(settings(run, init_optimizer=True), "single", None)
-
-
-def test_a_stages_optimizer_is_looked_at_before_it_is_loaded(tmp_path):
-    directory = model_directory(tmp_path / "checkpoint-9", *WHOLE)
-    payloads.write(directory, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
+    unsafe = model_directory(tmp_path / "checkpoint-8", *WHOLE)
+    payloads.write(unsafe, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
     with pytest.raises(ConfigurationError, match=r"optimizer.pt names posix.system"):
-        weights_origin(settings(directory, init_optimizer=True), "ddp", None)
+        weights_origin(settings(unsafe, init_optimizer=True), "ddp", None)
     assert not (tmp_path / "touched").exists()
 
 
@@ -278,18 +254,18 @@ def test_moments_are_taken_over_and_the_schedule_is_not(tmp_path):
 @pytest.mark.parametrize(
     ("fresh", "message"),
     [
-        ({"width": 4}, r"exp_avg of tensor 0 has shape \(2, 3\), the tensor has \(2, 4\)"),
-        ({"kind": torch.optim.SGD, "lr": 0.1}, "it is of another kind of optimizer"),
+        (
+            lambda: optimizer(width=4),
+            r"exp_avg of tensor 0 has shape \(2, 3\), the tensor has \(2, 4\)",
+        ),
+        (lambda: optimizer(torch.optim.SGD, lr=0.1), "it is of another kind of optimizer"),
+        (
+            lambda: torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))]),
+            r"groups of \[2\] tensors, this run .* \[1\]",
+        ),
     ],
 )
 def test_an_optimizer_of_something_else_is_refused(fresh, message, tmp_path):
     torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
     with pytest.raises(ConfigurationError, match=message):
-        begin(tmp_path, optimizer(**fresh))
-
-
-def test_an_optimizer_of_more_tensors_is_refused(tmp_path):
-    torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
-    fresh = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))])
-    with pytest.raises(ConfigurationError, match=r"groups of \[2\] tensors, this run .* \[1\]"):
-        begin(tmp_path, fresh)
+        begin(tmp_path, fresh())
