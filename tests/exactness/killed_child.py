@@ -72,11 +72,11 @@ class OneWriter:
 
     pool = concurrent.futures.ThreadPoolExecutor(1)
 
-    def __init__(self, target, args, **_options):
-        self.work, self.done = (target, *args), None
+    def __init__(self, target, **_options):
+        self.target, self.done = target, None
 
     def start(self):
-        self.done = self.pool.submit(*self.work)
+        self.done = self.pool.submit(self.target)
 
     def is_alive(self):
         return not self.done.done()
@@ -126,7 +126,7 @@ def stoker(argv: list[str], options: dict) -> int:
     if "staged_within" in options:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
-        rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes([run])
+        rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes(run)
     begin = StopWatch.on_step_begin
 
     def disturbed(watch, args, state, control, **kwargs):

@@ -67,7 +67,7 @@ def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
     assert ending.exit_code == ExitCode.DONE, ending.output
     checkpoints = [directory for _, directory in numbered_checkpoints(whole)]
     one, final, both = (
-        taken_bytes(paths) / 1024 for paths in (checkpoints[:1], [whole / "final"], [whole])
+        taken_bytes(path) / 1024 for path in (checkpoints[0], whole / "final", whole)
     )
     # The finished model comes when what a save needs is free again.
     return Undisturbed(scene, one, both - final - len(checkpoints) * one)

@@ -12,14 +12,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.metrics import MetricCallback
 from utils.checkpoints.store import Checkpoints
 from utils.support.run_lock import known_loss
 
@@ -34,27 +33,19 @@ class Journal(TrainerCallback):
     """Writes every log event of rank 0; silent on other ranks.
 
     A line holds event (started, resumed, train, eval, save, and last stopped or summary), step,
-    epoch, time (unix seconds), split for an evaluation, and the logged figures. `sources` add
-    details that only the file gets; `stopped` tells at the end whether the run ended early.
+    epoch, time (unix seconds), split for an evaluation, and the logged figures. `stopped` tells at
+    the end whether the run ended early.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        sources: Sequence[MetricCallback] = (),
-        stopped: Callable[[], bool] = lambda: False,
-    ):
+    def __init__(self, checkpoints: Checkpoints, stopped: Callable[[], bool] = lambda: False):
         self.path = checkpoints.output_dir / FILE_NAME
-        self.checkpoints, self.sources, self.stopped = checkpoints, list(sources), stopped
+        self.checkpoints, self.stopped = checkpoints, stopped
         self.saves_written = 0
         self.first_step: tuple[int, float] | None = None  # of this start, and when it ended
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Note the start."""
-        self.first_step = None
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +57,7 @@ class Journal(TrainerCallback):
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Begin to measure the pace once the first step, which compiles and allocates, is done."""
         if self.first_step is None:
             self.first_step = (state.global_step, time.monotonic())
@@ -84,16 +73,16 @@ class Journal(TrainerCallback):
     @override
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Write one event; Trainer's keys tell its kind."""
         if not state.is_world_process_zero or not logs:
             return
-        self._write_saves()
+        self.on_save(args, state)  # of what was written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
         losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
@@ -102,24 +91,16 @@ class Journal(TrainerCallback):
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
-        else:
-            for source in self.sources:
-                line |= source.details()
         self._write(line)
         logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
 
     @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Write what it took; what is still written in the background follows with a log."""
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Write what each new checkpoint took."""
         if state.is_world_process_zero:
-            self._write_saves()
-
-    def _write_saves(self) -> None:
-        for save in self.checkpoints.saves[self.saves_written :]:
-            self._write({"event": "save", **dataclasses.asdict(save)})
-            self.saves_written += 1
+            for save in self.checkpoints.saves[self.saves_written :]:
+                self._write({"event": "save", **dataclasses.asdict(save)})
+                self.saves_written += 1
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Append a line, unless another job owns the run directory by now (the lock logged it)."""
@@ -167,42 +148,37 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(events.values())
 
 
-# How each figure is shown, and the format of its number.
-_EVAL = {"loss": ("loss {}", ".4f"), "perplexity": ("perplexity {}", ".4g")}
-_TRAINING = {
-    "loss": ("loss {}", ".4f"),
-    "learning_rate": ("lr {}", ".2e"),
-    "grad_norm": ("grad {}", ".3f"),
-    "tokens_per_s": ("{} tokens/s", ",.0f"),
-    "step_time_s": ("{} s/step", ".3g"),
-    "data_wait_s": ("wait {} s", ".2g"),
-    "memory_peak_train_gib": ("peak {} GiB", ".2f"),
-    "first_step_time_s": ("first step {} s", ".1f"),
+# How the figures of a line are shown.
+_FIGURES = {
+    "loss": "loss {:.4f}",
+    "perplexity": "perplexity {:.4g}",
+    "learning_rate": "lr {:.2e}",
+    "grad_norm": "grad {:.3f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "step_time_s": "{:.3g} s/step",
+    "data_wait_s": "wait {:.2g} s",
+    "memory_peak_gib": "peak {:.2f} GiB",
+    "first_step_time_s": "first step {:.1f} s",
+    "train_loss": "mean loss {:.4f}",
 }
 
 
 def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
     """Format an event of the journal; figures that it does not hold are left out."""
-    event, step = line["event"], line["step"]
+    event, step, prefix, ending = line["event"], line["step"], "", None
     if event == "eval":
         named = ["eval", *([line["split"]] if line["split"] else [])]
-        prefix = "_".join(named) + "_"
-        figures = _figures({key.removeprefix(prefix): line[key] for key in line}, _EVAL)
-        return "  ".join([" ".join(named), *figures, f"(step {step})"])
-    if event in ("summary", "stopped"):
+        begin, prefix, ending = " ".join(named), "_".join(named) + "_", f"(step {step})"
+    elif event in ("summary", "stopped"):
         ended = "stopped" if event == "stopped" else "finished"
-        text = f"{ended} at step {step} after {duration(line['train_runtime'])}"
-        return "  ".join([text, *_figures(line, {"train_loss": ("mean loss {}", ".4f")})])
-    parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}", *_figures(line, _TRAINING)]
-    if seconds_left is not None:
-        parts.append(f"eta {duration(seconds_left)}")
-    return "  ".join(parts)
-
-
-def _figures(line: Mapping[str, Any], shown: Mapping[str, tuple[str, str]]) -> list[str]:
-    return [
-        text.format(format(line[key], spec)) for key, (text, spec) in shown.items() if key in line
+        begin = f"{ended} at step {step} after {duration(line['train_runtime'])}"
+    else:
+        begin = f"step {step:>{len(str(max_steps))}}/{max_steps}"
+        ending = None if seconds_left is None else f"eta {duration(seconds_left)}"
+    figures = [
+        text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
     ]
+    return "  ".join([begin, *figures, *([ending] if ending else [])])
 
 
 def duration(seconds: float) -> str:

@@ -8,13 +8,12 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.data.loader import TrainLoader
 from utils.model.compilation import compiled_graphs
 from utils.support.collectives import gathered
-from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +24,18 @@ class MetricCallback(TrainerCallback):
     """A callback with figures for every training log.
 
     The trainer's `log()` merges `metrics()` of each of them into a training log before any logger
-    sees it; all ranks call it together, at the same step. The journal, on rank 0, then asks for
-    `details()`, which starts no communication.
+    sees it; all ranks call it together, at the same step.
     """
 
     device: torch.device = torch.device("cpu")
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Note the device that the ranks communicate on."""
         self.device = args.device
 
     def metrics(self) -> dict[str, float]:
         """Return the figures since the last call, units in their names; collective over ranks."""
-        return {}
-
-    def details(self) -> dict[str, Any]:
-        """Return JSON beside the figures of the last `metrics()`, for the journal alone."""
         return {}
 
 
@@ -63,8 +55,14 @@ class MixtureShares(MetricCallback):
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Take the loader over; log what was asked for."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
-        if len(self.loader.tokens_seen.names) > 1:
-            logger.info("mixture: %s", self._asked())
+        names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
+        if len(names) > 1:
+            tokens = shares * [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans]
+            asked = (
+                f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%})"
+                for name, share, own in zip(names, shares, tokens, strict=True)
+            )
+            logger.info("mixture: %s", ", ".join(asked))
 
     @override
     def metrics(self) -> dict[str, float]:
@@ -72,22 +70,14 @@ class MixtureShares(MetricCallback):
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
             return {}
-        tokens = [seen.by_name[name] for name in seen.names]
+        total = max(sum(seen.by_name[name] for name in seen.names), 1)
         epochs = sampler.order.epochs_before(seen.steps * sampler.global_batch_size)
         figures: dict[str, float] = {}
-        for name, own, epoch in zip(seen.names, tokens, epochs, strict=True):
-            figures[f"tokens_seen/{name}"] = own
-            figures[f"tokens_share/{name}"] = own / max(sum(tokens), 1)
+        for name, epoch in zip(seen.names, epochs, strict=True):
+            figures[f"tokens_seen/{name}"] = seen.by_name[name]
+            figures[f"tokens_share/{name}"] = seen.by_name[name] / total
             figures[f"epochs/{name}"] = epoch
         return figures
-
-    def _asked(self) -> str:
-        names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
-        tokens = shares * [plan.sequence_tokens.mean() for plan in self.loader.dataset.plans]
-        return ", ".join(
-            f"{name} {share:.1%} of the sequences (of the tokens {own / tokens.sum():.1%})"
-            for name, share, own in zip(names, shares, tokens, strict=True)
-        )
 
 
 class Throughput(MetricCallback):
@@ -108,28 +98,25 @@ class Throughput(MetricCallback):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.first_step_time_s: float | None = None
+        self.window_step: int | None = None  # until the first step of this start is done
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, *event: Any, **kwargs: Any) -> None:
         """Take the loader over."""
-        super().on_train_begin(args, state, control, **kwargs)
+        super().on_train_begin(args, *event, **kwargs)
         self.loader: TrainLoader = kwargs["train_dataloader"]
-        self.world_size, self.step = args.world_size, state.global_step
-        self.window_step: int | None = None  # until the first step of this start is done
+        self.world_size = args.world_size
         self.interrupted_at = self.window_start = self.clock()
         self.excluded_s = 0.0
 
     @override
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin the window after the first step; mark where an interruption begins."""
         self.step = state.global_step
         first = self.window_step is None
-        interrupted = first or control.should_evaluate or control.should_save
-        if interrupted and self.device.type == "cuda":
+        if self.device.type == "cuda" and (first or control.should_evaluate or control.should_save):
             torch.cuda.synchronize(self.device)
         now = self.interrupted_at = self.clock()
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
@@ -156,10 +143,8 @@ class Throughput(MetricCallback):
     def metrics(self) -> dict[str, float]:
         """Return the speed since the last call; collective over ranks."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
-        now = self.clock()
-        steps = self.step - self.window_step
-        tokens_seen = self.loader.tokens_seen.count(self.step)
-        figures: dict[str, float] = {}
+        now, steps = self.clock(), self.step - self.window_step
+        figures: dict[str, float] = {"tokens_seen": self.loader.tokens_seen.count(self.step)}
         if self.first_step_time_s is not None:
             figures["first_step_time_s"] = self.first_step_time_s
             self.first_step_time_s = None
@@ -167,97 +152,51 @@ class Throughput(MetricCallback):
             elapsed_s = now - self.window_start - self.excluded_s
             own = (elapsed_s, self.loader.wait_s - self.window_wait_s)
             elapsed_s, wait_s = map(max, zip(*gathered(own), strict=True))
-            per_s = (tokens_seen - self.window_tokens) / elapsed_s
+            per_s = (figures["tokens_seen"] - self.window_tokens) / elapsed_s
             figures["tokens_per_s"] = per_s
             figures["tokens_per_s_per_device"] = per_s / self.world_size
             figures["step_time_s"] = elapsed_s / steps
             figures["data_wait_s"] = wait_s / steps
-        figures["tokens_seen"] = tokens_seen
         self._begin_window(now)
         return figures
 
 
 class MemoryMonitor(MetricCallback):
-    """Memory per rank: the training log gets the worst rank, the journal every rank.
+    """Memory in GiB of the worst rank: most used, least free.
 
     Device figures come from torch's caching allocator: allocated (tensors), reserved (taken from
-    the driver) and the peak of allocated; free is what the driver has left on that device, other
-    processes counted. On a CPU there are host figures only: this process's resident set and its
-    highest ever; data-loading workers are processes of their own and not in it.
-
-    A peak belongs to the phase that ends at a hook: on_step_end closes train when an evaluation or
-    a save follows, on_evaluate closes eval, on_save closes save, and each closing resets the peak.
-    So callbacks that ask for a save or an evaluation stand before this one.
+    the driver) and the peak of allocated since training began, evaluations and saves included; free
+    is what the driver has left on that device, other processes counted. On a CPU there are host
+    figures only: this process's resident set and its highest ever; data-loading workers are
+    processes of their own and not in it.
     """
 
-    def __init__(self) -> None:
-        self.peaks_bytes: dict[str, int] = {}
-        self.by_rank: list[dict[str, Any]] = []
-
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the peaks here: loading the model is none of the phases."""
-        super().on_train_begin(args, state, control, **kwargs)
+    def on_train_begin(self, *event: Any, **kwargs: Any) -> None:
+        """Start the peak here: loading the model is no part of training."""
+        super().on_train_begin(*event, **kwargs)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the training phase when another follows."""
-        if control.should_evaluate or control.should_save:
-            self._close("train")
-
-    on_epoch_end = on_step_end
-
-    @override
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._close("eval")
-
-    @override
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self._close("save")
-
-    def _close(self, phase: str) -> None:
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            self.peaks_bytes[phase] = max(self.peaks_bytes.get(phase, 0), peak)
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
     def metrics(self) -> dict[str, float]:
-        """Return the worst rank's figures in GiB: most used, least free. Collective over ranks."""
-        self._close("train")  # the open phase at a training log
-        sizes = {
+        """Return the worst rank's figures; collective over ranks."""
+        own = {
             "host_rss_gib": psutil.Process().memory_info().rss,
             "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if self.device.type == "cuda":
-            sizes |= {
+            own |= {
                 "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
                 "memory_reserved_gib": torch.cuda.memory_reserved(self.device),
+                "memory_peak_gib": torch.cuda.max_memory_allocated(self.device),
                 "memory_free_gib": torch.cuda.mem_get_info(self.device)[0],
             }
-        for phase, peak in self.peaks_bytes.items():
-            sizes[f"memory_peak_{phase}_gib"] = peak
-        own = {name: size / GIB for name, size in sizes.items()}
-        ranks = gathered((host_name(), own))
-        self.by_rank = [
-            {"rank": rank, "host": host, **{name: round(gib, 3) for name, gib in figures.items()}}
-            for rank, (host, figures) in enumerate(ranks)
-        ]
-        return {
-            name: (min if name == "memory_free_gib" else max)(figures[name] for _, figures in ranks)
-            for name in own
-        }
-
-    @override
-    def details(self) -> dict[str, Any]:
-        """Return rank, host and figures in GiB of each rank, as of the last `metrics()`."""
-        return {"memory_by_rank": self.by_rank}
+        ranks = gathered(own)
+        worst = {name: max(sizes[name] for sizes in ranks) for name in own}
+        if "memory_free_gib" in own:
+            worst["memory_free_gib"] = min(sizes["memory_free_gib"] for sizes in ranks)
+        return {name: size_bytes / GIB for name, size_bytes in worst.items()}
 
 
 class CompilationWatch(TrainerCallback):
@@ -270,19 +209,16 @@ class CompilationWatch(TrainerCallback):
         self.graphs: int | None = None  # None: the first step of this start is not done
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compare with the graphs that there were before this step."""
-        graphs = compiled_graphs()
-        if self.graphs is not None and graphs > self.graphs:
+        more = compiled_graphs() - (self.graphs or 0)
+        if self.graphs is not None and more > 0:
             logger.warning(
                 "step %d compiled %d graphs more, though its shapes are those of the steps before: "
                 "TORCH_LOGS=recompiles shows why; --compile false avoids the wait",
-                state.global_step,
-                graphs - self.graphs,
-            )
-        self.graphs = graphs
+                state.global_step, more,
+            )  # fmt: skip
+        self.graphs = compiled_graphs()
 
     @override
     def on_evaluate(self, *_: Any, **__: Any) -> None:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.journal import valid_json
@@ -37,18 +37,6 @@ class Finding:
     weights: tuple[str, ...] = ()
 
 
-class _StepFigures(NamedTuple):
-    """A step's figures on their way from the device, complete when `ready` has passed.
-
-    values: float32, the losses of the micro-batches, the gradient norm, and how many tokens of the
-    global batch are trained on.
-    """
-
-    step: int
-    values: torch.Tensor
-    ready: torch.cuda.Event | None  # None: they are complete
-
-
 class NonFiniteGuard(TrainerCallback):
     """Ends the run when a loss or gradient of any rank is not finite.
 
@@ -65,13 +53,13 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the step under way
         self.targets = torch.ones(())
-        self.on_their_way: list[_StepFigures] = []
+        # Step, its figures on their way from the device (losses, gradient norm, trained tokens of
+        # the global batch; float32), and the event after which they are complete (None: they are).
+        self.on_their_way: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
         self.findings: list[Finding] = []  # of this rank
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Connect to the other ranks."""
         self.rank, self.device = args.process_index, args.device
         self.loader: TrainLoader = kwargs["train_dataloader"]
@@ -101,7 +89,7 @@ class NonFiniteGuard(TrainerCallback):
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        self.on_their_way.append(_StepFigures(step, values, ready))
+        self.on_their_way.append((step, values, ready))
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -171,7 +159,11 @@ def spoilt_weights(model: nn.Module) -> list[str]:
     """
     names, largest = [], []
     for name, parameter in model.named_parameters():
-        part = _own_part(parameter)
+        part: Any = parameter
+        if hasattr(part, "ds_tensor"):  # DeepSpeed ZeRO-3's shard; the parameter itself is empty
+            part = part.ds_tensor
+        elif hasattr(part, "to_local"):
+            part = part.to_local()
         if parameter.requires_grad and part.numel():
             names.append(name.removeprefix("module."))
             # The largest absolute value: without a temporary of the weight's size, NaN if one is.
@@ -180,12 +172,6 @@ def spoilt_weights(model: nn.Module) -> list[str]:
         return []
     finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()
     return [name for name, good in zip(names, finite, strict=True) if not good]
-
-
-def _own_part(parameter: Any) -> torch.Tensor:
-    if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3's shard; the parameter itself is empty
-        return parameter.ds_tensor
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
@@ -201,23 +187,31 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
         for finding in found
         for micro_batch, loss in finding.losses.items()
     ]
-    norms = [finding.gradient_norm for finding in found if finding.gradient_norm is not None]
+    norm = next((one.gradient_norm for one in found if one.gradient_norm is not None), None)
     weights = sorted({name for finding in found for name in finding.weights})
     sampler = loader.batch_sampler
-    sequences = sampler.sequences_of_step(step)
+    sequences, of_what = sampler.sequences_of_step(step), "the global batch"
     if losses:
         by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
         sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
+        of_what = "the micro-batches"
+        first, others = losses[0], f", and {len(losses) - 1} more are not finite"
+        cause = (
+            f"the loss of rank {first['rank']} in micro-batch {first['micro_batch'] + 1} is "
+            f"{first['loss']}{others if losses[1:] else ''}"
+        )
+    elif norm is not None:
+        cause = f"the gradient norm is not finite ({norm}), though the losses are"
+    else:
+        cause = (
+            f"{len(weights)} of the weights are not finite after it ({weights[0]} first), though "
+            "its loss and gradient are: the optimizer's update overflowed"
+        )
     parts = loader.dataset.documents_in(sequences)
-    of_what = "the micro-batches" if losses else "the global batch"
     facts = {
-        "step": step + 1,
-        "losses": losses,
-        "gradient_norm": norms[0] if norms else None,
-        "weights": weights,
-        "documents_of": of_what,
-        "documents": [part._asdict() for part in parts],
-    }
+        "step": step + 1, "losses": losses, "gradient_norm": norm, "weights": weights,
+        "documents_of": of_what, "documents": [part._asdict() for part in parts],
+    }  # fmt: skip
     path = run / f"nonfinite-step-{step + 1}.json"
     try:
         replace_text(path, json.dumps(valid_json(facts), indent=1) + "\n")
@@ -225,7 +219,7 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     except OSError as error:  # the finding is what matters
         where = f"the list of all could not be written: {error}"
     return (
-        f"step {step + 1}: {_cause(losses, norms, weights)}.\n"
+        f"step {step + 1}: {cause}.\n"
         f"documents of {of_what}: {named_documents(parts)} ({where})\n"
         "Nothing of this step was saved or exported. The same command resumes from the newest "
         "checkpoint and meets the same batch again. Look at these documents and remove what is "
@@ -234,28 +228,11 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     )
 
 
-def _cause(losses: list[dict[str, Any]], norms: list[float], weights: list[str]) -> str:
-    if losses:
-        first, more = losses[0], len(losses) - 1
-        return (
-            f"the loss of rank {first['rank']} in micro-batch {first['micro_batch'] + 1} is "
-            f"{first['loss']}" + (f", and {more} more are not finite" if more else "")
-        )
-    if norms:
-        return f"the gradient norm is not finite ({norms[0]}), though the losses are"
-    return (
-        f"{len(weights)} of the weights are not finite after it ({weights[0]} first), though its "
-        "loss and gradient are: the optimizer's update overflowed"
-    )
-
-
 def named_documents(parts: Sequence[DocumentPart]) -> str:
     """Name the first documents of each dataset."""
-    by_dataset: dict[Path, list[int]] = {}
-    for dataset, document in sorted({(part.dataset, part.document) for part in parts}):
-        by_dataset.setdefault(dataset, []).append(document)
     named = []
-    for dataset, documents in by_dataset.items():
+    for dataset in sorted({part.dataset for part in parts}):
+        documents = sorted({part.document for part in parts if part.dataset == dataset})
         more = f" and {len(documents) - NAMED} more" if len(documents) > NAMED else ""
         named.append(f"{', '.join(map(str, documents[:NAMED]))}{more} of {dataset}")
     return "; ".join(named)

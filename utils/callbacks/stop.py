@@ -47,33 +47,25 @@ class Deadline:
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
-        self.total_s = max(total_s, 0.0)
+        self.total_s, self.checkpoints = max(total_s, 0.0), checkpoints
         self.ends_at = now + self.total_s
         self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
-        self.checkpoints = checkpoints
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
         # A guess must not eat a short job up: its first save is early, and measured.
         self.guessed_save_s = min(guess_s, self.total_s / 10)
         # A step, an evaluation batch, or what else lies between two looks.
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
-    def _save_s(self) -> float:
-        return max((save.total_s for save in self.checkpoints.saves), default=self.guessed_save_s)
-
-    @property
-    def needed_s(self) -> float:
-        """Seconds that stopping may take."""
-        saves = 1.5 + self.checkpoints.writing
-        return 2 * max(self.steps_s) + saves * self._save_s() + self.margin_s
-
     def reason(self, now: float) -> str | None:
         """Say why it is time to stop; None while it is not."""
-        left_s = self.ends_at - now
-        if left_s > self.needed_s:
+        left_s, step_s = self.ends_at - now, max(self.steps_s)
+        saves = self.checkpoints.saves
+        save_s = max((save.total_s for save in saves), default=self.guessed_save_s)
+        if left_s > 2 * step_s + (1.5 + self.checkpoints.writing) * save_s + self.margin_s:
             return None
         return (
-            f"the time limit ends in {left_s:.0f} s: a step takes {max(self.steps_s):.2g} s, "
-            f"a save {self._save_s():.2g} s"
+            f"the time limit ends in {left_s:.0f} s: a step takes {step_s:.2g} s, "
+            f"a save {save_s:.2g} s"
         )
 
 
@@ -104,13 +96,10 @@ class StopWatch(TrainerCallback):
     ):
         self.checkpoints, self.save_minutes = checkpoints, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
-        self.stopped = False
-        self.evaluation_due = False
+        self.stopped = self.evaluation_due = False
         self.extra_saves: list[int] = []
         self.agreement: Agreement | None = None  # while training
-        self.found = NOTHING
-        self.reason: str | None = None  # for the stop
-        self.save_reason = ""
+        self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and by what
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
         self.extra_save = False  # whether this step's checkpoint is one of extra_saves
@@ -131,7 +120,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Connect to the other ranks; a resumed run begins with the evaluation that it owes."""
         if state.global_step:
@@ -153,7 +142,7 @@ class StopWatch(TrainerCallback):
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
-        self._put_forward()
+        self._put_forward(self.agreement)
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -165,15 +154,16 @@ class StopWatch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Do what the ranks agreed on: stop, or save and continue."""
+        assert self.agreement is not None, "on_train_begin comes first"
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
         self._count_event()
-        agreed = self._take_turn(state)
+        agreed = self._take_turn(self.agreement)
         if agreed >= STOPPING:
             self._stop_at_step(agreed, args, state, control)
         elif self.save_due:
-            self.ask_for_save(args, state, control)
+            self._ask_for_save(args, state, control)
 
     @override
     def on_prediction_step(
@@ -183,21 +173,20 @@ class StopWatch(TrainerCallback):
         if self.agreement is None:
             return  # the evaluation of a finished run
         self._count_event()
-        agreed = self._take_turn(state)
+        agreed = self._take_turn(self.agreement)
         if agreed >= STOPPING:
             self.evaluation_due = True
-            self._stop(agreed, "a part of the evaluation at ", args, state, control)
+            self._stop(agreed, f"a part of the evaluation at step {self.step}", control)
+            self._ask_for_save(args, state, control)
             raise EvaluationInterrupted
         if self.save_due:
-            self.ask_for_save(args, state, control)
+            self._ask_for_save(args, state, control)
 
-    def _take_turn(self, state: TrainerState) -> int:
+    def _take_turn(self, agreement: Agreement) -> int:
         """Return what the ranks agreed on in the last turn, and begin the next one."""
-        assert self.agreement is not None, "on_train_begin comes first"
-        alone = self.agreement.group is None
-        if alone:
-            self._put_forward()
-        agreed = self.agreement.result()
+        if agreement.group is None:  # alone: in this turn
+            self._put_forward(agreement)
+        agreed = agreement.result()
         if agreed >= FAILED:
             self.checkpoints.finish()  # raises
         # A checkpoint that was written since it was asked for is what was asked for.
@@ -205,15 +194,13 @@ class StopWatch(TrainerCallback):
             self._consume(SAVE)
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
-                reason = self.save_reason
-                logger.info("saving at step %d, then continuing: %s", state.global_step, reason)
-        if not alone:
-            self._put_forward()
+                logger.info("saving at step %d, then continuing: %s", self.step, self.reason)
+        if agreement.group is not None:
+            self._put_forward(agreement)
         return agreed
 
-    def _put_forward(self) -> None:
-        assert self.agreement is not None, "on_train_begin comes first"
-        self.agreement.put_forward(self._look())
+    def _put_forward(self, agreement: Agreement) -> None:
+        agreement.put_forward(self._look())
         self.saved_since_turn = False
 
     def _look(self) -> int:
@@ -225,16 +212,16 @@ class StopWatch(TrainerCallback):
             return self.found
         self.looked_at, self.found = now, NOTHING
         directory, files = self.checkpoints.output_dir, self._files() if self.rank == 0 else set()
-        self.reason = self.signalled() or (str(directory / STOP) if STOP in files else None)
-        if self.reason is None and self.deadline is not None:
-            self.reason = self.deadline.reason(now)
-        if self.reason is not None:
-            self.found = STOPPING + self.rank
+        stop = self.signalled() or (str(directory / STOP) if STOP in files else None)
+        if stop is None and self.deadline is not None:
+            stop = self.deadline.reason(now)
+        if stop is not None:
+            self.found, self.reason = STOPPING + self.rank, stop
         elif SAVE in files:
-            self.found, self.save_reason = SAVING, str(directory / SAVE)
+            self.found, self.reason = SAVING, str(directory / SAVE)
         elif self.rank == 0 and 0 < 60 * self.save_minutes <= now - self.saved_at:
             minutes = f"{self.save_minutes:g} minutes since the last checkpoint (save_minutes)"
-            self.found, self.save_reason = SAVING, minutes
+            self.found, self.reason = SAVING, minutes
         return self.found
 
     def _files(self) -> set[str]:
@@ -262,29 +249,23 @@ class StopWatch(TrainerCallback):
         due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
         if last and not due:
             if self.rank == 0:
-                logger.info("finishing, not stopping: step %d is the last", state.global_step)
+                logger.info("finishing, not stopping: step %d is the last", self.step)
             self._consume(STOP)
             return
         self.evaluation_due = due  # there may be no time for it: the resumed run begins with it
-        self._stop(agreed, "", args, state, control)
+        self._stop(agreed, f"step {self.step}", control)
+        self._ask_for_save(args, state, control)
 
-    def _stop(
-        self,
-        agreed: int,
-        place: str,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-    ) -> None:
+    def _stop(self, agreed: int, place: str, control: TrainerControl) -> None:
         self.stopped = True
         if self.rank == 0:
-            reason = self.reason or f"a signal to rank {agreed - STOPPING}"
-            logger.info("stopping after %sstep %d: %s", place, state.global_step, reason)
+            own = self.found == STOPPING
+            reason = self.reason if own else f"a signal to rank {agreed - STOPPING}"
+            logger.info("stopping after %s: %s", place, reason)
         self._consume(STOP, SAVE)
         control.should_evaluate, control.should_training_stop = False, True
-        self.ask_for_save(args, state, control)
 
-    def ask_for_save(
+    def _ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
         """Let Trainer write a checkpoint at this step, due by schedule or not."""
@@ -300,7 +281,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Do nothing more: Trainer takes leaving its loop for the end of an epoch."""
         if self.stopped:

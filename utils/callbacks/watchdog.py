@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.config.errors import ExitCode
@@ -43,8 +43,7 @@ class HangWatch(TrainerCallback):
     joins when another one has given up, so that all notes come together.
 
     On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
-    often: the counts can be compared. The time in which the process was stopped as a whole
-    (SIGSTOP, a suspended job) does not count. ``hosts`` holds one host name per rank.
+    often: the counts can be compared. ``hosts`` holds one host name per rank.
     """
 
     current: ClassVar["HangWatch | None"] = None  # of this process
@@ -57,34 +56,29 @@ class HangWatch(TrainerCallback):
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
-        self.timeout_s = timeout_s
+        self.timeout_s, self.hosts = timeout_s, hosts
         self.clock, self.end = clock, end
-        self.poll_s = min(1.0, timeout_s / 20)
-        self.hosts = hosts
         self.rank = self.start = self.step = self.beats = self.beats_seen = 0
-        self.silent_s = 0.0
-        self.looked: float | None = None
+        self.silent_s, self.looked = 0.0, clock()
         self.evaluated = self.trained = False
         self.control = TrainerControl()
 
     @override
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start to watch."""
         if not self.timeout_s:
             return
-        self.rank, self.start, self.evaluated = args.process_index, state.global_step, False
+        self.rank, self.start = args.process_index, state.global_step
         self._beat(args, state, control)
         self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    def _beat(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def _beat(self, *event: Any, **_: Any) -> None:
         """Note that something moved. Costs nothing: the thread reads the clock."""
-        del args, kwargs
+        _args, state, control = event
         self.step = state.global_step
         self.control = control  # read later: callbacks behind this one may still ask for a save
         self.trained = state.global_step >= state.max_steps
@@ -103,21 +97,20 @@ class HangWatch(TrainerCallback):
     def look(self) -> float:
         """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
 
-        Called every `poll_s` by the thread.
+        The thread calls it again and again. Time in which the process was stopped as a whole
+        (SIGSTOP, a suspended job) does not count.
         """
         now = self.clock()
-        if self.looked is None or self.beats != self.beats_seen:
+        if self.beats != self.beats_seen:
             self.silent_s = 0.0
         else:
             self.silent_s += min(now - self.looked, LONGEST_GAP_S)
         self.looked, self.beats_seen = now, self.beats
-        return self.silent_s / (self.timeout_s * (SLOW if self._is_slow() else 1))
-
-    def _is_slow(self) -> bool:
         control = self.control
         first_evaluation = control.should_evaluate and not self.evaluated
         ending = self.trained or control.should_training_stop
-        return self.step == self.start or control.should_save or first_evaluation or ending
+        slow = self.step == self.start or control.should_save or first_evaluation or ending
+        return self.silent_s / (self.timeout_s * (SLOW if slow else 1))
 
     def _watch(self) -> None:
         while HangWatch.current is self:
@@ -125,7 +118,7 @@ class HangWatch(TrainerCallback):
             if hangs or (self.silent_s >= self.timeout_s / 2 and self._another_hangs()):
                 self._give_up()
                 return
-            time.sleep(self.poll_s)
+            time.sleep(min(1.0, self.timeout_s / 20))
 
     def _another_hangs(self) -> bool:
         return any(note.kind == "hung" and note.rank != self.rank for note in _notes())

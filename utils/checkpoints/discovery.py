@@ -58,12 +58,6 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
     return found
 
 
-def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
-    """Return what is named like a checkpoint and has no manifest, newest first."""
-    numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
-    return [directory for directory in numbered if not (directory / MANIFEST).exists()]
-
-
 def set_aside(directory: Path, prefix: str) -> str:
     """Rename a directory so that nothing takes it for a checkpoint; return its new name."""
     number, target = 1, directory.with_name(prefix + directory.name)
@@ -97,6 +91,12 @@ def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
+def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
+    """Return what is named like a checkpoint and has no manifest, newest first."""
+    numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
+    return [directory for directory in numbered if not (directory / MANIFEST).exists()]
+
+
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
     """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
 
@@ -105,38 +105,40 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     Raises StorageError, with nothing moved, when all committed checkpoints are damaged: to train
     from step 0 again is for a person to decide.
     """
-    damaged: dict[Path, str] = {}
-    found = None
-    for step, directory in numbered_checkpoints(output_dir):
-        if not (directory / MANIFEST).exists():
-            continue
-        problems = checkpoint_problems(directory, step, run_id, tensors=not dry_run)
-        if not problems:
-            found = directory
-            break
-        damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS])
-    if damaged and found is None:
-        raise StorageError(
-            [
-                *(f"{host_name()}: {path}: {problems}." for path, problems in damaged.items()),
-                "no committed checkpoint of this run is whole: check the storage and restore one "
-                "of them; or move them away to start again at step 0.",
-            ]
-        )
-    if not dry_run:
-        for directory in leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
-            delete(directory)
-        for directory in uncommitted_checkpoints(output_dir):
-            name = set_aside(directory, INCOMPLETE)
-            logger.warning("%s was not committed: set aside as %s", directory, name)
+    found, damaged = _newest_whole(output_dir, run_id, tensors=not dry_run)
+    for directory in [] if dry_run else leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
+        delete(directory)
+    for directory in [] if dry_run else uncommitted_checkpoints(output_dir):
+        name = set_aside(directory, INCOMPLETE)
+        logger.warning("%s was not committed: set aside as %s", directory, name)
     for directory, shown in damaged.items():
-        name = (
-            "in a dry run it stays" if dry_run else f"set aside as {set_aside(directory, DAMAGED)}"
-        )
+        name = "not used" if dry_run else f"set aside as {set_aside(directory, DAMAGED)}"
         logger.warning("%s is damaged (%s): %s; check the storage", directory, shown, name)
     if found is not None and not dry_run:
         logger.info("resuming from %s", found)
     return found
+
+
+def _newest_whole(
+    output_dir: Path, run_id: str, *, tensors: bool
+) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest whole checkpoint, and what is wrong with each newer one."""
+    damaged: dict[Path, str] = {}
+    for step, directory in numbered_checkpoints(output_dir):
+        if (directory / MANIFEST).exists():
+            problems = checkpoint_problems(directory, step, run_id, tensors=tensors)
+            if not problems:
+                return directory, damaged
+            damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS])
+    if not damaged:
+        return None, damaged
+    raise StorageError(
+        [
+            *(f"{host_name()}: {path}: {problems}." for path, problems in damaged.items()),
+            "no committed checkpoint of this run is whole: check the storage and restore one of "
+            "them; or move them away to start again at step 0.",
+        ]
+    )
 
 
 def checkpoint_problems(
@@ -191,21 +193,23 @@ def find_room(
     oldest first, as long as LEAST_KEPT committed ones stay. A checkpoint takes what the newest one
     takes, the first one `estimated_bytes`. Raises StorageError if all of it is not enough.
     """
-    committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
+    committed: list[tuple[Path, Manifest]] = []
+    deletable: list[Path] = []
+    if run_id is not None:
+        committed = committed_checkpoints(output_dir, run_id)
+        deletable = leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE)
+        deletable += uncommitted_checkpoints(output_dir)
+        spare = _spare(committed, None if keep is None else keep - 1)
+        deletable += spare[: max(0, len(committed) - LEAST_KEPT)]
     one = committed[0][1].size_bytes * MARGIN if committed else estimated_bytes
     needed = count * one + RESERVE_BYTES
-    spare = _spare(committed, None if keep is None else keep - 1)
-    deletable = spare[: max(0, len(committed) - LEAST_KEPT)]
-    if run_id is not None:
-        left = leftovers(output_dir, DELETING, RESHARDED, INCOMPLETE)
-        deletable = [*left, *uncommitted_checkpoints(output_dir), *deletable]
     free = room = free_bytes(output_dir)
     doomed: list[Path] = []
     for directory in deletable:
         if room >= needed:
             break
         doomed.append(directory)
-        room += taken_bytes([directory])
+        room += taken_bytes(directory)
     if room < needed:
         raise StorageError(
             f"{host_name()}: {count} more checkpoint(s) of about {readable(one)} will be there at "
@@ -221,10 +225,9 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def taken_bytes(directories: Sequence[Path]) -> int:
-    """Return what is free once these directories are deleted."""
-    files = (path for directory in directories for path in directory.rglob("*"))
-    return sum(path.lstat().st_size for path in files if path.is_file())
+def taken_bytes(directory: Path) -> int:
+    """Return what is free once a directory is deleted."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:

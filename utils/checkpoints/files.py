@@ -34,16 +34,14 @@ MARGIN = 1.02  # over the checkpoint before: logs and random states grow a littl
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One SHA-256 keeps a core busy at about a gigabyte a second, so several cores hash parts.
 PART_BYTES = 2**26
-THREADS = 8  # parallel file systems like several readers
 PIECE_BYTES = 2**20
+THREADS = 8  # parallel file systems like several readers
 COPY_THREADS = 2  # training continues while files are copied
 
 # Names of the files that ranks other than the first write: Trainer's random states, the shards of
 # torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
 _OWNED = re.compile(
-    r"(?:.*/)?(?:rng_state_(?P<random>\d+)\.pth"
-    r"|__(?P<shard>\d+)_\d+\.distcp"
-    r"|(?:[a-z0-9]+_)?zero_pp_rank_(?P<zero>\d+)_[^/]*)"
+    r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp|(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_[^/]*)"
 )
 
 
@@ -153,8 +151,18 @@ def flush(path: Path) -> None:
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file, of several parts that of the parts' digests; OSError."""
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        started = [[pool.submit(_part, path, begin) for begin in _begins(path)] for path in paths]
-        return [_of_parts([part.result() for part in parts]) for parts in started]
+        started = [
+            [
+                pool.submit(_part, path, begin)
+                for begin in range(0, max(path.stat().st_size, 1), PART_BYTES)
+            ]
+            for path in paths
+        ]
+        digests = [b"".join(part.result() for part in parts) for parts in started]
+    one = hashlib.sha256().digest_size
+    return [
+        parts.hex() if len(parts) == one else hashlib.sha256(parts).hexdigest() for parts in digests
+    ]
 
 
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
@@ -182,14 +190,6 @@ def _part(path: Path, begin: int) -> bytes:
             digest.update(piece)
             left -= len(piece)
     return digest.digest()
-
-
-def _begins(path: Path) -> range:
-    return range(0, max(path.stat().st_size, 1), PART_BYTES)
-
-
-def _of_parts(parts: list[bytes]) -> str:
-    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class DamagedCheckpointError(Exception):
@@ -236,24 +236,20 @@ def read_manifest(directory: Path) -> Manifest:
     ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
-    if path.is_symlink():
-        raise DamagedCheckpointError(f"{MANIFEST} is no regular file")
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
-        number = content["format"]
-        if isinstance(number, int) and number > FORMAT:
-            raise ConfigurationError(
-                f"{path} has format {number}, a later version of Stoker wrote it (this one knows "
-                f"{FORMAT}): update, or name another --output_dir."
-            )
-        committed = content["checkpoint"]
-        if text != _text(committed):
-            raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
+        number, committed = content["format"], content.get("checkpoint")
+        as_written = text == _text(committed) and not path.is_symlink()
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if isinstance(number, int) and number > FORMAT:
+        raise ConfigurationError(
+            f"{path} has format {number}, a later version of Stoker wrote it (this one knows "
+            f"{FORMAT}): update, or name another --output_dir."
+        )
+    if not as_written:
+        raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
     files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
     return Manifest(**committed, files=files)
 

@@ -23,20 +23,13 @@ from utils.config.errors import ConfigurationError
 HARMLESS = frozenset(
     {".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp"}
 )
-# What .metadata may name, by module; nothing here does more than hold its arguments.
-METADATA_NAMES: dict[str, set[str]] = {
-    "builtins": {"set"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.serialization": {"_get_layout"},
-}  # fmt: skip
+# What .metadata may name beside torch's dtypes; nothing here does more than hold its arguments.
+METADATA_NAMES = re.compile(
+    r"builtins\.set|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath|torch\.Size"
+    r"|torch\.serialization\._get_layout|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
+    r"|torch\.distributed\.checkpoint\.metadata\.(_MEM_FORMAT_ENCODING|TensorProperties|Metadata"
+    r"|MetadataIndex|StorageMeta|(Bytes|Chunk|Tensor)StorageMetadata)"
+)
 
 
 def guard_loading(strategy: str) -> None:
@@ -47,25 +40,37 @@ def guard_loading(strategy: str) -> None:
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    _allow_known_classes(strategy)
+    allow_known_classes(strategy)
+
+
+def allow_known_classes(strategy: str) -> None:
+    """Add what checkpoints of a strategy hold to what torch loads with weights_only."""
+    # Not torch's context manager of that name: at its end it forgets what was known before, too.
+    rebuild: Any = np.empty(0).__reduce__()[0]
+    add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
+    if strategy.startswith("zero"):
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
 def refuse_code(checkpoint: Path) -> None:
     """Raise ConfigurationError for a checkpoint that names anything but known classes."""
-    strategy = read_manifest(checkpoint).strategy
+    allow_known_classes(read_manifest(checkpoint).strategy)
     for name in list_files(checkpoint):
-        if reason := forbidden(checkpoint / name, strategy):
+        if reason := forbidden(checkpoint / name):
             raise ConfigurationError(
                 f"{checkpoint / name} {reason} Nothing of {checkpoint} was loaded: find out who "
                 "wrote it, and move it away to resume from the checkpoint before."
             )
 
 
-def forbidden(path: Path, strategy: str = "single") -> str | None:
+def forbidden(path: Path) -> str | None:
     """Return why a file of a checkpoint must not be loaded; None: it may be. Raises OSError."""
     if path.suffix in HARMLESS or path.name == "latest":  # DeepSpeed: a folder's name
         return None
-    _allow_known_classes(strategy)
     try:
         with skip_data():
             if path.name.endswith(".metadata"):
@@ -81,21 +86,10 @@ def forbidden(path: Path, strategy: str = "single") -> str | None:
     return None
 
 
-def _allow_known_classes(strategy: str) -> None:
-    # Not torch's context manager of that name: at its end it forgets what was known before, too.
-    rebuild: Any = np.empty(0).__reduce__()[0]
-    add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
-    if strategy.startswith("zero"):
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in METADATA_NAMES.get(module, ()):
+        known = METADATA_NAMES.fullmatch(f"{module}.{name}")
+        if not known and not (module == "torch" and type(vars(torch).get(name)) is torch.dtype):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not on the list")
         return super().find_class(module, name)
 

@@ -52,11 +52,10 @@ class BackgroundWriter:
         Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
         then its node needs `all_bytes`).
         """
-        own_bytes = all_bytes if own_bytes is None else own_bytes
-        rooms = on_every_rank(lambda: (host_name(), own_bytes, free_bytes()))
+        own = all_bytes if own_bytes is None else own_bytes
+        rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
         for host in dict.fromkeys(host for host, _, _ in rooms):
-            written = sum(own for name, own, _ in rooms if name == host)
-            needed = MARGIN * min(written, all_bytes)
+            needed = MARGIN * min(sum(one for name, one, _ in rooms if name == host), all_bytes)
             free = min(free for name, _, free in rooms if name == host)
             if free < needed:
                 logger.warning(
@@ -91,12 +90,22 @@ class BackgroundWriter:
             self._release()
             self.directory = None
 
+    def _release(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
     def start(self, work: Callable[[], None]) -> None:
         """Do `work` in the thread."""
         assert self.thread is None, "one at a time: wait first"
-        self.thread = threading.Thread(
-            target=self._do, args=[work], name="checkpoint writer", daemon=True
-        )
+
+        def do() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=do, name="checkpoint writer", daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
@@ -127,17 +136,6 @@ class BackgroundWriter:
                 if name not in writers or owner(name) == writer:
                     writers[name] = writer
         return [name for name, writer in writers.items() if writer == self.rank]
-
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self.error = error
-
-    def _release(self) -> None:
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
 
 
 def free_bytes() -> int:

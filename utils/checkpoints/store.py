@@ -123,17 +123,21 @@ class Checkpoints:
 
     def commit(self, step: int, *, tokens: int) -> None:
         """Commit what Trainer wrote for this step, then rotate; raises StorageError."""
-        written, target = self.run_dir / self.directory(step).name, self.directory(step)
-        stall_s = time.monotonic() - self.begun
-        if self.background is None or not self.staged:
-            size_bytes = self._commit_files(step, tokens, lambda: self._own_records(target))
+        target, background = self.directory(step), self.background
+        if background is None or not self.staged:
+
+            def record() -> dict[str, FileRecord]:
+                own = [name for name in list_files(target) if owner(name) == self.rank]
+                return flush_and_record(target, own)
+
+            size_bytes = self._commit_files(step, tokens, record)
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
-        background, self.run_dir = self.background, self.output_dir
+        written, stall_s = self.run_dir / target.name, time.monotonic() - self.begun
+        self.run_dir = self.output_dir
 
         def write() -> None:
-            begun = time.monotonic()
-            own = background.own_files(written)
+            begun, own = time.monotonic(), background.own_files(written)
             size_bytes = self._commit_files(
                 step, tokens, lambda: flush_and_record(target, own, written), background.group
             )
@@ -183,7 +187,18 @@ class Checkpoints:
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: file for own in by_rank for name, file in own.items()},
         )
-        on_rank_0(lambda: self._commit(self.directory(step), manifest), group)
+
+        def commit() -> None:
+            directory = self.directory(step)
+            if unknown := sorted(set(list_files(directory)) - set(manifest.files)):
+                raise StorageError(
+                    f"{host_name()}: {directory} has files that no rank wrote "
+                    f"({', '.join(unknown)}) and was not committed: does another job write there?"
+                )
+            self._check_ownership()
+            write_manifest(directory, manifest)
+
+        on_rank_0(commit, group)
         if self.rank == 0:
             rotate(self.output_dir, self.facts.run_id, self.keep)
         return manifest.size_bytes
@@ -197,21 +212,5 @@ class Checkpoints:
         logger.info("%s committed (%s, %s)", self.directory(save.step), size, took)
 
     def _check_ownership(self) -> None:
-        lost = taken_over(self.output_dir)
-        if lost is not None:
+        if lost := taken_over(self.output_dir):
             raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
-
-    def _own_records(self, directory: Path) -> dict[str, FileRecord]:
-        own = [name for name in list_files(directory) if owner(name) == self.rank]
-        return flush_and_record(directory, own)
-
-    def _commit(self, directory: Path, manifest: Manifest) -> None:
-        unknown = set(list_files(directory)) - set(manifest.files)
-        if unknown:
-            raise StorageError(
-                f"{host_name()}: {directory} has files that no rank wrote "
-                f"({', '.join(sorted(unknown))}) and was not committed: does another job write "
-                "there?"
-            )
-        self._check_ownership()
-        write_manifest(directory, manifest)

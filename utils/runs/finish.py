@@ -27,21 +27,22 @@ logger = logging.getLogger(__name__)
 
 def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
     """Return the callbacks of both scripts, in the order in which they act."""
-    measured = [Throughput(), MixtureShares(), MemoryMonitor()]
     inherited = []
     if settings.model.init_optimizer and run.resume_from is None:
         assert run.weights_from is not None, "checked with the settings"
         inherited = [InheritedOptimizer(Path(run.weights_from))]
-    # After what asks for evaluations and saves, before what measures them.
+    # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(run.checkpoints, save_minutes=settings.run.save_minutes or 0)
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         *inherited,
         *([CompilationWatch()] if run.compiled else []),
         stop,
-        *measured,
+        Throughput(),
+        MixtureShares(),
+        MemoryMonitor(),
         NonFiniteGuard(run.output_dir),
-        Journal(run.checkpoints, measured, lambda: stop.stopped),
+        Journal(run.checkpoints, lambda: stop.stopped),
     ]
 
 

@@ -10,14 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import (
-    Journal,
-    duration,
-    read_journal,
-    readable_line,
-    valid_json,
-)
-from utils.callbacks.metrics import MetricCallback
+from utils.callbacks.journal import Journal, duration, read_journal, readable_line, valid_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, **options):
@@ -41,11 +34,6 @@ def lines(folder):
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-class Source(MetricCallback):
-    def details(self):
-        return {"memory_by_rank": [{"rank": 0}]}
-
-
 def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog):
     train = {"loss": 2.5, "epoch": 0.1}
     events = [
@@ -53,13 +41,11 @@ def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog)
         (3, {"train_runtime": 1.0, "train_loss": 2.0}),
     ]  # fmt: skip
     with caplog.at_level(logging.INFO, logger="utils.callbacks.journal"):
-        write(tmp_path, events, sources=[Source()])
+        write(tmp_path, events)
     first, train_line, *evaluations, summary = lines(tmp_path)
     assert (first["event"], first["step"], first["max_steps"]) == ("started", 0, 10)
     assert train_line["time"] > 1.7e9
-    assert train_line == train | {
-        "event": "train", "step": 1, "time": train_line["time"], "memory_by_rank": [{"rank": 0}],
-    }  # fmt: skip
+    assert train_line == train | {"event": "train", "step": 1, "time": train_line["time"]}
     assert [(line["event"], line["split"]) for line in evaluations] == [
         ("eval", "held_out"), ("eval", None),
     ]  # fmt: skip
@@ -77,8 +63,7 @@ def test_neither_other_ranks_nor_a_run_that_lost_its_directory_write(tmp_path, m
     assert not caplog.records
     write(tmp_path, [(1, {"loss": 1.0})])
     before = lines(tmp_path)
-    losses = {tmp_path: "it was taken over by process 7 on n2."}
-    monkeypatch.setattr("utils.callbacks.journal.known_loss", losses.get)
+    monkeypatch.setattr("utils.callbacks.journal.known_loss", {tmp_path: "taken over"}.get)
     write(tmp_path, [(1, {"loss": 2.0})], start_step=1)
     assert lines(tmp_path) == before
 
@@ -113,22 +98,20 @@ def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
     assert series == [(1, 1.0), (2, 2.0), (3, 3.0), (3, "a"), (3, "b"), (4, 4.5), (5, 5.5)]
 
 
+TRAIN = {
+    "event": "train", "step": 120, "loss": 3.4121, "learning_rate": 2.9e-4, "grad_norm": 0.81,
+    "tokens_per_s": 12_400.0, "step_time_s": 0.41, "data_wait_s": 0.01, "tokens_seen": 5,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (
-            {"event": "train", "step": 120, "loss": 3.4121, "learning_rate": 2.9e-4,
-             "grad_norm": 0.81, "tokens_per_s": 12_400.0, "step_time_s": 0.41, "data_wait_s": 0.01,
-             "tokens_seen": 5},
-            "step 120/8000  loss 3.4121  lr 2.90e-04  grad 0.810  12,400 tokens/s  0.41 s/step  "
-            "wait 0.01 s  eta 4m31s",
-        ),
+        (TRAIN, "step  120/8000  loss 3.4121  lr 2.90e-04  grad 0.810  12,400 tokens/s  "
+         "0.41 s/step  wait 0.01 s  eta 4m31s"),
         ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan  eta 4m31s"),
-        (
-            {"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2,
-             "eval_a_perplexity": 24.5325},
-            "eval a  loss 3.2000  perplexity 24.53  (step 5)",
-        ),
+        ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2, "eval_a_perplexity": 24.53},
+         "eval a  loss 3.2000  perplexity 24.53  (step 5)"),
         ({"event": "eval", "split": None, "step": 5, "eval_loss": 3.2},
          "eval  loss 3.2000  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
@@ -137,12 +120,9 @@ def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
     ],
 )  # fmt: skip
 def test_an_event_is_one_readable_line(line, text):
-    step = f"step {line['step']:>4}/8000"
-    assert readable_line(line, 8000, 271.0) == text.replace(f"step {line['step']}/8000", step)
+    assert readable_line(line, 8000, 271.0) == text
 
 
 def test_durations_have_two_units():
-    seconds = [0, 59.4, 59.6, 271, 3599.7, 11_100, 187_200]
-    assert [duration(each) for each in seconds] == (
-        ["0s", "59s", "1m00s", "4m31s", "1h00m", "3h05m", "2d04h"]
-    )
+    seconds = [0, 59.6, 3599.7, 11_100, 187_200]
+    assert [duration(each) for each in seconds] == ["0s", "1m00s", "1h00m", "3h05m", "2d04h"]

@@ -1,14 +1,21 @@
-"""Speed on a clock of our own, and the figures of a mixture's sources."""
+"""Speed on a clock of our own, memory, and the figures of a mixture's sources."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.metrics import CompilationWatch, MixtureShares, Throughput
+from utils.callbacks.metrics import (
+    GIB,
+    CompilationWatch,
+    MemoryMonitor,
+    MixtureShares,
+    Throughput,
+)
 from utils.data.loader import TokenCounts, source_names
 from utils.data.order import SampleOrder
 
@@ -133,6 +140,54 @@ def test_a_mixture_logs_its_shares_alike_in_resumed_and_uninterrupted_runs(caplo
     caplog.clear()
     assert after(shares_of(mixture(["web"], [100])), 3) == {}
     assert not caplog.records, "one dataset has no shares"
+
+
+def memory_of(device: str) -> MemoryMonitor:
+    monitor, args = MemoryMonitor(), SimpleNamespace(device=torch.device(device))
+    monitor.on_train_begin(args, TrainerState(), TrainerControl())
+    return monitor
+
+
+def test_on_a_cpu_there_are_host_figures_only():
+    figures = memory_of("cpu").metrics()
+    assert set(figures) == {"host_rss_gib", "host_peak_rss_gib"}
+    rss = psutil.Process().memory_info().rss / GIB
+    assert figures["host_rss_gib"] == pytest.approx(rss, rel=0.2)
+    assert figures["host_peak_rss_gib"] >= figures["host_rss_gib"] * 0.99
+    assert figures["host_peak_rss_gib"] < 64, "KiB taken for bytes or the other way round"
+
+
+def test_the_log_gets_the_worst_ranks_memory(monkeypatch):
+    peak = [50]  # loading the model
+    answers = {
+        "memory_allocated": 1 * GIB, "memory_reserved": 8 * GIB, "mem_get_info": (70 * GIB, 0),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: peak[0] * GIB)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda _device: peak.__setitem__(0, 5)
+    )
+    other = {"host_rss_gib": 99 * GIB, "memory_free_gib": 1 * GIB}
+    monkeypatch.setattr("utils.callbacks.metrics.gathered", lambda own: [own, {**own, **other}])
+    figures = memory_of("cuda").metrics()
+    del figures["host_peak_rss_gib"]
+    assert figures == {
+        "host_rss_gib": 99, "memory_allocated_gib": 1, "memory_reserved_gib": 8,
+        "memory_peak_gib": 5, "memory_free_gib": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_the_peak_follows_real_allocations():
+    monitor = memory_of("cuda:0")
+    base = torch.cuda.memory_allocated(0) / GIB
+    torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
+    figures = monitor.metrics()
+    assert figures["memory_peak_gib"] == pytest.approx(base + 2, abs=0.01)
+    assert figures["memory_reserved_gib"] >= 2
+    assert 0 < figures["memory_free_gib"] < 1000
 
 
 def test_a_later_step_that_compiles_is_warned_of(monkeypatch, caplog):

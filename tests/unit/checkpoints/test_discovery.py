@@ -149,7 +149,7 @@ def disk(monkeypatch):
     real = discovery.delete
 
     def delete(directory):
-        free[0] += taken_bytes([directory])
+        free[0] += taken_bytes(directory)
         real(directory)
 
     monkeypatch.setattr(discovery, "free_bytes", lambda _directory: free[0])
