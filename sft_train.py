@@ -22,8 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     from utils.model.weights import load_model, load_model_config
     from utils.planning.plan import plan_run
     from utils.planning.run_data import load_run_data, load_run_tokenizer
-    from utils.runs.preview import check_start
-    from utils.runs.start import start_process
+    from utils.runs.start import check_start, start_process
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)

@@ -30,7 +30,6 @@ import utils.planning.plan
 import utils.planning.run_data
 import utils.runs.finish
 import utils.runs.preflight
-import utils.runs.preview
 import utils.runs.start
 import utils.training.trainer
 from utils.callbacks.stop import StopWatch

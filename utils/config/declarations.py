@@ -152,7 +152,7 @@ def shown(value: Any) -> str:
         return value
     if isinstance(value, list):
         return " ".join(map(shown, value)) or "null"
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
+    return f"{value:.12g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
 @dataclass(frozen=True)

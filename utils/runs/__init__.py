@@ -1,10 +1,9 @@
 """A run from its start to its finished model.
 
-start       the process, then the run directory claimed: new, resumed or finished
+start       the process, then the run directory claimed: new, resumed or finished; dry runs
 preflight   the directory seen from all hosts: writable, with room, no one else's
 changes     what changed since the last start; what makes it another run is refused
 provenance  where each start comes from, in provenance.json; Weights & Biases
-preview     what a start would refuse, for a dry run
 finish      the run's callbacks, and its end
 export      final/ and adapter/
 """

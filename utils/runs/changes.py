@@ -9,13 +9,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
 
 from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
 from utils.config.arguments import train_sources
+from utils.config.declarations import shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
@@ -28,34 +29,27 @@ logger = logging.getLogger(__name__)
 
 # With another value of these the numbers are another run's: the samples and their order, what is
 # trained, in which type, and along which curve the learning rate continues.
-IDENTITY = frozenset(
-    {
-        "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
-        "model_name_or_path", "model_revision", "model_config", "init_from",
-        "tokenizer_name_or_path", "dtype", "bf16", "fp16", "lora_alpha", "use_rslora",
-        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
-    }
-)  # fmt: skip
+IDENTITY = frozenset({
+    "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
+    "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
+    "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
+})  # fmt: skip
 # Why checkpoints cannot continue with another value of these, accepted or not. torch puts the
 # param_groups of the saved optimizer back: a new learning rate would have no effect.
 IN_THE_CHECKPOINT = {
-    **dict.fromkeys(
-        (
-            "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-            "optim_args",
-        ),
-        "hold the optimizer's old value, a new one has no effect",
-    ),
-    **dict.fromkeys(("optim", "optim_states"), "hold the optimizer's state as the old one has it"),
-    **dict.fromkeys(
-        (
-            "use_peft", "use_dora", "lora_r", "lora_target_modules", "lora_target_parameters",
-            "lora_modules_to_save",
-        ),
-        "hold other tensors than the run would have",
-    ),
-    "metric_for_best_model": "hold the best value of the old one, with which nothing else compares",
-}  # fmt: skip
+    name: why
+    for why, names in {
+        "hold the optimizer's old value, a new one has no effect": "learning_rate weight_decay "
+        "adam_beta1 adam_beta2 adam_epsilon optim_args",
+        "hold the optimizer's state as the old one has it": "optim optim_states",
+        "hold other tensors than the run would have": "use_peft use_dora lora_r "
+        "lora_target_modules lora_target_parameters lora_modules_to_save",
+        "hold the best value of the old one, with which nothing else compares": ""
+        "metric_for_best_model",
+    }.items()
+    for name in names.split()
+}
 WEIGHTS = ("model_name_or_path", "init_from")
 # A changed value of these names other things, or the same ones elsewhere: the contents decide.
 CONTENTS = {
@@ -70,27 +64,15 @@ OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 CPU_ROUNDING = 2
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The settings of a start and what they held.
+# What a machine or a launch decides where the settings leave it open: a dry run's may be others.
+LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
-    `facts` are those of `identity_facts` in provenance.json; a missing one is not known.
-    """
+
+class Snapshot(NamedTuple):
+    """The settings of a start, and what they held, by the kinds of CONTENTS; empty: not known."""
 
     settings: Mapping[str, Any]
-    facts: Mapping[str, Any]
-
-    def contents(self, kind: str) -> dict[str, Any]:
-        """Return what was held, by the kinds of CONTENTS and "eval_data"; empty: not known."""
-        data, weights = self.facts.get("data") or {}, self.facts.get("base_weights") or {}
-        held = {
-            "data": {"content fingerprint": data.get("train")},
-            "eval_data": {split: data[split] for split in data if split != "train"},
-            "tokenizer": {"SHA-256": self.facts.get("tokenizer_sha256")},
-            "configuration": self.facts.get("model_config") or {},
-            "weights": weights.get("sha256", weights),
-        }[kind]
-        return held if any(held.values()) else {}
+    contents: Mapping[str, Mapping[str, Any]]
 
     def setting_of(self, kind: str) -> str:
         """Return the setting that names a kind of contents."""
@@ -119,6 +101,20 @@ class Change:
         note = f" ({self.note})" if self.note else ""
         return f"  {self.what or self.name}: {self.old} -> {self.new}{note}"
 
+    def problem(self, output_dir: Path) -> str:
+        """Say why the run in this directory does not resume with it, and what to type."""
+        changed = f"its {self.what or self.name} is {self.old}, now it is {self.new}"
+        if self.impossible:
+            return (
+                f"{output_dir} cannot resume: {changed}, but its checkpoints {self.impossible}. "
+                "Give the old value, or take its weights into a new run: --init_from with another "
+                "--output_dir."
+            )
+        return (
+            f"{output_dir} holds another run: {changed}. Name another --output_dir, give the old "
+            f"value to resume, or resume with the new one: --accept_changes {self.name}."
+        )
+
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     """Return what the settings name by its contents, as provenance.json keeps it; on rank 0."""
@@ -131,6 +127,19 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     }
 
 
+def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what was held by kind, from the facts of a start; a missing one is not known."""
+    data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
+    held = {
+        "data": {"content fingerprint": data.get("train")},
+        "tokenizer": {"SHA-256": facts.get("tokenizer_sha256")},
+        "configuration": facts.get("model_config") or {},
+        "weights": weights.get("sha256", weights),
+        "eval_data": {split: data[split] for split in data if split != "train"},
+    }
+    return {kind: each if any(each.values()) else {} for kind, each in held.items()}
+
+
 def accepted_changes(
     output_dir: Path, settings: RunSettings, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -138,6 +147,7 @@ def accepted_changes(
 
     `facts` are those of `identity_facts`, and the script. Raises ConfigurationError for each change
     that makes another run and was not accepted, and for what its checkpoints cannot continue with.
+    In a dry run what the settings leave open counts as the run has it.
     """
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts:
@@ -148,49 +158,32 @@ def accepted_changes(
         )
     # A setting that came with a later version of Stoker had its default before.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
-    before = Snapshot(defaults | in_force(output_dir, starts), starts[-1])
-    now = Snapshot(settings.resolved, facts)
+    old, new = defaults | in_force(output_dir, starts), settings.resolved
     resumes = own_checkpoint(str(output_dir)) is not None
+    if settings.run.dry_run and resumes:
+        new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
+    before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
     changes = list(compare(before, now, resumes=resumes))
-    if changes:
-        table = "\n".join(map(str, changes))
-        logger.warning("changed since the last start in %s:\n%s", output_dir, table)
-    problems = [
-        _problem(output_dir, change)
-        for change in changes
-        if change.impossible
-        or (change.dangerous and change.name not in settings.run.accept_changes)
-    ]
-    held, holds = before.contents("configuration"), now.contents("configuration")
-    if resumes and held and holds and held != holds and (difference := _other_shape(held, holds)):
-        problems.append(
-            f"{output_dir} cannot resume with this model configuration, accepted or not: "
-            f"{difference}. Put the old one back, or name another --output_dir."
-        )
-    if problems:
-        raise ConfigurationError(problems)
+    rounding = starts[-1].get("cpu_rounding", 1)
+    if starts[-1].get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
+        what, note = "order of sums on a CPU (version of Stoker)", "its last bits change"
+        changes.append(Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, True))
     if not changes:
         return {}
+    table = "\n".join(map(str, changes))
+    logger.warning("changed since the last start in %s:\n%s", output_dir, table)
+    accepted = settings.run.accept_changes
+    problems = [
+        change.problem(output_dir)
+        for change in changes
+        if change.impossible or (change.dangerous and change.name not in accepted)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
     return {
-        "changed": {name: now.settings[name] for name in differing(before, now)},
+        "changed": {name: new[name] for name in _differing(before, now)},
         "accepted": sorted({change.name for change in changes if change.dangerous}),
     }
-
-
-def _other_shape(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Say which tensor has another shape in the second of two model configurations, if any."""
-    shapes = []
-    for contents in (old, new):
-        config = AutoConfig.for_model(**contents)
-        with torch.device("meta"):
-            # The class itself: from_config would split the weights over the ranks under ZeRO-3.
-            model: Any = causal_lm_class(config)(config)
-        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-    for name in shapes[0] | shapes[1]:
-        was, is_now = (each.get(name, "not there") for each in shapes)
-        if was != is_now:
-            return f"its {name} was {was} and would be {is_now}"
-    return None
 
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -207,7 +200,7 @@ def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str,
     return settings
 
 
-def differing(before: Snapshot, now: Snapshot) -> list[str]:
+def _differing(before: Snapshot, now: Snapshot) -> list[str]:
     """Return the settings whose value is another one."""
     return [
         name
@@ -218,8 +211,9 @@ def differing(before: Snapshot, now: Snapshot) -> list[str]:
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
     """Yield every change; `resumes`: the run continues from a checkpoint, not at step 0."""
+    shapes = _other_shape(before, now) if resumes else ""
     dangerous = set()
-    for name in differing(before, now):
+    for name in _differing(before, now):
         old, new = before.settings[name], now.settings[name]
         note, impossible = "", ""
         if name in CONTENTS:
@@ -231,19 +225,36 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
         if name in IDENTITY and not note:
             dangerous.add(name)
         yield Change(name, shown(old), shown(new), "", note, name in dangerous, impossible)
-    for kind in dict.fromkeys([*CONTENTS.values(), "eval_data"]):
+    for kind, held in before.contents.items():
         name = kind if kind == "eval_data" else now.setting_of(kind)
-        held, holds = before.contents(kind), now.contents(kind)
+        holds, impossible = now.contents[kind], shapes if kind == "configuration" else ""
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
-        if held and holds and keys and name not in dangerous:
+        if held and holds and keys and (impossible or name not in dangerous):
             key, *more = sorted(keys)
             note = f"and {len(more)} more" if more else ""
-            was, is_now = shown(held.get(key)), shown(holds.get(key))
-            yield Change(name, was, is_now, f"{name}: {key}", note, dangerous=kind != "eval_data")
-    rounding = before.facts.get("cpu_rounding", 1)
-    if before.facts.get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
-        what, note = "order of sums on a CPU (version of Stoker)", "its last bits change"
-        yield Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, dangerous=True)
+            yield Change(
+                name, shown(held.get(key)), shown(holds.get(key)), f"{name}: {key}", note,
+                kind != "eval_data", impossible,
+            )  # fmt: skip
+
+
+def _other_shape(before: Snapshot, now: Snapshot) -> str:
+    """Say which tensor has another shape in the model of the second configuration, if any."""
+    contents = [each.contents["configuration"] for each in (before, now)]
+    if not all(contents) or contents[0] == contents[1]:
+        return ""
+    shapes = []
+    for each in contents:
+        config = AutoConfig.for_model(**each)
+        with torch.device("meta"):
+            # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+            model: Any = causal_lm_class(config)(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    for name in shapes[0] | shapes[1]:
+        was, is_now = (each.get(name, "not there") for each in shapes)
+        if was != is_now:
+            return f"have other tensors: {name} was {was} and would be {is_now}"
+    return ""
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
@@ -261,28 +272,5 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
         old, new = (train_sources(one.settings[name]) for one in (before, now))
         if [source.weight for source in old] != [source.weight for source in new]:
             return ""
-    held = before.contents(CONTENTS[name])
-    return "the same contents" if held and held == now.contents(CONTENTS[name]) else ""
-
-
-def shown(value: Any) -> str:
-    """Write a value out for a reader."""
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    return "null" if value is None else str(value)
-
-
-def _problem(output_dir: Path, change: Change) -> str:
-    changed = f"its {change.what or change.name} is {change.old}, now it is {change.new}"
-    if change.impossible:
-        return (
-            f"{output_dir} cannot resume: {changed}, but its checkpoints {change.impossible}. Give "
-            "the old value, or take its weights into a new run: --init_from with another "
-            "--output_dir."
-        )
-    return (
-        f"{output_dir} holds another run: {changed}. Name another --output_dir, give the old value "
-        f"to resume, or resume with the new one: --accept_changes {change.name}."
-    )
+    held, holds = (one.contents[CONTENTS[name]] for one in (before, now))
+    return "the same contents" if held and held == holds else ""

@@ -53,19 +53,17 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
     """
     try:
-        return (
-            _leave_stopped_run(trainer) if trainer.watch.stopped else _finish(trainer, save_dtype)
-        )
+        if trainer.watch.stopped:
+            return _leave_stopped_run(trainer)
+        return _finish(trainer, save_dtype)
     finally:
         HangWatch.current = None
 
 
 def _finish(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     step = trainer.state.global_step
-    evaluated = any(
-        entry["step"] == step and any(key.startswith("eval_") for key in entry)
-        for entry in trainer.state.log_history
-    )
+    last_logs = [entry for entry in trainer.state.log_history if entry["step"] == step]
+    evaluated = any(key.startswith("eval_") for entry in last_logs for key in entry)
     if trainer.eval_dataset and not evaluated:
         trainer.evaluate()
     trainer.checkpoints.check_ownership()

@@ -14,7 +14,7 @@ from utils.checkpoints.discovery import (
     free_bytes,
     most_at_once,
 )
-from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, known_run_id, readable
+from utils.checkpoints.files import CONFIG, PROVENANCE, known_run_id, readable
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.job import Saves
@@ -131,7 +131,7 @@ def known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
     if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
         return True
-    names = {path.name for path in output_dir.iterdir()}
+    names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
         names.discard(CONFIG)  # of a start that was killed before it wrote the rest
     others = sorted(name for name in names if not _OURS.fullmatch(name))
@@ -141,19 +141,3 @@ def known_files(output_dir: Path) -> bool:
             f"{others[0]}): name another directory; nothing is written over."
         )
     return False
-
-
-def refuse_finished(output_dir: Path, resume_from: str | None) -> None:
-    """Raise where a finished run's checkpoints are gone: a start would train over its model."""
-    if resume_from is None and (output_dir / FINAL).exists():
-        raise ConfigurationError(
-            f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): name "
-            "another --output_dir; nothing is written over."
-        )
-
-
-def is_finished(output_dir: Path, resume_from: str | None, total_steps: int) -> bool:
-    """Whether the checkpoint to resume from is the last one, and its model was written."""
-    if resume_from is None or not (output_dir / FINAL).exists():
-        return False
-    return int(Path(resume_from).name.removeprefix("checkpoint-")) >= total_steps

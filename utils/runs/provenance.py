@@ -28,9 +28,6 @@ def prepare_wandb(report_to: Sequence[str], output_dir: Path, run_id: str) -> No
     """
     if "wandb" not in report_to:
         return
-    earlier = output_dir / "wandb_run_id"  # of earlier versions, which chose an id of its own
-    if earlier.is_file():
-        run_id = earlier.read_text(encoding="utf-8").strip()
     os.environ.setdefault("WANDB_PROJECT", "stoker")
     os.environ.setdefault("WANDB_DIR", str(output_dir))
     os.environ.setdefault("WANDB_RUN_ID", run_id)
@@ -77,15 +74,11 @@ PACKAGES = (
     "flash-attn",
 )  # fmt: skip
 _SLURM_FIELDS = {
-    "job_id": "SLURM_JOB_ID",
-    "job_name": "SLURM_JOB_NAME",
-    "array_task_id": "SLURM_ARRAY_TASK_ID",
-    "cluster": "SLURM_CLUSTER_NAME",
-    "partition": "SLURM_JOB_PARTITION",
-    "node_list": "SLURM_JOB_NODELIST",
-    "nodes": "SLURM_JOB_NUM_NODES",
-    "restart_count": "SLURM_RESTART_COUNT",
-}
+    "job_id": "SLURM_JOB_ID", "job_name": "SLURM_JOB_NAME",
+    "array_task_id": "SLURM_ARRAY_TASK_ID", "cluster": "SLURM_CLUSTER_NAME",
+    "partition": "SLURM_JOB_PARTITION", "node_list": "SLURM_JOB_NODELIST",
+    "nodes": "SLURM_JOB_NUM_NODES", "restart_count": "SLURM_RESTART_COUNT",
+}  # fmt: skip
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -94,9 +87,8 @@ def write_provenance(
 ) -> None:
     """Append this start to the list of starts in a JSON file; rank 0 alone calls it.
 
-    `facts` are what the caller knows of this start beyond command, code and machines; they must be
-    JSON. The file is replaced in one step, so a kill leaves the old or the new one. Raises
-    ConfigurationError when the file there is something else.
+    `facts` are what the caller knows beyond command, code and machines, as JSON. A kill leaves the
+    old file or the new one. Raises ConfigurationError when the file there is something else.
     """
     import torch
 
@@ -128,9 +120,9 @@ def package_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in PACKAGES}
 
 
-def warn_of_other_versions(checkpoint: str) -> None:
+def warn_of_other_versions(checkpoint: Path) -> None:
     """Warn of packages of other versions than wrote a checkpoint: the order of sums may change."""
-    written = read_manifest(Path(checkpoint)).versions
+    written = read_manifest(checkpoint).versions
     now = package_versions()
     changed = [
         f"{name} {written[name]} -> {now[name]}"
@@ -156,16 +148,14 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     None without git or a repository of its own.
     """
+    if not (folder / ".git").exists():
+        return None
     # Optional locks off: other processes' git commands must not fail because of ours.
-    command = [
-        "git", "--no-optional-locks", "-C", str(folder),
-        "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty",
-    ]  # fmt: skip
+    command = ["git", "--no-optional-locks", "-C", str(folder)]
+    command += ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    if not (folder / ".git").exists():
         return None
     commit, _, changed = done.stdout.strip().partition("-")
     return {"commit": commit, "dirty": bool(changed)}

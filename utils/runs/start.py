@@ -1,5 +1,10 @@
-"""Starts a run: the process, then the run directory, new or resumed, claimed for this job."""
+"""Starts a run: the process, then the run directory, new or resumed, claimed for this job.
 
+A dry run asks the same of the directory and writes nothing. It does not look at the other nodes,
+nor whether all bytes of a checkpoint are as they were committed.
+"""
+
+import copy
 import dataclasses
 import hashlib
 import json
@@ -11,10 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from transformers import PreTrainedConfig
+
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import (
     CONFIG,
+    FINAL,
     PROVENANCE,
     Manifest,
     check_layout,
@@ -24,19 +33,26 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
-from utils.config.errors import NoProgressError, UnfitClusterError
+from utils.config.errors import (
+    ConfigurationError,
+    NoProgressError,
+    StorageError,
+    UnfitClusterError,
+)
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
+from utils.launch.slurm import request_from
 from utils.model.finished_model import name_of
-from utils.model.stages import weights_origin
+from utils.model.stages import origin_directory, own_checkpoint, weights_directory, weights_origin
+from utils.model.weights import check_without_loading, weights_dtype
 from utils.planning.job import saves_of
-from utils.planning.plan import RunPlan
+from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
-from utils.runs.preflight import check_storage, is_finished, known_files, refuse_finished
+from utils.runs.preflight import check_place, check_storage, known_files
 from utils.runs.provenance import (
     package_versions,
     prepare_wandb,
@@ -57,24 +73,30 @@ STARTS_WITHOUT_PROGRESS = 3
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What rank 0 found in the run directory: where to resume, and whether anything is left to do.
+class FoundRun:
+    """What a run directory holds: where to resume, and whether anything is left to do.
+
+    `facts` is what provenance.json is to say of this start's inputs. A new run has a new id.
+    """
+
+    run_id: str
+    resume_from: str | None
+    finished: bool
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A claimed run directory, and what its callbacks need of the plan.
 
     `weights_from` is the directory that --init_from stands for in this run; None where this start
     takes nothing from it.
     """
 
-    run_id: str
+    output_dir: Path
     resume_from: str | None
     weights_from: str | None
     finished: bool
-
-
-@dataclass(frozen=True)
-class Run(Claim):
-    """A claimed run directory, and what its callbacks need of the plan."""
-
-    output_dir: Path
     compiled: bool  # its layers
     hosts: tuple[str, ...]  # of each rank
     checkpoints: Checkpoints
@@ -139,14 +161,14 @@ def start_run(
     """
     output_dir = Path(str(settings.training.output_dir))
     check_storage(output_dir, plan, saves_of(settings, plan.total_steps), launch)
-    claim = on_rank_0(lambda: _claim(settings, plan, data, launch, script))
+    found, weights_from = on_rank_0(lambda: _claim(settings, plan, data, launch, script))
     remove_leftovers()
     background = None
-    if settings.run.async_save and not claim.finished:
-        background = BackgroundWriter(claim.run_id, launch.rank)
+    if settings.run.async_save and not found.finished:
+        background = BackgroundWriter(found.run_id, launch.rank)
     checkpoints = Checkpoints(
         output_dir,
-        _manifest(claim.run_id, settings, data, launch),
+        _manifest(found.run_id, settings, data, launch),
         launch.rank,
         keep=settings.training.save_total_limit,
         estimated_bytes=plan.checkpoint_bytes,
@@ -154,66 +176,113 @@ def start_run(
     )
     if launch.rank == 0:
         mark_run_started()
-        if not claim.finished:
-            prepare_wandb(settings.training.report_to or (), output_dir, claim.run_id)
+        if not found.finished:
+            prepare_wandb(settings.training.report_to or (), output_dir, found.run_id)
     return Run(
-        **vars(claim), output_dir=output_dir, compiled=plan.compiled, hosts=launch.hosts,
-        checkpoints=checkpoints,
+        output_dir, found.resume_from, weights_from, found.finished, plan.compiled, launch.hosts,
+        checkpoints,
     )  # fmt: skip
 
 
 def _claim(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, script: str
-) -> Claim:
+) -> tuple[FoundRun, str | None]:
     """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
-    known = known_files(output_dir)
-    facts = _plan_facts(plan, script) | identity_facts(settings, data)
-    changes = accepted_changes(output_dir, settings, facts)
-    run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
-    checkpoint = resume_point(output_dir, run_id) if known else None
-    resume_from = None
-    if checkpoint is not None:
-        resume_from = str(checkpoint)
-        check_layout(checkpoint, launch.strategy)
-        refuse_code(checkpoint)
-        warn_of_other_versions(resume_from)
-    refuse_finished(output_dir, resume_from)
-    weights = weights_origin(settings, launch.strategy, resume_from)
-    check_progress(earlier_starts(output_dir / PROVENANCE), resume_from, slurm_job(os.environ))
+    found = find_run(settings, plan, data, launch, script)
+    weights = weights_origin(settings, launch.strategy, found.resume_from)
+    starts = earlier_starts(output_dir / PROVENANCE)
+    check_progress(starts, found.resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
-    if not known:
+    if not starts:
         text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
         replace_text(output_dir / CONFIG, text + dump_yaml(dict(settings.resolved)))
+    assert plan.attention is not None, "only a dry run leaves it open"
     write_provenance(
         output_dir / PROVENANCE,
         launch,
-        run_id=run_id,
-        resumed_from=resume_from,
+        run_id=found.run_id,
+        resumed_from=found.resume_from,
         weights_from=weights,
-        **facts,
-        **changes,
+        attention=dataclasses.asdict(plan.attention),
+        loss_head=dataclasses.asdict(plan.loss_head),
+        activation_checkpointing=plan.memory.facts(),
+        compiled=plan.compiled,
+        float32_products=plan.float32_products,
+        save_dtype=name_of(plan.save_dtype),
+        **found.facts,
     )
-    finished = is_finished(output_dir, resume_from, plan.total_steps)
-    if finished:
+    if found.finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
-    return Claim(run_id, resume_from, None if weights is None else weights["path"], finished)
+    return found, None if weights is None else weights["path"]
 
 
-def _plan_facts(plan: RunPlan, script: str) -> dict[str, Any]:
-    assert plan.attention is not None, "only a dry run leaves it open"
-    return {
-        "script": script,
-        "attention": dataclasses.asdict(plan.attention),
-        "loss_head": dataclasses.asdict(plan.loss_head),
-        "activation_checkpointing": plan.memory.facts(),
-        "compiled": plan.compiled,
-        "float32_products": plan.float32_products,
-        "save_dtype": name_of(plan.save_dtype),
-    }
+def check_start(
+    settings: RunSettings,
+    plan: RunPlan,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    *,
+    script: str,
+) -> int:
+    """Refuse what the start of these settings would refuse; return 0, the dry run's exit code.
+
+    Raises ConfigurationError.
+    """
+    output_dir = Path(str(settings.training.output_dir))
+    try:
+        check_place(output_dir, plan, saves_of(settings, plan.total_steps))
+    except StorageError as error:
+        if request_from(os.environ) is not None or not on_a_login_node(settings, launch):
+            raise
+        logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
+    found = find_run(settings, plan, data, launch, script)
+    if found.finished:
+        logger.info("%s is finished: a start would have nothing to do", output_dir)
+    elif found.resume_from is not None:
+        logger.info("a start would resume from %s", found.resume_from)
+    origin_directory(settings, launch.strategy, found.resume_from)
+    _check_weights(settings, config)
+    return 0
+
+
+def find_run(
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, script: str
+) -> FoundRun:
+    """Look into the run directory and refuse what cannot resume there, for a start and a dry run.
+
+    Rank 0 alone calls it. Raises ConfigurationError.
+    """
+    output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
+    known = known_files(output_dir)
+    facts: dict[str, Any] = {}
+    if known or not dry_run:
+        facts = {"script": script, **identity_facts(settings, data)}
+        facts |= accepted_changes(output_dir, settings, facts)
+    run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
+    checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
+    has_final = (output_dir / FINAL).exists()
+    if checkpoint is None:
+        if has_final:  # a start would train over it
+            raise ConfigurationError(
+                f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
+                "name another --output_dir; nothing is written over."
+            )
+        return FoundRun(run_id, None, False, facts)
+    try:
+        check_layout(checkpoint, launch.strategy)
+    except ConfigurationError as error:
+        if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
+            raise
+        logger.warning("this dry run stands for one process: %s", error.problems[0])
+    refuse_code(checkpoint)
+    warn_of_other_versions(checkpoint)
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    return FoundRun(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
 
 
 def _manifest(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> Manifest:
@@ -244,17 +313,57 @@ def check_progress(
     if job is None or int(job["restart_count"] or 0) == 0:
         return
 
-    def begin(slurm: Mapping[str, Any] | None, checkpoint: str | None) -> tuple[Any, ...]:
-        # What stays when Slurm starts a job again at the same step; ids are a cluster's own.
-        job_id = None if slurm is None else (slurm["cluster"], slurm["job_id"])
-        return job_id, None if checkpoint is None else Path(checkpoint).name
+    def beginning(checkpoint: str | None) -> str:
+        return "step 0" if checkpoint is None else Path(checkpoint).name
 
-    own = begin(job, resume_from)
-    same = [start for start in starts if begin(start["slurm"], start["resumed_from"]) == own]
-    if len(same) >= STARTS_WITHOUT_PROGRESS:
+    number = sum(
+        beginning(start["resumed_from"]) == beginning(resume_from)
+        for start in starts
+        if start["slurm"] and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
+    )
+    if number >= STARTS_WITHOUT_PROGRESS:
         raise NoProgressError(
-            f"job {job['job_id']} began {len(same)} times at {own[1] or 'step 0'} and reached no "
+            f"job {job['job_id']} began {number} times at {beginning(resume_from)} and reached no "
             "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
             "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
             "same command tries again."
         )
+
+
+def _check_weights(settings: RunSettings, config: PreTrainedConfig) -> None:
+    """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
+
+    Jobs start without a network: for them a model of the Hub has to be in the cache.
+    """
+    model = settings.model
+    if model.init_from is None and model.model_config is not None:
+        return  # random ones
+    path = str(model.model_name_or_path)
+    if model.init_from is not None:
+        if not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
+            return  # it has weights of its own
+        path = str(weights_directory(settings))
+    if not Path(path).is_dir() and not _is_cached(path, model.model_revision):
+        if request_from(os.environ) is None and not is_offline_mode():
+            logger.info("weights: %s is not in the cache here, a start downloads it", path)
+            return
+        raise ConfigurationError(
+            f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
+            f"jobs are offline: `hf download {path}` where there is a network, with the HF_HOME "
+            "that the job has (slurm/cluster.env)."
+        )
+    check_without_loading(
+        path,
+        exact=model.init_from is not None,
+        revision=model.model_revision,
+        config=copy.deepcopy(config),
+        dtype=weights_dtype(model, config),
+        local_files_only=True,
+    )
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    whole = ("model.safetensors", "pytorch_model.bin")
+    files = (*whole, *(f"{file}.index.json" for file in whole))
+    found = (try_to_load_from_cache(name, file, revision=revision) for file in files)
+    return any(isinstance(path, str) for path in found)

@@ -304,5 +304,5 @@ def test_tensors_of_another_shape_are_refused_though_accepted(runs):
     runs.has_checkpoint()
     wider = {"model_config": {**MODEL, "hidden_size": 48}}
     (problem,) = refused(runs, facts=wider, accept=["model_config"])
-    assert "cannot resume with this model configuration, accepted or not" in problem
+    assert "cannot resume: its model_config: hidden_size is 32, now it is 48" in problem
     assert "was (128, 32) and would be (128, 48)" in problem
