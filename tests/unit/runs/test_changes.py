@@ -86,18 +86,6 @@ def warned(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_all_changes_are_logged_in_one_message(runs, caplog):
-    assert runs.start() == {}
-    assert warned(caplog) == []
-    runs.start(max_steps=12, logging_steps=3)
-    (line,) = warned(caplog)
-    assert line == (
-        f"changed since the last start in {runs.directory}:\n"
-        "  max_steps: 6 -> 12 (the cosine schedule takes its new curve)\n"
-        "  logging_steps: 10 -> 3"
-    )
-
-
 OTHER_VALUES = {
     "sequence_length": 32,
     "packing": "concat",
@@ -129,6 +117,13 @@ def test_what_makes_another_run_is_refused_until_it_is_accepted(runs, caplog):
     assert runs.start(**OTHER_VALUES, facts=facts) == {}, "what was accepted is in force"
     assert warned(caplog) == []
     assert refused(runs), "and so the first value is a change again"
+    caplog.clear()
+    runs.start(**OTHER_VALUES, max_steps=12, logging_steps=3, facts=facts)
+    assert warned(caplog) == [
+        f"changed since the last start in {runs.directory}:\n"
+        "  max_steps: 6 -> 12 (the cosine_with_restarts schedule takes its new curve)\n"
+        "  logging_steps: 10 -> 3"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -171,24 +166,25 @@ def test_data_goes_by_its_contents(runs, caplog):
     assert "its train_data is elsewhere/a, now it is elsewhere/a=3" in problem, "weights count"
 
 
-def test_another_tokenizer_is_refused_wherever_it_is(runs, caplog):
+def test_tokenizer_and_model_configuration_go_by_their_contents(runs, caplog):
     (problem,) = refused(runs, facts={"tokenizer_sha256": "uuuu"})
     assert "its tokenizer_name_or_path: SHA-256 is tttt, now it is uuuu" in problem
     assert "--accept_changes tokenizer_name_or_path." in problem
     caplog.clear()
-    runs.start(tokenizer_name_or_path="copy")
+    copies = {"tokenizer_name_or_path": "copy", "model_config": "copy.yaml"}
+    assert runs.start(**copies)["accepted"] == []
     assert "tokenizer -> copy (the same contents)" in warned(caplog)[0]
-
-
-def test_the_model_configuration_goes_by_its_contents(runs, caplog):
-    assert runs.start(model_config="copy.yaml")["accepted"] == []
     assert "model_config: model.yaml -> copy.yaml (the same contents)" in warned(caplog)[0]
     other = {"model_config": {**MODEL, "rope_theta": 500000.0}}
-    (problem,) = refused(runs, model_config="copy.yaml", facts=other)
+    (problem,) = refused(runs, **copies, facts=other)
     assert "its model_config: rope_theta is 10000, now it is 500000" in problem
     runs.has_checkpoint()
-    runs.start(model_config="copy.yaml", facts=other, accept=["model_config"])
-    assert runs.start(model_config="copy.yaml", facts=other) == {}
+    runs.start(**copies, facts=other, accept=["model_config"])
+    assert runs.start(**copies, facts=other) == {}
+    wider = {"model_config": {**MODEL, "hidden_size": 48}}
+    (problem, *_) = refused(runs, **copies, facts=wider, accept=["model_config"])
+    assert "cannot resume: its model_config: hidden_size is 32, now it is 48" in problem
+    assert "was (128, 32) and would be (128, 48)" in problem
 
 
 def test_another_model_matters_where_its_weights_do(fine_tuning, caplog):
@@ -223,23 +219,16 @@ def weights(**known):
 
 
 def test_other_weights_under_adapters_are_refused_until_accepted(adapters, caplog):
-    other = weights(sha256={**SHARDS, "model-2.safetensors": "3333"})
-    (problem,) = refused(adapters, **BASE, facts=other)
-    assert "its model_name_or_path: model-2.safetensors is 2222, now it is 3333" in problem
-    assert "--accept_changes model_name_or_path." in problem
-    accepted = adapters.start(**BASE, facts=other, accept=["model_name_or_path"])
-    assert accepted == {"changed": {}, "accepted": ["model_name_or_path"]}
-    assert adapters.start(**BASE, facts=other) == {}
-    caplog.clear()
-    refused(adapters, **BASE, facts=weights(sha256={"model.safetensors": "4444"}))
-    line = "model_name_or_path: model-1.safetensors: 1111 -> null (and 2 more)"
-    assert line in warned(caplog)[0]
-
-
-def test_the_same_weights_at_another_path_are_logged_and_not_refused(adapters, caplog):
     moved = {**BASE, "model_name_or_path": "copy"}
     assert adapters.start(**moved, facts=weights(sha256=SHARDS))["accepted"] == []
     assert "model_name_or_path: base -> copy (the same contents)" in warned(caplog)[0]
+    other = weights(sha256={**SHARDS, "model-2.safetensors": "3333"})
+    (problem,) = refused(adapters, **moved, facts=other)
+    assert "its model_name_or_path: model-2.safetensors is 2222, now it is 3333" in problem
+    assert "--accept_changes model_name_or_path." in problem
+    accepted = adapters.start(**moved, facts=other, accept=["model_name_or_path"])
+    assert accepted == {"changed": {}, "accepted": ["model_name_or_path"]}
+    assert adapters.start(**moved, facts=other) == {}
     hub = {**BASE, "model_name_or_path": "some/model"}
     (problem,) = refused(adapters, **hub, facts=weights(commit="a" * 40))
     assert "its model_name_or_path is copy, now it is some/model" in problem
@@ -273,18 +262,15 @@ def test_the_best_value_of_one_metric_is_compared_with_no_other(runs):
         assert "cannot resume: its metric_for_best_model is " in problem
 
 
-def test_a_setting_that_an_older_version_did_not_have_had_its_default(runs):
+def test_another_script_a_missing_setting_and_a_broken_config(runs):
+    (problem,) = refused(runs, facts={"script": "sft_train.py"})
+    assert "holds a run of pretrain.py: name another --output_dir" in problem
     path = runs.directory / "config.yaml"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("seed:")]
     path.write_text("\n".join(lines))
-    assert runs.start() == {}
+    assert runs.start() == {}, "a setting that an older version did not have had its default"
     assert refused(runs, seed=7)
-
-
-def test_a_run_of_the_other_script_and_a_broken_config_are_refused(runs):
-    (problem,) = refused(runs, facts={"script": "sft_train.py"})
-    assert "holds a run of pretrain.py: name another --output_dir" in problem
-    (runs.directory / "config.yaml").write_text("seed: [")
+    path.write_text("seed: [")
     (problem,) = refused(runs)
     assert "config.yaml is not as the first start wrote it" in problem
 
@@ -298,11 +284,3 @@ def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_acce
     assert "--accept_changes use_cpu" in problem
     runs.start(accept=["use_cpu"])
     runs.start()
-
-
-def test_tensors_of_another_shape_are_refused_though_accepted(runs):
-    runs.has_checkpoint()
-    wider = {"model_config": {**MODEL, "hidden_size": 48}}
-    (problem,) = refused(runs, facts=wider, accept=["model_config"])
-    assert "cannot resume: its model_config: hidden_size is 32, now it is 48" in problem
-    assert "was (128, 32) and would be (128, 48)" in problem

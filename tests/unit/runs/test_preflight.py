@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,19 +136,9 @@ def test_a_directory_that_cannot_be_made_is_refused_on_all_ranks(tmp_path, monke
         check(tmp_path / "x", 1)
     assert caught.value.exit_code == 2
     two = Ranks(monkeypatch, "n1", "n2")
-    with monkeypatch.context() as another_user:
-        another_user.setattr(preflight.os, "access", lambda *_: False)
-        two.run(tmp_path / "y")
-    with pytest.raises(StorageError, match=rf"n1: --output_dir {tmp_path}/y cannot be written to"):
-        raise two.the_error()
-
-    def fail(_):
-        raise OSError(5, os.strerror(5))
-
-    monkeypatch.setattr(discovery.shutil, "disk_usage", fail)
-    two.errors = {}
+    monkeypatch.setattr(preflight.os, "access", lambda *_: False)
     two.run(tmp_path / "y")
-    with pytest.raises(StorageError, match=r"n1: Input/output error"):
+    with pytest.raises(StorageError, match=rf"n1: --output_dir {tmp_path}/y cannot be written to"):
         raise two.the_error()
 
 
@@ -187,7 +176,7 @@ def commit(run: Path, *steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "saves", "most"),
-    [(2, 10, 3), (3, 10, 3), (5, 10, 5), (5, 4, 4), (2, 1, 1), (2, 0, 1), (None, 10, 2)],
+    [(2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)],
 )
 def test_a_new_run_needs_as_many_as_will_be_there_at_once(keep, saves, most, tmp_path, free):
     free(most)
