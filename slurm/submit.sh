@@ -47,15 +47,17 @@ if (($# == 0)); then
 fi
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+export STOKER_ROOT=$root # where the job looks for it, whatever directory sbatch is called in
 python="$root/slurm/run_python.sh" # a process of its own: sbatch passes this environment on
 
 first=(--hold --parsable)
 if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
-  points=$("$python" -m utils.submit.sweep unfinished "$2")
+  points=$("$python" -m utils.submit.sweep points "$2" | sed '/\tfinished$/d; s/\t.*//' | paste -sd,)
   if [[ -z $points ]]; then
     say "nothing is left to run, nothing is submitted"
     exit 0
   fi
+  say "array: $points"
   first+=(--array="$points") # the user's own --array comes later and wins
 fi
 
@@ -81,7 +83,7 @@ cancel() {
 trap cancel EXIT
 trap 'exit 130' INT TERM HUP
 
-fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut,WorkDir
+fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut
 shown=$(squeue "${on[@]}" --noheader --jobs="$job" --Format="${fields//,/:1024,}:1024")
 "$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${#options[@]}" "${options[@]}" "$@" >&2
 

@@ -17,15 +17,13 @@ SHUTDOWN_TIMEOUT_S = 5
 _ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 
 
-def choose_config(environment: Mapping[str, str], allocation: Allocation) -> tuple[Path, str]:
-    """Return the accelerate config of this launch and why it is this one."""
-    given = environment.get(CONFIG)
-    if given:
-        return Path(given), f"as {CONFIG} says"
-    if allocation.world_size == 1:
-        return Path("accelerate_configs/single_gpu.yaml"), f"one process and no {CONFIG}"
-    name = "cpu" if allocation.gpus is None else "multi_gpu"
-    return Path(f"accelerate_configs/{name}.yaml"), f"several processes and no {CONFIG}: DDP"
+def choose_config(environment: Mapping[str, str], allocation: Allocation) -> Path:
+    """Return the accelerate config of this launch: the user's, else one by the processes."""
+    if given := environment.get(CONFIG):
+        return Path(given)
+    several = "cpu" if allocation.gpus is None else "multi_gpu"
+    name = "single_gpu" if allocation.world_size == 1 else several
+    return Path(f"accelerate_configs/{name}.yaml")
 
 
 def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:

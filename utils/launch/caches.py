@@ -9,6 +9,7 @@ again at its end. It is replaced in one step; what two jobs add at once is compi
 import hashlib
 import logging
 import os
+import shutil
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -28,22 +29,8 @@ _CACHES = (
     "TORCH_EXTENSIONS_DIR",
 )  # fmt: skip
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_DEBUG = {
-    "NCCL_DEBUG": "INFO",
-    "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "TORCH_SHOW_CPP_STACKTRACES": "1",
-    # The flight recorder: the last collectives of each rank, written when one times out.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
 # A UNIX socket's path has 107 bytes, of which multiprocessing takes 32 behind TMPDIR.
 _LONGEST_TMPDIR = 75
-
-
-def debugging(environment: Mapping[str, str]) -> bool:
-    """Whether STOKER_DEBUG asks NCCL and torch.distributed to log what they do."""
-    return environment.get("STOKER_DEBUG", "") not in ("", "0")
 
 
 def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
@@ -51,8 +38,6 @@ def node_environment(environment: Mapping[str, str], directory: Path) -> dict[st
     added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
     added |= {name: str(directory / "compiled" / name.lower()) for name in _COMPILED}
     added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
-    if debugging(environment):
-        added |= _DEBUG
     added = {name: value for name, value in added.items() if not environment.get(name)}
     added[NODE_DIR] = str(directory)
     if len(os.fsencode(directory / "tmp")) <= _LONGEST_TMPDIR:
@@ -60,44 +45,38 @@ def node_environment(environment: Mapping[str, str], directory: Path) -> dict[st
     return added
 
 
-class CompileCache:
-    """The node directory's folder for compiled code, filled from the archive and packed again.
+def unpack_compiled(folder: Path) -> int:
+    """Fill a folder with what earlier jobs compiled; return the number of files.
 
     What the user placed elsewhere is not in it and outlives the job by itself. Nothing is raised:
     without an archive layers are compiled again, which is logged.
     """
-
-    def __init__(self, node_directory: Path):
-        self.folder = node_directory / "compiled"
-        self.archive = archive_path()
-        if self.archive.exists() and self.archive.stat().st_size <= LARGEST_BYTES:
-            try:
-                with tarfile.open(self.archive) as tar:
-                    tar.extractall(self.folder, filter="data")
-            except (OSError, tarfile.TarError) as error:
-                logger.warning("%s cannot be read (%s): layers compile again", self.archive, error)
-        self.known = self._files()
-
-    def keep(self) -> None:
-        """Pack what is in the folder, if it is more than at the start."""
-        files = self._files()
-        if not files - self.known:
-            return
-        draft = self.archive.with_name(f".{self.archive.name}.{host_name()}.{os.getpid()}")
+    archive = archive_path()
+    if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
-            self.archive.parent.mkdir(parents=True, exist_ok=True)
-            with tarfile.open(draft, "w") as tar:
-                for path in sorted(files):
-                    tar.add(path, path.relative_to(self.folder))
-            draft.replace(self.archive)
-        except (OSError, tarfile.TarError) as error:
-            logger.warning("compiled code cannot be saved in %s (%s)", self.archive, error)
-            draft.unlink(missing_ok=True)
+            shutil.unpack_archive(archive, folder, filter="data")
+        except (OSError, shutil.ReadError, tarfile.TarError) as error:
+            logger.warning("%s cannot be read (%s): layers compile again", archive, error)
+    return _count(folder)
 
-    def _files(self) -> set[Path]:
-        """Return all finished files."""
-        paths = {path for path in self.folder.rglob("*") if path.is_file()}
-        return {path for path in paths if not {".lock", ".tmp"} & set(path.suffixes)}
+
+def pack_compiled(folder: Path, known: int) -> None:
+    """Make the archive of a folder that holds more files than the `known` ones."""
+    if _count(folder) == known:
+        return
+    archive = archive_path()
+    draft = archive.with_name(f".{host_name()}.{os.getpid()}.tar")
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        shutil.make_archive(str(draft.with_suffix("")), "tar", folder)
+        draft.replace(archive)
+    except (OSError, tarfile.TarError) as error:
+        logger.warning("compiled code cannot be saved in %s (%s)", archive, error)
+        draft.unlink(missing_ok=True)
+
+
+def _count(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
 
 
 def archive_path() -> Path:

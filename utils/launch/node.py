@@ -16,7 +16,7 @@ from types import FrameType
 
 from utils.config.errors import ConfigurationError, ExitCode, StorageError, UnfitClusterError
 from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
-from utils.launch.caches import CompileCache, debugging, node_environment
+from utils.launch.caches import node_environment, pack_compiled, unpack_compiled
 from utils.launch.rendezvous import check_nodes, node_facts, with_free_port
 from utils.launch.script import configure_logging, missing_package
 from utils.launch.signals import STOP
@@ -88,11 +88,11 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     try:
         directory = enter_node_directory(signals)
         configure_logging()
-        compiled = CompileCache(directory)
+        known = unpack_compiled(directory / "compiled")
         verdict = launch(command, signals)
         kill_workers()
         if os.environ.get("SLURM_NODEID", "0") == "0":
-            compiled.keep()
+            pack_compiled(directory / "compiled", known)
         return verdict
     except (ConfigurationError, ModuleNotFoundError) as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
@@ -151,13 +151,13 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
         )
     allocation = with_free_port(read_allocation(os.environ, count_devices))
-    path, reason = choose_config(os.environ, allocation)
+    path = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
     os.environ |= process_environment(allocation)
     if allocation.node == 0:
         logger.info(
-            "launch: %d process(es) on each of %d node(s), %s (%s)",
-            allocation.processes, len(allocation.hosts), path, reason,
+            "launch: %d process(es) on each of %d node(s), %s",
+            allocation.processes, len(allocation.hosts), path,
         )  # fmt: skip
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
     files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
@@ -197,8 +197,7 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    if not debugging(os.environ):
-        quieten_torchrun()
+    quieten_torchrun()
     try:
         launch_command(arguments)
     except ChildFailedError as error:

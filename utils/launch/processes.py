@@ -10,11 +10,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.launch.slurm import expand_hosts
 from utils.support.host import host_name
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ FIRST_COLLECTIVE_LIMIT_S = 180.0
 ADVICE = (
     "Look at the interface that carries the traffic (NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: the "
     "name that `ip -brief address` shows on every node), at firewalls between the nodes, and at "
-    "what STOKER_DEBUG=1 logs."
+    "what NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL log."
 )
 
 
@@ -98,52 +96,8 @@ def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, 
     """Return the host of every rank, by the first collective of all ranks.
 
     Every rank of an initialised process group calls it. Raises UnfitClusterError, which names this
-    host and rank, and ranks that did not come. The stuck collective then stays behind in a thread:
-    end the process without its teardown, as `run_script` does.
-    """
-    from torch.distributed import TCPStore
-
-    what = (
-        f"{host_name()} rank {rank} of {world_size}: the first collective of all ranks "
-        f"({device.type})"
-    )
-    store = None
-    try:
-        if "MASTER_ADDR" in os.environ:  # else the process group met elsewhere (MPI)
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            limit = timedelta(seconds=60)
-            store = TCPStore(address, port, timeout=limit, wait_for_workers=False)
-            store.set(f"stoker/rank-{rank}", host_name())
-        return _gather_hosts(world_size, device)
-    except TimeoutError:
-        cause = (
-            f"There is no sign of {absent}." if (absent := _absent(store, world_size)) else ADVICE
-        )
-        limit_s = f"{FIRST_COLLECTIVE_LIMIT_S:g} s"
-        raise UnfitClusterError(f"{what} did not end within {limit_s}. {cause}") from None
-    except RuntimeError as error:  # of which torch's DistError is one
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnfitClusterError(f"{what} failed ({first_line}). {ADVICE}") from error
-
-
-def _absent(store: "torch.distributed.TCPStore | None", world_size: int) -> str:
-    """Name the ranks, and the nodes, that did not come; empty when all did, or nobody knows."""
-    if store is None:
-        return ""
-    try:
-        keys = {f"rank {rank}": f"stoker/rank-{rank}" for rank in range(world_size)}
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        came = {store.get(key).decode() for rank, key in keys.items() if rank not in missing}
-    except RuntimeError:
-        return ""  # rank 0, and the store with it, has given up already
-    nodes = expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
-    return ", ".join([*missing[:8], *["..."] * (len(missing) > 8), *(set(nodes) - came)])
-
-
-def _gather_hosts(world_size: int, device: "torch.device") -> tuple[str, ...]:
-    """Return the host of every rank; TimeoutError after FIRST_COLLECTIVE_LIMIT_S.
-
-    It gathers in a daemon thread: what hangs in the network does not keep the process.
+    host and rank. A stuck collective stays behind in its daemon thread: end the process without
+    its teardown, as `run_script` does.
     """
     import torch
 
@@ -160,7 +114,17 @@ def _gather_hosts(world_size: int, device: "torch.device") -> tuple[str, ...]:
             answer.set_exception(error)
 
     threading.Thread(target=gather, name="first collective", daemon=True).start()
-    return answer.result(FIRST_COLLECTIVE_LIMIT_S)
+    try:
+        return answer.result(FIRST_COLLECTIVE_LIMIT_S)
+    except TimeoutError:
+        end = (
+            f"did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s. If a node says nothing of this, "
+            "its ranks did not come: see what they printed."
+        )
+    except RuntimeError as error:  # of which torch's DistError is one
+        end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
+    what = f"rank {rank} of {world_size}: the first collective of all ranks ({device.type})"
+    raise UnfitClusterError(f"{host_name()} {what} {end} {ADVICE}")
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
@@ -179,7 +143,16 @@ def check_strategy(facts: LaunchFacts) -> None:
 
     Raises ConfigurationError: with a CPU, for one, FSDP and DeepSpeed become plain DDP in silence.
     """
-    requested, actual = facts.strategy, actual_strategy()
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    requested, actual = facts.strategy, "ddp"
+    if state.distributed_type.value == "DEEPSPEED":
+        actual = f"zero{state.deepspeed_plugin.zero_stage}"
+    elif state.distributed_type.value == "FSDP":
+        actual = f"fsdp{state.fsdp_plugin.fsdp_version}"
+    elif state.distributed_type.value == "NO":
+        actual = "single"
     if requested == actual or (requested, actual[:4]) == ("zero_file", "zero"):
         return
     # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
@@ -190,16 +163,3 @@ def check_strategy(facts: LaunchFacts) -> None:
         "and DeepSpeed need GPUs: on a CPU use accelerate_configs/cpu.yaml. On GPUs check the "
         "accelerate config and the script's --fsdp and --deepspeed flags."
     )
-
-
-def actual_strategy() -> str:
-    """Name the strategy that accelerate runs, in `LaunchFacts` terms."""
-    from accelerate.state import AcceleratorState
-
-    state = AcceleratorState()
-    kind = state.distributed_type.value
-    if kind == "DEEPSPEED":
-        return f"zero{state.deepspeed_plugin.zero_stage}"
-    if kind == "FSDP":
-        return f"fsdp{state.fsdp_plugin.fsdp_version}"
-    return "single" if kind == "NO" else "ddp"

@@ -28,20 +28,15 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def with_free_port(allocation: Allocation) -> Allocation:
-    """Return the allocation with a port that is free, if this node alone may choose one.
+    """Return the allocation with a free port: any for the only node, else its own.
 
     Raises UnfitClusterError for a taken port that the user or other nodes count on.
     """
     if allocation.node > 0:
         return allocation
-    try:
-        listen(allocation.host, allocation.port).close()
-    except UnfitClusterError:
-        if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
-            raise
-        with listen(allocation.host, 0) as listener:
-            return replace(allocation, port=listener.getsockname()[1])
-    return allocation
+    any_port = len(allocation.hosts) == 1 and not os.environ.get(MAIN_PORT)
+    with listen(allocation.host, 0 if any_port else allocation.port) as listener:
+        return replace(allocation, port=listener.getsockname()[1])
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -120,76 +115,73 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def exchange_facts(allocation: Allocation, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the facts of every node, by node. Raises UnfitClusterError naming missing nodes."""
-    answer = (_collect if allocation.node == 0 else _report)(allocation, facts, _timeout_s())
-    if isinstance(answer, str):
+    act = _collect if allocation.node == 0 else _report
+    everyone, problem = act(allocation, facts, _timeout_s())
+    if problem:
         raise UnfitClusterError(
-            f"{answer} Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of "
+            f"{problem} Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of "
             f"{allocation.hosts[0]} that all nodes reach, on the interface that NCCL_SOCKET_IFNAME "
             f"names; {MAIN_PORT} chooses another port; {TIMEOUT}=120 waits longer."
         )
-    return answer
+    return everyone
 
 
 def _collect(
     allocation: Allocation, facts: Mapping[str, Any], timeout_s: float
-) -> list[dict[str, Any]] | str:
-    """On the first node: receive everyone's facts, and send all of them, or what is wrong."""
+) -> tuple[list[dict[str, Any]], str]:
+    """On the first node: receive everyone's facts, send all of them and what is wrong to each."""
     nodes: dict[int, dict[str, Any]] = {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as connections:
         listener = connections.enter_context(listen(allocation.host, allocation.port + 1))
-        reached = []
+        streams = []
         while len(nodes) < len(allocation.hosts) and (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)
             # The limit, or somebody else's connection: no node of this job.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 connection = connections.enter_context(listener.accept()[0])
                 connection.settimeout(_CONNECTION_TIMEOUT_S)
-                node, sent_at, sent = _receive(connection)
+                stream = connections.enter_context(connection.makefile("rw"))
+                node, sent_at, sent = json.loads(stream.readline())
                 if allocation.hosts[node] == sent["host"]:
                     nodes[node] = sent | {"clock_ahead_s": sent_at - time.time()}
-                    reached.append(connection)
-        answer: list[dict[str, Any]] | str = [nodes[node] for node in sorted(nodes)]
+                    streams.append(stream)
         missing = [host for node, host in enumerate(allocation.hosts) if node not in nodes]
-        if missing:
-            answer = (
-                f"{', '.join(missing)} did not come to {allocation.address}:{allocation.port + 1} "
-                f"within {timeout_s:g} s, where {allocation.host} waited."
-            )
-        for connection in reached:
+        problem = missing and (
+            f"{', '.join(missing)} did not come to {allocation.address}:{allocation.port + 1} "
+            f"within {timeout_s:g} s, where {allocation.host} waited."
+        )
+        answer = [nodes[node] for node in sorted(nodes)], problem or ""
+        for stream in streams:
             with contextlib.suppress(OSError):
-                _send(connection, answer)
+                print(json.dumps(answer), file=stream, flush=True)
     return answer
 
 
 def _report(
     allocation: Allocation, facts: Mapping[str, Any], timeout_s: float
-) -> list[dict[str, Any]] | str:
+) -> tuple[list[dict[str, Any]], str]:
     """On any other node: send its facts to the first node and return the answer."""
     where = (allocation.address, allocation.port + 1)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection:
-                _send(connection, [allocation.node, time.time(), facts])
+            with (
+                socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection,
+                connection.makefile("rw") as stream,
+            ):
+                message = [allocation.node, time.time(), facts]
+                print(json.dumps(message), file=stream, flush=True)
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # for the others to come
-                return _receive(connection)
+                everyone, problem = json.loads(stream.readline())
+                return everyone, problem
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:
-                return (
+                return [], (
                     f"{allocation.host}: {where[0]}:{where[1]}, where the nodes meet, did not "
                     f"answer within {timeout_s:g} s ({error})."
                 )
         time.sleep(0.1)
-
-
-def _send(connection: socket.socket, value: Any) -> None:
-    connection.sendall(json.dumps(value).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> Any:
-    with connection.makefile("rb") as stream:
-        return json.loads(stream.readline())
 
 
 def _timeout_s() -> float:

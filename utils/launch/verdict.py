@@ -92,12 +92,10 @@ def judge(notes: Iterable[Note]) -> Verdict:
     cause = by_likelihood[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
-    lost = cause.kind in ("killed", "hung") or _is_consequence(cause)
-    how = _HOW[cause.kind]
-    if cause.kind == "failed" and lost:
-        how = "lost another rank, which left no word:"
-    text = f"rank {cause.rank} on {cause.host} {how} {cause.text}"
-    return Verdict(text, ExitCode.LOST_RANK if lost else cause.exit_code)
+    how, code = _HOW[cause.kind], cause.exit_code
+    if cause.kind == "failed" and _is_consequence(cause):
+        how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
+    return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
 
 def _is_consequence(note: Note) -> bool:

@@ -24,7 +24,6 @@ from utils.launch.slurm import REQUEST, Allocation, JobRequest, read_allocation
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
-LAUNCHER = "slurm/launch_node.sh"
 _SIGNAL = re.compile(r"R?BR?:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.I)
 _DEFAULT_LEAD_S = 60  # Slurm's, for a --signal without a time
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job = read_answer(fields, answer)
-    _check_root(job["WorkDir"], directory)
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
     print(f"log:     {log.replace('%j', job['JobID'])}", flush=True)  # noqa: T201 - for the user
     kind = Path(job_script).name
@@ -46,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _dry_run(kind, arguments)
     allocation = planned_allocation(job, os.environ)
-    path, _ = choose_config(os.environ, allocation)
+    path = choose_config(os.environ, allocation)
     launch = strategy_variables(read_config(path, allocation))
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
@@ -121,19 +119,6 @@ def given_signal(options: Sequence[str], job_script: Path) -> str | None:
         if found := re.findall(r"(?<!\S)--signal[= ](\S+)", text):
             return str(found[-1])
     return None
-
-
-def _check_root(job_directory: str, directory: str) -> None:
-    """Refuse a job that would not find this repository, where job scripts look for it."""
-    here = Path.cwd().resolve()
-    found = Path(os.environ.get("STOKER_ROOT") or job_directory)
-    if not (found / LAUNCHER).is_file():
-        found = Path(directory)
-    if found.resolve() != here:
-        raise ConfigurationError(
-            f"the job would look for the repository in {found}, but this is {here}: call "
-            "slurm/submit.sh there, or export STOKER_ROOT."
-        )
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:

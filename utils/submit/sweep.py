@@ -1,7 +1,6 @@
 """Reads a sweep file and works with its points; slurm/submit.sh and slurm/sweep_job.sh call it.
 
     python -m utils.submit.sweep points FILE          number and name of every point; which finished
-    python -m utils.submit.sweep unfinished FILE      numbers of the points left to run, as 0,2
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
     python -m utils.submit.sweep check FILE           dry-runs every point
 
@@ -31,7 +30,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.launch.script import run_script
 
-USAGE = "usage: python -m utils.submit.sweep points|unfinished|check FILE, or point FILE INDEX"
+USAGE = "usage: python -m utils.submit.sweep points|check FILE, or point FILE INDEX"
 KEYS = ("script", "config", "settings", "grid", "output_dir")
 _RESERVED = {
     "output_dir": "the sweep's output_dir holds a directory per point, named from its values",
@@ -57,50 +56,38 @@ class Sweep:
     points: Mapping[str, Mapping[str, Any]]
     output_dir: Path
 
-    def name(self, index: str) -> str:
-        """Return the name of a point by its number; raises ConfigurationError."""
-        if not index.isdecimal() or int(index) >= len(self.points):
-            raise ConfigurationError(
-                f"{self.file} has {len(self.points)} points, numbered from 0: there is no point "
-                f"{index}. Give --array=0-{len(self.points) - 1}."
-            )
-        return list(self.points)[int(index)]
-
-    def arguments(self, name: str) -> list[str]:
-        """Return a point's command line: the script and its arguments."""
+    def arguments(self, index: int) -> list[str]:
+        """Return the command line of a point by its number: the script and its arguments."""
+        name = list(self.points)[index]
         output_dir = {"output_dir": str(self.output_dir / name)}
         settings = {**self.settings, **self.points[name], **output_dir}
-        recipes = ["--config", *self.config] if self.config else []
-        return [
-            self.script,
-            *recipes,
-            *itertools.chain(*itertools.starmap(flag_words, settings.items())),
-        ]
-
-    def is_finished(self, name: str) -> bool:
-        """Whether a point's run wrote its model, in one step at its end."""
-        return (self.output_dir / name / "final").is_dir()
+        words = [self.script, *(["--config", *self.config] if self.config else [])]
+        for setting, value in settings.items():
+            words += flag_words(setting, value)
+        return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names."""
-    command, *words = [*(sys.argv[1:] if argv is None else argv), "", ""][:3]
-    if command not in ("points", "unfinished", "point", "check") or not words[0]:
+    command, *words = sys.argv[1:] if argv is None else argv
+    if (command, len(words)) not in (("points", 1), ("check", 1), ("point", 2)):
         raise ConfigurationError(USAGE)
     sweep = read_sweep(words[0])
     if command == "check":
         check_points(sweep)
-    elif command == "point":
-        arguments = sweep.arguments(sweep.name(words[1]))
-        sys.stdout.write("".join(f"{word}\0" for word in arguments))
-    elif command == "unfinished":
-        left = [str(n) for n, name in enumerate(sweep.points) if not sweep.is_finished(name)]
-        sys.stderr.write(f"{sweep.file}: {len(left)} of {len(sweep.points)} points left to run\n")
-        sys.stdout.write(",".join(left))
-    else:
+    elif command == "points":
         for number, name in enumerate(sweep.points):
-            finished = "\tfinished" if sweep.is_finished(name) else ""
+            # A run writes its model in one step at its end.
+            finished = "\tfinished" if (sweep.output_dir / name / "final").is_dir() else ""
             sys.stdout.write(f"{number}\t{name}{finished}\n")
+    else:
+        last, index = len(sweep.points) - 1, words[1]
+        if not index.isdecimal() or int(index) > last:
+            raise ConfigurationError(
+                f"{sweep.file} has {last + 1} points, numbered from 0: there is no point {index}. "
+                f"Give --array=0-{last}."
+            )
+        sys.stdout.write("".join(f"{word}\0" for word in sweep.arguments(int(index))))
     return 0
 
 
@@ -146,19 +133,18 @@ def read_sweep(file: str) -> Sweep:
     values: dict[str, Any] = {key: value for key, (value, _) in content.items()}
     faults = [(key, f"unknown key: a sweep has {', '.join(KEYS)}") for key in values.keys() - KEYS]
     script, config = str(values.get("script")), values.get("config", [])
+    config = [config] if isinstance(config, str) else config
+    fixed, grid = values.get("settings", {}), values.get("grid")
     if not Path(script).is_file():
         faults.append(("script", f"no file {script} (paths are from the repository's root)"))
     if not isinstance(values.get("output_dir"), str):
         faults.append(("output_dir", "give the folder for the points' run directories"))
-    config = [config] if isinstance(config, str) else config
     if not isinstance(config, list) or not all(isinstance(entry, str) for entry in config):
         faults.append(("config", "expected recipe files, as on the command line"))
-    fixed: Any = values.get("settings", {})
-    grid: Any = values.get("grid")
     points: dict[str, dict[str, Any]] = {}
     if not isinstance(fixed, dict):
         faults.append(("settings", "expected settings as `name: value`"))
-    elif not _is_grid(grid):
+    elif not (isinstance(grid, dict) and grid and all(map(_is_axis, grid.values()))):
         faults.append(("grid", "expected `setting: [values]`, at least one"))
     else:
         faults += [("settings", fault) for fault in _faults_of(fixed)]
@@ -172,9 +158,8 @@ def read_sweep(file: str) -> Sweep:
     return Sweep(file, script, config, fixed, points, Path(values["output_dir"]))
 
 
-def _is_grid(grid: Any) -> bool:
-    is_mapping = isinstance(grid, dict) and len(grid) > 0
-    return is_mapping and all(isinstance(axis, list) and axis for axis in grid.values())
+def _is_axis(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 0
 
 
 def _grid_points(
@@ -199,10 +184,8 @@ def _grid_points(
 
 def _faults_of(settings: Mapping[str, Any]) -> list[str]:
     """Say which settings cannot be flags of a point."""
-    faults = []
+    faults = [f"{name}: {_RESERVED[name]}" for name in settings if name in _RESERVED]
     for name, value in settings.items():
-        if name in _RESERVED:
-            faults.append(f"{name}: {_RESERVED[name]}")
         try:
             flag_words(name, value)
         except ValueError as error:
@@ -222,7 +205,7 @@ def check_points(sweep: Sweep) -> None:
         print(f"point {number}: {name}", flush=True)  # noqa: T201 - for the user
         try:
             with contextlib.redirect_stdout(output):
-                main([*sweep.arguments(name)[1:], "--dry_run"])
+                main([*sweep.arguments(number)[1:], "--dry_run"])
         except ConfigurationError as error:
             for problem in error.problems:
                 faults.setdefault(problem, []).append(name)
@@ -232,9 +215,10 @@ def check_points(sweep: Sweep) -> None:
         if number == 0:
             print(output.getvalue().rstrip(), flush=True)  # noqa: T201 - for the user
     if faults:
+        every = len(sweep.points)
         raise ConfigurationError(
             [
-                f"{'every point' if len(names) == len(sweep.points) else '; '.join(names)}: {fault}"
+                f"{'every point' if len(names) == every else '; '.join(names)}: {fault}"
                 for fault, names in faults.items()
             ]
         )

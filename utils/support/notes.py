@@ -5,12 +5,10 @@ of one node under slurm/launch_node.sh, of all nodes of a job under slurm/traini
 it there is nobody to read a note.
 """
 
-import contextlib
 import dataclasses
 import errno
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -120,16 +118,15 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
 
     Without any of those, of the innermost of all; `frames` hold it last, as `extract_tb` does.
     """
-    for frame in reversed(frames):
-        name = frame.filename.removeprefix(f"{_ROOT}/")
-        installed = name.rpartition("/site-packages/")[2]
-        if installed != name:  # the virtual environment may lie in the repository
-            if installed.split("/")[0] in packages:
-                return f"{installed}:{frame.lineno} in {frame.name}"
-        elif name != frame.filename:
-            return f"{name}:{frame.lineno} in {frame.name}"
     if not frames:
         return "no Python code"
+    for frame in reversed(frames):
+        name = frame.filename.removeprefix(f"{_ROOT}/")
+        # The virtual environment may lie in the repository.
+        installed = name.rpartition("/site-packages/")[2]
+        ours = name != frame.filename if installed == name else installed.split("/")[0] in packages
+        if ours:
+            return f"{installed}:{frame.lineno} in {frame.name}"
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
 
 
@@ -166,8 +163,10 @@ def storage_error(error: BaseException) -> StorageError | None:
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
+    target = getattr(cause, "filename", None)
+    where = f", writing {target}" if target else f" ({last_line(error)})"
     return StorageError(
-        f"{host_name()}: {fault}{_target(cause, error)}. Make room (df -h, df -i, your site's "
+        f"{host_name()}: {fault}{where}. Make room (df -h, df -i, your site's "
         "quota command) or have the storage repaired, and start the same command again: it resumes "
         "from the newest checkpoint."
     )
@@ -180,18 +179,3 @@ def _storage_fault(error: BaseException) -> str | None:
     if untyped or "safetensors" in type(error).__module__.lower():
         return next((text for text in _STORAGE_TEXTS if text in str(error)), None)
     return None
-
-
-def _target(cause: BaseException, error: BaseException) -> str:
-    """Name the file, or the folder that a frame wrote into, with the free space there."""
-    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    folders = [names.get("output_dir") or names.get("save_directory") for names in frames]
-    for target in (getattr(cause, "filename", None), *reversed(folders)):
-        if isinstance(target, str | Path):
-            path = Path(target).absolute()
-            folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-            free = "unknown"
-            with contextlib.suppress(OSError):
-                free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB"
-            return f", writing {target} ({free} free)"
-    return ""

@@ -61,12 +61,11 @@ def _read_private(path: Path) -> str:
         ) from error
     try:
         status = os.fstat(descriptor)
-        private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
-        if not private or status.st_uid != os.getuid():
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or mode & 0o077 or status.st_uid != os.getuid():
             raise ConfigurationError(
                 f"{path} holds tokens, but is not a file that you alone can read and change (owner "
-                f"{status.st_uid}, mode {status.st_mode & 0o777:03o}): make it your own, then "
-                f"chmod 600 {path}"
+                f"{status.st_uid}, mode {mode:03o}): make it your own, then chmod 600 {path}"
             )
         return os.read(descriptor, status.st_size).decode("utf-8-sig", errors="replace")
     finally:
@@ -75,14 +74,11 @@ def _read_private(path: Path) -> str:
 
 def redact(text: str) -> str:
     """Replace every known secret in `text`: by value (secret names in the environment) or form."""
-    secrets = {
-        value
-        for name, value in os.environ.items()
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET
-    }
+    secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     # Longest first: a secret may contain another one.
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, MASK)
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, MASK)
     return _HUB_TOKEN.sub(MASK, text)
 
 

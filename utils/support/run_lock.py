@@ -12,7 +12,6 @@ import datetime
 import json
 import logging
 import os
-import re
 import secrets
 import threading
 import time
@@ -28,7 +27,6 @@ FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
 LOOK_S = 0.5
-_NAME = re.compile(r"owner-(\d+)")
 
 _held: dict[Path, "RunLock"] = {}
 
@@ -41,12 +39,20 @@ def take_run_lock(output_dir: Path) -> None:
     """
     leave_run_lock(output_dir)  # of an earlier run in this process
     _held[output_dir.resolve()] = RunLock(output_dir)
+    atexit.register(leave_run_lock, output_dir)
 
 
 def leave_run_lock(output_dir: Path) -> None:
-    """Let others have the directory; does nothing if this process does not hold it."""
+    """Write down that the run left; does nothing if this process does not hold the directory.
+
+    Never raises: a lock without a heartbeat is taken over.
+    """
     if lock := _held.pop(output_dir.resolve(), None):
-        lock.release()
+        lock.stop.set()
+        lock.thread.join(timeout=BEAT_S)
+        with contextlib.suppress(OSError):
+            if not lock.thread.is_alive() and lock.new_owner() is None:
+                lock.write(left=True)
 
 
 def taken_over(output_dir: Path) -> str | None:
@@ -56,7 +62,7 @@ def taken_over(output_dir: Path) -> str | None:
     others rely on. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
-    return lock.taken_over() if lock else None
+    return lock.new_owner() if lock else None
 
 
 def known_loss(output_dir: Path) -> str | None:
@@ -65,14 +71,8 @@ def known_loss(output_dir: Path) -> str | None:
     return lock.lost if lock else None
 
 
-@atexit.register
-def _leave_all() -> None:
-    for output_dir in list(_held):
-        leave_run_lock(output_dir)
-
-
 class RunLock:
-    """The lock of one directory, held by this process from the constructor to `release`."""
+    """The lock of one directory, this process's from the constructor to `leave_run_lock`."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
@@ -91,26 +91,16 @@ class RunLock:
         while True:
             self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
             with contextlib.suppress(FileExistsError):  # another newcomer was faster
-                self._write(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                self.write(os.O_CREAT | os.O_EXCL)
                 break
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
-        self._thread.start()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
+        self.thread.start()
 
-    def release(self) -> None:
-        """Write down that the run left. Never raises: a lock without a heartbeat is taken over."""
-        if os.getpid() != self.owner["pid"]:
-            return  # a fork: the lock is its parent's
-        self._stop.set()
-        self._thread.join(timeout=BEAT_S)
-        with contextlib.suppress(OSError):
-            if not self._thread.is_alive() and self.taken_over() is None:
-                self._write(os.O_WRONLY, left=True)
-
-    def taken_over(self) -> str | None:
+    def new_owner(self) -> str | None:
         """Return who has the directory now; None: this process."""
         _, content = _newest(self.folder)
-        if content.get("owner", {}).get("token") == self.owner["token"]:
+        if content and content["owner"]["token"] == self.owner["token"]:
             return None
         return (
             f"{self.output_dir} was taken over by {_named(content)}: this run gave no sign of life "
@@ -125,12 +115,12 @@ class RunLock:
         number, before = _newest(self.folder)
         if number == 0 or before.get("left"):
             return number
-        until = time.monotonic()
-        if not _is_gone(before):
+        named, until = _named(before), time.monotonic()
+        if not before or not _is_gone(before["owner"]):
             until += WATCH_S
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                _named(before), WATCH_S,
+                named, WATCH_S,
             )  # fmt: skip
         while time.monotonic() < until:
             time.sleep(LOOK_S)
@@ -143,28 +133,28 @@ class RunLock:
                     "would overwrite each other. Wait for it to end, stop it (touch "
                     f"{self.output_dir / 'STOP'}), or name another --output_dir."
                 )
-        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, named)
         return number
 
     def _keep_beating(self) -> None:
         warned = False
-        while not self._stop.wait(BEAT_S):
+        while not self.stop.wait(BEAT_S):
             self.beats += 1
             try:
-                self.lost = self.taken_over()
+                self.lost = self.new_owner()
                 if self.lost is not None:
                     logger.error("%s", self.lost)
                     return
-                self._write(os.O_WRONLY)
+                self.write()
             except OSError as error:
                 if not warned:
                     logger.warning("the lock of %s cannot be renewed: %s", self.output_dir, error)
                 warned = True
 
-    def _write(self, flags: int, *, left: bool = False) -> None:
+    def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""
         content = {"owner": self.owner, "beat": self.beats, "left": left}
-        descriptor = os.open(self.path, flags, 0o644)
+        descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
             file.write((json.dumps(content).ljust(1023) + "\n").encode())
 
@@ -172,8 +162,8 @@ class RunLock:
 def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the highest number (0: none) and its file's content, empty if it names no owner."""
     # Listed, not asked for by name: NFS remembers for a while that a file was not there.
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
-    number = max((int(name[1]) for name in found if name), default=0)
+    names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
+    number = max((int(name) for name in names if name.isdecimal()), default=0)
     try:
         content = json.loads((folder / f"owner-{number}").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -189,22 +179,18 @@ def _named(content: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"
 
 
-def _is_gone(content: dict[str, Any]) -> bool:
+def _is_gone(owner: dict[str, Any]) -> bool:
     """Whether an owner is known to be gone; False: only its heartbeat tells."""
-    if not content:
-        return False
-    owner = content["owner"]
     # Slurm starts a job again once every process of the earlier start is gone.
     same_job = owner["job"] is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
     if same_job and _restart_count() > owner["restart_count"]:
         return True
     if owner["machine"] == _machine():
-        try:
-            os.kill(owner["pid"], 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # another user's
+        with contextlib.suppress(PermissionError):  # another user's is alive
+            try:
+                os.kill(owner["pid"], 0)
+            except ProcessLookupError:
+                return True
     return False
 
 

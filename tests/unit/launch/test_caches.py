@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT, quiet_environment
 
 from utils.launch import caches
-from utils.launch.caches import CompileCache, archive_path, node_environment
+from utils.launch.caches import archive_path, node_environment, pack_compiled, unpack_compiled
 
 DIRECTORY = Path("/tmp/stoker-5-x")
 
@@ -20,70 +20,52 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
-def job(directory: Path, **files: str) -> CompileCache:
-    """A job that has compiled these; names with `_` for `/` of the path."""
-    cache = CompileCache(directory)
+def job(directory: Path, **files: str) -> dict[str, str]:
+    """Compile these, and return what was there at the start."""
+    directory.mkdir()
+    known = unpack_compiled(directory)
+    found = {path.name: path.read_text() for path in directory.rglob("*") if path.is_file()}
     for name, text in files.items():
-        path = cache.folder / name.replace("_", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return cache
-
-
-def found(cache: CompileCache) -> dict[str, str]:
-    paths = [path for path in cache.folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(cache.folder)): path.read_text() for path in paths}
+        (directory / "a/b").mkdir(parents=True, exist_ok=True)
+        (directory / "a/b" / name).write_text(text)
+    pack_compiled(directory, known)
+    return found
 
 
 def test_jobs_find_and_add_what_is_compiled_until_it_is_too_large(tmp_path, monkeypatch):
-    first = job(tmp_path / "a", ab_kernel="code", locks_x="1")
-    (first.folder / "x.lock").write_text("")
-    (first.folder / "x.tmp.12").write_text("")
-    first.keep()
-    again = job(tmp_path / "b")
-    assert found(again) == {"ab/kernel": "code", "locks/x": "1"}
+    job(tmp_path / "1", kernel="code")
     before = archive_path().stat()
-    again.keep()  # nothing is new: nothing is written
-    assert archive_path().stat() == before
-    job(tmp_path / "c", more="3" * 4000).keep()
-    assert found(job(tmp_path / "d")).keys() == {"ab/kernel", "locks/x", "more"}
+    assert job(tmp_path / "2") == {"kernel": "code"}
+    assert archive_path().stat() == before, "nothing is new: nothing is written"
+    job(tmp_path / "3", more="3" * 4000)
+    assert job(tmp_path / "4").keys() == {"kernel", "more"}
     assert [path.name for path in archive_path().parent.iterdir()] == [archive_path().name]
-    monkeypatch.setattr(caches, "LARGEST_BYTES", 4000)
-    job(tmp_path / "e", new="4").keep()
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    assert found(job(tmp_path / "f")) == {"new": "4"}
+    with monkeypatch.context() as limit:
+        limit.setattr(caches, "LARGEST_BYTES", 4000)
+        job(tmp_path / "5", new="4")
+    assert job(tmp_path / "6") == {"new": "4"}
 
 
-def test_a_broken_archive_is_replaced_and_none_leaves_its_directory(tmp_path, caplog):
+def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small_disk, monkeypatch):
     archive_path().parent.mkdir(parents=True)
     (tmp_path / "evil").write_text("x")
     with tarfile.open(archive_path(), "w") as tar:
         tar.add(tmp_path / "evil", "../outside")
-    job(tmp_path / "a")
+    job(tmp_path / "1")
     assert "cannot be read" in caplog.text
     assert not list(tmp_path.rglob("outside"))
     archive_path().write_bytes(b"no archive" * 200)
-    job(tmp_path / "b", a="1").keep()
-    assert found(job(tmp_path / "c")) == {"a": "1"}
-
-
-def test_no_room_is_a_line_and_no_error(tmp_path, caplog, small_disk, monkeypatch):
+    job(tmp_path / "2", a="1")
+    assert job(tmp_path / "3") == {"a": "1"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
-    job(tmp_path / "a", a="1" * 2**17).keep()
+    job(tmp_path / "4", a="1" * 2**17)
     assert "compiled code cannot be saved" in caplog.text
     assert not list(small_disk.rglob("*.tar*"))
 
 
-def test_what_is_added_for_the_processes_of_a_node():
+def test_temporary_files_are_the_nodes_where_names_of_sockets_have_room():
     assert node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
-    # Room for the names of sockets.
     assert "TMPDIR" not in node_environment({}, Path(f"/tmp/{'a' * 80}"))
-    added = node_environment({"STOKER_DEBUG": "1", "NCCL_DEBUG": "TRACE"}, DIRECTORY)
-    assert added["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-    assert "NCCL_DEBUG" not in added
-    for environment in ({}, {"STOKER_DEBUG": "0"}):
-        assert "NCCL_DEBUG" not in node_environment(environment, DIRECTORY)
 
 
 COMPILES = """

@@ -40,6 +40,16 @@ def node(index: int, port: int, address: str = "127.0.0.1") -> Allocation:
     return Allocation(("n1", "n2"), index, 2, None, address, port)
 
 
+def together(attend, between=lambda: None) -> None:
+    """Call it for both nodes at once."""
+    threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
+    threads[0].start()
+    between()
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+
+
 def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port):
     heard = {}
 
@@ -47,19 +57,17 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
         allocation = node(index, port)
         heard[index] = exchange_facts(allocation, node_facts(allocation, [], devices=index))
 
-    threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
-    threads[0].start()
-    for words in (b"", b"GET / HTTP/1.1\n", b'[1, 0, {"host": "n7"}]\n', b"[]\n"):
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
-                    stranger.sendall(words)
-                break
-            except ConnectionRefusedError:
-                continue
-    threads[1].start()
-    for thread in threads:
-        thread.join(20)
+    def strangers() -> None:
+        for words in (b"", b"GET / HTTP/1.1\n", b'[1, 0, {"host": "n7"}]\n', b"[]\n", b"\xff\n"):
+            while True:
+                try:
+                    with socket.create_connection(("127.0.0.1", port + 1)) as stranger:
+                        stranger.sendall(words)
+                    break
+                except ConnectionRefusedError:
+                    continue
+
+    together(attend, strangers)
     assert heard[0] == heard[1]
     assert [facts["host"] for facts in heard[0]] == ["n1", "n2"]
     assert [facts["devices"] for facts in heard[0]] == [0, 1]
@@ -76,19 +84,15 @@ def test_a_node_that_does_not_come_is_named_on_all_that_did(port, monkeypatch):
         exchange_facts(node(1, port, "no.such.host"), FACTS)
 
     hosts = ("n1", "n2", "n3")
-    nodes = [Allocation(hosts, index, 2, None, "127.0.0.1", port) for index in (0, 1)]
     refusals = []
 
-    def attend(allocation: Allocation) -> None:
+    def attend(index: int) -> None:
+        allocation = Allocation(hosts, index, 2, None, "127.0.0.1", port)
         with pytest.raises(UnfitClusterError) as refused:
             exchange_facts(allocation, node_facts(allocation, [], 0))
         refusals.extend(refused.value.problems)
 
-    threads = [threading.Thread(target=attend, args=(allocation,)) for allocation in nodes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    together(attend)
     assert len(refusals) == 2
     assert refusals[0] == refusals[1]
     assert refusals[0].startswith("n3 did not come")
@@ -96,7 +100,6 @@ def test_a_node_that_does_not_come_is_named_on_all_that_did(port, monkeypatch):
 
 def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch):
     alone = Allocation(("n1",), 0, 1, None, "127.0.0.1", port)
-    assert with_free_port(alone) == alone
     with listen("n1", port):
         assert with_free_port(alone).port != port
         assert with_free_port(node(1, port)).port == port  # the first node's affair
@@ -105,6 +108,7 @@ def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch)
         monkeypatch.setenv("STOKER_MAIN_PORT", str(port))
         with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use"):
             with_free_port(alone)
+    assert with_free_port(alone) == alone
     with (
         listen("n1", port + 1),
         pytest.raises(UnfitClusterError, match=f"port {port + 1} is in us"),
@@ -112,28 +116,24 @@ def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch)
         exchange_facts(node(0, port), FACTS)
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "inf", "nan"])
-def test_the_limit_must_be_seconds(port, monkeypatch, value):
-    monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", value)
-    with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
-        exchange_facts(node(1, port), FACTS)
+def test_the_limit_must_be_seconds(port, monkeypatch):
+    for value in ("soon", "0", "inf", "nan"):
+        monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", value)
+        with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
+            exchange_facts(node(1, port), FACTS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({}, None),
+def test_each_difference_names_both_nodes():
+    for changes, problem in [
         ({"clock_ahead_s": -61.0}, r"the clock of n2 is -61 s off that of n1.*NTP"),
         ({"devices": 3}, r"n2: the job has 4 GPUs .*torch sees 3"),
         ({"same": SAME | {"processes": 2}}, r"processes: 4 on n1, but 2 on n2.*--gpus-per-node"),
         ({"same": SAME | {"torch": None}}, r"torch: 2\.13\.0 on n1, but None on n2"),
         ({"same": SAME | {"code": "abd"}}, r"code: abc on n1, but abd on n2\. All nodes need one"),
-    ],
-)
-def test_each_difference_names_both_nodes(changes, problem):
-    found = node_problems([FACTS, FACTS | {"host": "n2"} | changes])
-    assert len(found) == (problem is not None)
-    assert not found or re.search(problem, found[0])
+    ]:
+        [found] = node_problems([FACTS, FACTS | {"host": "n2"} | changes])
+        assert re.search(problem, found)
+    assert node_problems([FACTS, FACTS | {"host": "n2"}]) == []
 
 
 def test_one_node_looks_at_its_devices_alone():

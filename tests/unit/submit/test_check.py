@@ -25,11 +25,16 @@ name=${0##*/}
 printf '%s\\0' "$@" >"$STUBS/$name.words"
 printf '%s\\n' "$name ${1-}" >>"$STUBS/calls"
 case $name in
-sbatch) [[ -z $SBATCH_ANSWER ]] || echo "$SBATCH_ANSWER"; exit "$SBATCH_CODE" ;;
-python) [[ $3 != unfinished ]] || printf %s "$POINTS"; exit "$PYTHON_CODE" ;;
+sbatch)
+    printf %s "$STOKER_ROOT" >"$STUBS/root"
+    [[ -z $SBATCH_ANSWER ]] || echo "$SBATCH_ANSWER"
+    exit "$SBATCH_CODE" ;;
+python)
+    [[ $3 != points ]] || printf '0\\ta=1\\n1\\ta=2\\tfinished\\n2\\ta=3\\n'
+    exit "$PYTHON_CODE" ;;
 esac
 """
-ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0", "POINTS": "0,2"}
+ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0"}
 
 
 @pytest.fixture
@@ -66,6 +71,7 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     assert stubs.words("sbatch") == ["--hold", "--parsable", *words]
     assert stubs.words("python")[1:3] == ["utils.submit.check", str(tmp_path)]
     assert stubs.words("python")[5:] == ["2", *words]
+    assert (tmp_path / "stubs/root").read_text() == str(ROOT), "where the job looks for it"
     assert not [*tmp_path.glob("canary"), *ROOT.glob("canary")]
 
     assert stubs("--parsable", "job.sh").stdout == "123\n"
@@ -98,7 +104,7 @@ def test_a_sweep_is_an_array_of_its_unfinished_points(stubs):
 SHOWN = {
     "JobID": "7", "Name": "a b", "NumNodes": "2", "NumTasks": "2", "tres-per-node": "gres:gpu:2",
     "tres-per-task": "N/A", "tres-per-job": "N/A", "TimeLimit": "1:00:00", "Requeue": "1",
-    "StdOut": "/x/%j.log", "WorkDir": str(ROOT),
+    "StdOut": "/x/%j.log",
 }  # fmt: skip
 
 
@@ -152,9 +158,8 @@ def test_the_dry_run_gets_launch_and_request(check, tmp_path, monkeypatch):
     assert request_from({}) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown", "message"),
-    [
+def test_jobs_that_cannot_work_are_refused(check):
+    for arguments, shown, message in [
         ([], {}, "no script given"),
         (["absent.py"], {}, r"no file absent\.py.*repository's root"),
         (["examples/readme_figures.py"], {}, "does not know --dry_run.*with sbatch"),
@@ -162,35 +167,22 @@ def test_the_dry_run_gets_launch_and_request(check, tmp_path, monkeypatch):
         (["pretrain.py"], {"tres_per_node": "N/A"}, "gave this job no GPU.*--gpus-per-node"),
         (["a.yaml", "--seed=3"], {"script": "sweep_job.sh"}, "takes one sweep file"),
         (["--sources", "x"], {"script": "prepare_job.sh"}, "output_dir.*required"),
-    ],
-)
-def test_jobs_that_cannot_work_are_refused(check, arguments, shown, message):
-    with pytest.raises(ConfigurationError, match=f"(?s){message}") as caught:
-        check(*arguments, **shown)
-    assert caught.value.exit_code == 2
+    ]:
+        with pytest.raises(ConfigurationError, match=f"(?s){message}") as caught:
+            check(*arguments, **shown)
+        assert caught.value.exit_code == 2
 
 
-def test_the_job_has_to_find_this_repository(check, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match=f"look for the repository in {tmp_path},"):
-        check(WorkDir="/")  # then where sbatch was called
-    monkeypatch.setenv("STOKER_ROOT", str(ROOT))
-    with pytest.raises(ConfigurationError, match="no script given"):
-        check(WorkDir="/")
-
-
-@pytest.mark.parametrize(
-    ("shown", "gpus"),
-    [
+def test_gpus_are_read_however_they_were_asked_for():
+    for shown, gpus in [
         ({"tres-per-node": "gres:gpu:1,gres:gpu:h100:4"}, 4),  # the head's, then --gres
         ({"tres-per-node": "gres/gpu:a100:8(S:0)"}, 8),
         ({"tres-per-node": "gres:gpu,license:3"}, 1),
         ({"tres-per-node": "gres:gpu:0", "tres-per-task": "gres/gpu=4"}, 4),
         ({"tres-per-node": "N/A", "tres-per-job": "gres:gpu:6"}, 3),
         ({"tres-per-node": "N/A"}, 0),
-    ],
-)
-def test_gpus_are_read_however_they_were_asked_for(shown, gpus):
-    assert checking.gpus_per_node(SHOWN | shown) == gpus
+    ]:
+        assert checking.gpus_per_node(SHOWN | shown) == gpus
 
 
 def test_times_and_signals():

@@ -47,7 +47,8 @@ def _quick(monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     yield
-    run_lock._leave_all()
+    for output_dir in list(run_lock._held):
+        leave_run_lock(output_dir)
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_the_heartbeat_learns_of_a_loss_and_logs_once_that_it_cannot_write(
 
     take_run_lock(tmp_path)
     with monkeypatch.context() as disk:
-        disk.setattr(run_lock.RunLock, "_write", full)
+        disk.setattr(run_lock.RunLock, "write", full)
         time.sleep(5 * run_lock.BEAT_S)
     assert caplog.text.count(f"the lock of {tmp_path} cannot be renewed") == 1
     assert known_loss(tmp_path) is None
