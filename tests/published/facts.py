@@ -13,63 +13,29 @@ REFUSED = "refused"
 VOCABULARY, WIDTH, HEADS, HEAD_DIM = 128, 64, 4, 16
 POSITIONS, WINDOW, CHUNK = 256, 16, 16
 AS_LARGE_AS = {
-    "vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "max_position_embeddings": POSITIONS,
-    "n_positions": POSITIONS,
-    "n_ctx": POSITIONS,
-    "max_seq_len": POSITIONS,
-    "seq_length": POSITIONS,
-    "max_sequence_length": POSITIONS,
-    "model_max_length": POSITIONS,
-    "initial_context_length": POSITIONS // 4,
-    "original_max_position_embeddings": POSITIONS // 4,
-    "sliding_window": WINDOW,
-    "window_size": WINDOW,
-    "attention_window_size": WINDOW,
-    "attention_chunk_size": CHUNK,
-    "chunk_size": CHUNK,
-    "mamba_chunk_size": CHUNK,
-    "moe_intermediate_size": 32,
-    "expert_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 96,
-    "hidden_size_per_layer_input": 8,
-    "word_embed_proj_dim": WIDTH,
-    "num_local_experts": 8,
-    "num_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "experts_per_token": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "qk_head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "mamba_head_dim": 16,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
-    "time_step_rank": 4,
-    "mamba_dt_rank": 4,
-    "lru_width": WIDTH,
+    name: size
+    for size, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+        (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len seq_length"),
+        (POSITIONS, "max_sequence_length model_max_length"),
+        (POSITIONS // 4, "initial_context_length original_max_position_embeddings"),
+        (WINDOW, "sliding_window window_size attention_window_size"),
+        (CHUNK, "attention_chunk_size chunk_size mamba_chunk_size"),
+        (WIDTH, "word_embed_proj_dim lru_width"),
+        (96, "intermediate_size_mlp"),
+        (32, "moe_intermediate_size expert_intermediate_size shared_expert_intermediate_size"),
+        (32, "shared_intermediate_size moe_shared_expert_intermediate_size"),
+        (8, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+        (2, "num_experts_per_tok experts_per_token moe_k top_k_experts linear_num_key_heads"),
+        (2, "n_group"),
+        (1, "topk_group first_k_dense_replace moe_layer_start_index mamba_n_groups n_groups"),
+        (24, "q_lora_rank qk_head_dim"),
+        (16, "kv_lora_rank qk_nope_head_dim v_head_dim"),
+        (16, "linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head"),
+        (8, "qk_rope_head_dim hidden_size_per_layer_input state_size ssm_state_size mamba_d_state"),
+        (4, "linear_num_value_heads time_step_rank mamba_dt_rank"),
+    )
+    for name in names.split()
 }
 WIDTHS = ("hidden_size", "n_embd", "d_model", "n_inner")
 MLPS = ("intermediate_size", "ffn_dim", "block_ff_dim", "ffn_hidden_size")
@@ -83,7 +49,7 @@ PER_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_ty
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its config.json, tokenizer and generation_config.json have it.
+    """A model as its config.json (but for its version), tokenizer and generation_config.json.
 
     tokens: special tokens and their published ids. layers: which of its layers the cut model has.
     cut: what the general cut does not fit. packs: what is expected, `why` when it is not PACKS.
@@ -180,3 +146,15 @@ LLAMA3 = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|eom_id|>": 
 QWEN = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 GEMMA = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<start_of_turn>": 105, "<end_of_turn>": 106}
 GPT2 = {"<|endoftext|>": 50256}
+
+# What the configurations of many models have in common.
+COMMON = dict(attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True)
+UNTIED = COMMON | dict(tie_word_embeddings=False, torch_dtype="bfloat16")
+PLAIN = dict(initializer_range=0.02, tie_word_embeddings=False, use_cache=True)
+GROUPED = COMMON | dict(
+    num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-05, torch_dtype="bfloat16",
+)  # fmt: skip
+GEMMA_CONFIG = dict(
+    attention_bias=False, attention_dropout=0.0, bos_token_id=2, head_dim=256,
+    hidden_activation="gelu_pytorch_tanh", pad_token_id=0, rms_norm_eps=1e-06, use_cache=True,
+)  # fmt: skip

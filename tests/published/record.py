@@ -19,12 +19,8 @@ RESULTS = ROOT / "benchmarks/results/published_models.json"
 
 def result_of(model: Any, seen: dict[str, Any]) -> dict[str, Any]:
     """Return what the table of the documentation says of a model."""
-    facts = {
-        "name": model.name,
-        "year": model.year,
-        "model_type": model.config["model_type"],
-        "why": model.why,
-    }
+    facts = {"name": model.name, "year": model.year}
+    facts |= {"model_type": model.config["model_type"], "why": model.why}
     if "refused" in seen:
         return facts | dict.fromkeys(("pretraining", "sft", "lora", "packed"), False)
     return facts | {
@@ -44,12 +40,10 @@ def main(path: Path) -> None:
 
     results = []
     with tempfile.TemporaryDirectory() as folder, trials.quiet_process(Path(folder) / "cache"):
-        data = Path(folder)
-        trials.prepare(data)
+        trials.prepare(Path(folder))
         for number, model in enumerate(MODELS):
-            root = data / str(number)
-            root.mkdir()
-            results.append(result_of(model, trials.try_model(model, data, root)))
+            (root := Path(folder) / str(number)).mkdir()
+            results.append(result_of(model, trials.try_model(model, Path(folder), root)))
             sys.stderr.write(f"{model.name}: {results[-1]}\n")
     found = {"transformers": transformers.__version__, "models": results}
     path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

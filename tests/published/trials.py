@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import tiny
 import torch
 from facts import CHUNK, ONE_A_ROW, PACKS, REFUSED, VOCABULARY, Published
@@ -22,24 +24,16 @@ FIRST_WORD = 32  # below it are special tokens
 HELDOUT = 6
 # One document is split over two sequences in pretraining, most share one.
 RUN: dict[str, object] = {
-    "sequence_length": 64,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "bf16": False,
-    "dtype": "float32",
+    "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3, "logging_steps": 1, "bf16": False, "dtype": "float32",
     "report_to": "none",
-}
+}  # fmt: skip
 
 
 def documents(count: int, seed: int) -> list[list[int]]:
     """Documents of words only: whatever a special token means to a model, none has any."""
-    words = VOCABULARY - FIRST_WORD
-    return [
-        [FIRST_WORD + token % words for token in document]
-        for document in tiny.documents(count, seed, longest=60)
-    ]
+    made, words = tiny.documents(count, seed, longest=60), VOCABULARY - FIRST_WORD
+    return [[FIRST_WORD + token % words for token in document] for document in made]
 
 
 def prepare(root: Path) -> None:
@@ -60,13 +54,14 @@ def try_model(model: Published, data: Path, root: Path) -> dict[str, Any]:
     }
     scratch = settings | {"train_data": data / "documents", "model_config": config}
     if model.packs != PACKS:
-        refusal = _refusal(scratch | {"packing": "best_fit", "output_dir": root / "refused"})
+        packed = scratch | {"packing": "best_fit", "output_dir": root / "refused", "max_steps": 3}
+        with pytest.raises(ConfigurationError) as refusal:
+            pretrain.main(tiny.flags(**packed))
         if model.packs == REFUSED:
-            return {"refused": refusal}
-        assert "--packing none" in refusal
+            return {"refused": str(refusal.value)}
+        assert "--packing none" in str(refusal.value)
     seen: dict[str, Any] = {"packed": model.packs == PACKS}
-    seen["pretraining"] = _pretrain(scratch, data, root / "run")
-    seen["resumed"] = _resume(scratch, data, root / "run")
+    seen["pretraining"], seen["resumed"] = _pretrain(scratch, data, root / "run")
     base = root / "run/final"
     seen["plain_loss_difference"] = _plain_difference(root / "run", base)
     seen["generated"] = _generated(base)
@@ -78,30 +73,21 @@ def try_model(model: Published, data: Path, root: Path) -> dict[str, Any]:
     return seen
 
 
-def _pretrain(settings: Mapping[str, object], data: Path, run: Path) -> list[float]:
-    argv = _pretraining_argv(settings, data, run)
-    assert pretrain.main([*argv, "--dry_run"]) == 0
-    assert not run.exists()
-    assert pretrain.main(argv) == 0
-    return tiny.losses(run)
-
-
-def _pretraining_argv(settings: Mapping[str, object], data: Path, run: Path) -> list[str]:
-    return tiny.flags(
+def _pretrain(settings: Mapping[str, object], data: Path, run: Path) -> tuple[list[float], bool]:
+    """Return the losses of three steps, and whether the third is the same when resumed to."""
+    argv = tiny.flags(
         **settings, output_dir=run, max_steps=3, save_steps=2, eval_strategy="steps", eval_steps=3,
         eval_data=f"heldout={data / 'heldout'}", save_total_limit=2,
     )  # fmt: skip
-
-
-def _resume(settings: Mapping[str, object], data: Path, run: Path) -> bool:
-    """Go back to the second step and say whether the third is the same once more."""
+    assert pretrain.main([*argv, "--dry_run"]) == 0
+    assert not run.exists()
+    assert pretrain.main(argv) == 0
     before = tiny.losses(run)
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoint-3")
-    assert pretrain.main(_pretraining_argv(settings, data, run)) == 0
-    after = tiny.losses(run)
+    assert pretrain.main(argv) == 0
     assert tiny.starts(run)[-1]["resumed_from"].endswith("checkpoint-2")
-    return after[-1] == before[2]
+    return before, tiny.losses(run)[-1] == before[2]
 
 
 def _fine_tune(settings: Mapping[str, object], run: Path) -> list[float]:
@@ -134,14 +120,6 @@ def _generated(final: Path) -> int:
     return said.shape[1] - prompt.shape[1]
 
 
-def _refusal(settings: Mapping[str, object]) -> str:
-    try:
-        pretrain.main(tiny.flags(**settings, max_steps=3))
-    except ConfigurationError as error:
-        return str(error)
-    raise AssertionError("it should have been refused")
-
-
 def _make_tokenizer(model: Published, directory: Path) -> None:
     names = {model.ids[old]: token for token, old in model.tokens.items()}
     words = {names.get(number, f"t{number}"): number for number in range(VOCABULARY)}
@@ -159,14 +137,7 @@ def _make_tokenizer(model: Published, directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(directory)
 
 
-@contextmanager
-def quiet_process(cache: Path) -> Iterator[None]:
-    """Run as tests do: one thread, on the CPU, with a cache of its own."""
-    before = dict(os.environ)
-    os.environ |= {"XDG_CACHE_HOME": str(cache), "ACCELERATE_USE_CPU": "true"}
+def quiet_process(cache: Path) -> AbstractContextManager[Any]:
+    """Within, run as tests do: one thread, on the CPU, with a cache of its own."""
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache), ACCELERATE_USE_CPU="true")

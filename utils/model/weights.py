@@ -204,7 +204,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     values = read_config_file(path, "init_from" if model.init_from else "model_name_or_path")
-    notes = ("_name_or_path", "transformers_version")  # of libraries; they say nothing of the model
+    notes = ("_name_or_path", "transformers_version")  # they say nothing of the model
     return {name: value for name, value in values.items() if name not in notes}
 
 
