@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from utils.config.errors import ConfigurationError
 from utils.data.prepare.records import LARGEST_DOCUMENT_BYTES, BadRow, Location, Record
 from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, renamed
 
@@ -68,6 +69,12 @@ def parse_documents(record: Record, rows: RowSettings) -> Iterator[Document | Ba
             yield CompletionDocument(prompt, fields["completion"], place)
     except UnusableRowError as error:
         yield BadRow(error.reason, str(error), place)
+
+
+def refuse_bad_row(row: BadRow, on_bad_row: str) -> None:
+    """Raise ConfigurationError at a bad row, unless such rows are skipped."""
+    if on_bad_row == "error" and row.reason != FILTERED:
+        raise ConfigurationError(f"{row}; repair it, or skip such rows with --on_bad_row skip")
 
 
 def content_digest(document: Document, seed: int) -> int:

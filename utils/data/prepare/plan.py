@@ -8,7 +8,7 @@ the output has the same bytes however the work is divided.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,12 +19,12 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, Source, sources_of
-from utils.data.prepare.records import FilePart, Record, cut, read_records
+from utils.data.prepare.documents import parse_documents, refuse_bad_row
+from utils.data.prepare.records import BadRow, FilePart, Record, cut, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
-    UnusableRowError,
     detect_formats,
     naming_hint,
     renamed,
@@ -118,7 +118,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     """
     given = _find_sources(arguments)
     units = cut_into_units(given)
-    document_format, rows, is_chat = _decide_formats(arguments, given, units)
+    document_format, rows, is_chat = _decide_formats(given, units, arguments.on_bad_row)
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
         sources.setdefault(source.split, []).extend(files)
@@ -159,8 +159,12 @@ def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[So
     found = []
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
-        split, is_named = source.from_split or source.split, source.from_split is not None
-        files, faults = list_sources(source.paths, source.format, split, is_named=is_named)
+        files, faults = list_sources(
+            source.paths,
+            source.format,
+            source.from_split or source.split,
+            is_named=source.from_split is not None,
+        )
         problems.extend(f"{source.split}: {fault}" for fault in faults)
         found.append((source, files))
         for file in files:
@@ -182,22 +186,28 @@ def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[So
 def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> list[WorkUnit]:
     """Cut the files of every source into work units of about equal size.
 
-    A cap in tokens is shared out over units spread evenly over the source, so that what is taken
-    depends on no other unit. Raises ConfigurationError naming every Parquet file or datasets folder
-    that cannot be opened.
+    Raises ConfigurationError naming every Parquet file or datasets folder that cannot be opened.
     """
     total = sum(file.size for _, files in sources for file in files)
     unit_bytes = min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
     units: list[WorkUnit] = []
     problems: list[str] = []
     for number, (source, files) in enumerate(sources):
-        parts: list[FilePart] = []
+        groups: list[list[FilePart]] = []
+        size = 0
         for file in files:
             try:
-                parts.extend(cut(file, unit_bytes))
+                parts = list(cut(file, unit_bytes))
             except (pa.ArrowException, OSError, ValueError) as error:
                 problems.append(f"{file.path}: cannot be opened ({error})")
-        for group, max_tokens in _capped(_groups(parts, unit_bytes), source.max_tokens):
+                continue
+            for part in parts:
+                if not groups or size + part.size > unit_bytes:
+                    groups.append([])
+                    size = 0
+                groups[-1].append(part)
+                size += part.size
+        for group, max_tokens in _capped(groups, source.max_tokens):
             size = sum(part.size for part in group)
             units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
     if problems:
@@ -205,38 +215,28 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
     return units
 
 
-def _groups(parts: Iterable[FilePart], unit_bytes: int) -> list[list[FilePart]]:
-    groups: list[list[FilePart]] = []
-    size = 0
-    for part in parts:
-        if not groups or size + part.size > unit_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(part)
-        size += part.size
-    return groups
-
-
 def _capped(
     groups: Sequence[list[FilePart]], max_tokens: int | None
-) -> Iterator[tuple[list[FilePart], int | None]]:
-    """Yield the groups that are read, each with its share of the tokens."""
-    if max_tokens is None:
-        yield from ((group, None) for group in groups)
-        return
-    read = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT)) if groups else 0
-    for number in range(read):
-        share = max_tokens * (number + 1) // read - max_tokens * number // read
-        yield groups[(2 * number + 1) * len(groups) // (2 * read)], share
+) -> list[tuple[list[FilePart], int | None]]:
+    """Return the groups that are read, each with its share of the tokens.
+
+    They are spread evenly over the source, so that what is taken depends on no other unit.
+    """
+    if max_tokens is None or not groups:
+        return [(group, None) for group in groups]
+    read = max(1, min(len(groups), max_tokens // LEAST_TOKENS_OF_A_UNIT))
+    ends = [max_tokens * number // read for number in range(read + 1)]
+    return [
+        (groups[(2 * number + 1) * len(groups) // (2 * read)], ends[number + 1] - ends[number])
+        for number in range(read)
+    ]
 
 
 # --- which format
 
 
 def _decide_formats(
-    arguments: PreparationArguments,
-    sources: Sequence[tuple[Source, list[SourceFile]]],
-    units: Sequence[WorkUnit],
+    sources: Sequence[tuple[Source, list[SourceFile]]], units: Sequence[WorkUnit], on_bad_row: str
 ) -> tuple[str, list[RowSettings], bool]:
     """Return the format of all documents, how the rows of each source are read, and if they chat.
 
@@ -248,10 +248,10 @@ def _decide_formats(
     document_format = decided_by = ""
     is_chat = False
     for number, (source, _) in enumerate(sources):
-        own = [unit for unit in units if unit.source == number]
+        parts = [part for unit in units if unit.source == number for part in unit.parts]
         try:
-            record = _first_record(own, source, arguments.on_bad_row)
-            read = _row_settings(source, record, document_format, arguments.on_bad_row)
+            record = _first_record(parts, source, on_bad_row)
+            read = _row_settings(source, record, document_format, on_bad_row)
         except ConfigurationError as error:
             problems.extend(error.problems)
             continue
@@ -272,15 +272,14 @@ def _decide_formats(
     return document_format, rows, is_chat
 
 
-def _first_record(units: Sequence[WorkUnit], source: Source, on_bad_row: str) -> Record:
+def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
     """Return the first record with all its columns; ConfigurationError when there is none."""
     text_column = RowSettings("text", source.columns).read_columns
-    for part in (part for unit in units for part in unit.parts):
+    for part in parts:
         for record in read_records(part, text_column if part.file.kind == "text" else None):
             if isinstance(record, Record):
                 return record
-            if on_bad_row == "error":
-                raise ConfigurationError(str(record))
+            refuse_bad_row(record, on_bad_row)
     raise ConfigurationError(f"{source.split}: empty source: no record in its files")
 
 
@@ -289,32 +288,21 @@ def _row_settings(
 ) -> RowSettings:
     """Return how to read the rows of a source that begins with `record`, and log it.
 
-    Raises ConfigurationError when the record does not fit the source's format or filters, unless
-    such rows are skipped. Between several formats, what the sources before it make
-    (`document_format`) decides.
+    Raises ConfigurationError when no format fits the record. Between several, what the sources
+    before it make (`document_format`) decides.
     """
-    fields = renamed(record.fields, source.columns)
-    found = detect_formats(fields)
     row_format = source.format
     if row_format == "auto":
-        if len(found) > 1:
-            makes = {name: DOCUMENT_FORMATS.get(name, name) for name in found}
-            found = [name for name in found if makes[name] == document_format] or found
-        if len(found) != 1:
-            raise ConfigurationError(_format_problem(record, sorted(fields), found))
-        row_format = found[0]
-    elif row_format not in found and on_bad_row == "error":
-        raise ConfigurationError(
-            f"{record.location}: the format {row_format} needs {' and '.join(NEEDED[row_format])} "
-            f"(columns: {', '.join(sorted(fields)) or 'none'})"
-            + (f"; it looks like {found[0]}: --format {found[0]}" if found else "")
-        )
+        fields = renamed(record.fields, source.columns)
+        found = detect_formats(fields)
+        same = [name for name in found if DOCUMENT_FORMATS.get(name, name) == document_format]
+        if len(same or found) != 1:
+            raise ConfigurationError(_format_problem(record, sorted(fields), same or found))
+        (row_format,) = same or found
     read = RowSettings(row_format, source.columns, source.filters, source.weight, source.max_tokens)
-    if on_bad_row == "error":
-        try:
-            read.selects(record.fields)
-        except UnusableRowError as error:
-            raise ConfigurationError(f"{record.location}: {error}") from None
+    for document in parse_documents(record, read):
+        if isinstance(document, BadRow):
+            refuse_bad_row(document, on_bad_row)
     used = [name for name in read.read_columns if name in record.fields]
     unused = sorted(record.fields.keys() - used)
     logger.info(

@@ -16,11 +16,11 @@ from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.chat_masks import ChatMasks
 from utils.data.prepare.chat_templates import RENDERING_ERRORS, ChatRefused, ChatTemplate
-from utils.data.prepare.documents import texts_of
+from utils.data.prepare.documents import refuse_bad_row, texts_of
 from utils.data.prepare.plan import TRAIN, PreparationPlan
 from utils.data.prepare.records import BadRow
 from utils.data.prepare.tokenization import render
-from utils.data.prepare.units import is_held_out, read_documents, refuse_bad_row
+from utils.data.prepare.units import is_held_out, read_documents
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import (
     chat_template_sha256,
@@ -127,7 +127,7 @@ def _training_texts(plan: PreparationPlan, sample_bytes: int) -> Iterator[str]:
         left = sample_bytes * unit.size // total
         for document in read_documents(unit, settings):
             if isinstance(document, BadRow):
-                refuse_bad_row(document, settings)
+                refuse_bad_row(document, settings.on_bad_row)
             elif not is_held_out(document, settings):
                 for text in texts_of(document):
                     left -= len(text.encode())

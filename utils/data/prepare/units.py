@@ -19,11 +19,11 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.documents import (
-    FILTERED,
     Document,
     TextDocument,
     content_digest,
     parse_documents,
+    refuse_bad_row,
     texts_of,
 )
 from utils.data.prepare.plan import TRAIN, VALIDATION, UnitSettings, WorkUnit
@@ -184,7 +184,7 @@ class UnitWorker:
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings):
             if isinstance(document, BadRow):
-                refuse_bad_row(document, self.settings)
+                refuse_bad_row(document, self.settings.on_bad_row)
                 counts.drop(document)
                 continue
             if isinstance(document, TextDocument) and document.part:
@@ -205,7 +205,7 @@ class UnitWorker:
     ) -> TokenizedDocument | BadRow:
         """Apply on_bad_row and on_overlong; texts are kept whole, because training splits them."""
         if isinstance(tokenized, BadRow):
-            refuse_bad_row(tokenized, self.settings)
+            refuse_bad_row(tokenized, self.settings.on_bad_row)
             return tokenized
         limit, length = self.settings.sequence_length, len(tokenized.ids)
         if limit is None or length <= limit or isinstance(document, TextDocument):
@@ -235,12 +235,6 @@ def read_documents(unit: WorkUnit, settings: UnitSettings) -> Iterator[Document 
                 yield record
             else:
                 yield from parse_documents(record, rows)
-
-
-def refuse_bad_row(row: BadRow, settings: UnitSettings) -> None:
-    """Raise ConfigurationError at a bad row, unless such rows are skipped."""
-    if settings.on_bad_row == "error" and row.reason != FILTERED:
-        raise ConfigurationError(f"{row}; repair it, or skip such rows with --on_bad_row skip")
 
 
 def is_held_out(document: Document, settings: UnitSettings) -> bool:
