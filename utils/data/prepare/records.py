@@ -1,8 +1,4 @@
-"""Records: files cut into parts that can be read independently, and the records of each part.
-
-One table, READERS, says for each kind of file how its records are read; `cut` says into which
-parts it may be divided.
-"""
+"""Records: files cut into parts that can be read independently, and the records of each part."""
 
 import csv
 import io
@@ -97,7 +93,17 @@ def cut(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
             stop = min(start + part_bytes, file.size)
             yield FilePart(file, start, stop, stop - start)
     elif file.kind == "parquet":
-        yield from _row_groups(file, part_bytes)
+        metadata = pq.read_metadata(file.path)
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        start = size = 0
+        for index, group in enumerate(groups):
+            own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+            if size and size + own > part_bytes:
+                yield FilePart(file, start, index, size)
+                start, size = index, 0
+            size += own
+        if groups:
+            yield FilePart(file, start, len(groups), size)
     elif file.kind == "datasets":
         rows = len(_load_folder(file.path))
         rows_per_part = max(1, rows * part_bytes // max(file.size, 1))
@@ -106,20 +112,6 @@ def cut(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
             yield FilePart(file, start, stop, file.size * (stop - start) // rows)
     else:
         yield FilePart(file, 0, 1, file.size)
-
-
-def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    metadata = pq.read_metadata(file.path)
-    start = size = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        group_bytes = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-        if size and size + group_bytes > part_bytes:
-            yield FilePart(file, start, index, size)
-            start, size = index, 0
-        size += group_bytes
-    if metadata.num_row_groups:
-        yield FilePart(file, start, metadata.num_row_groups, size)
 
 
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
@@ -266,14 +258,13 @@ def _load_folder(path: str) -> Any:
 
 def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
     rows = table.to_pylist() if table.num_columns else [{}] * table.num_rows
-    kinds = {field.name: field.type for field in table.schema}
-    nested = [
-        name
-        for name, kind in kinds.items()
-        if isinstance(kind, pa.JsonType) or pa.types.is_nested(kind)
-    ]
+    nested = {
+        field.name: field.type
+        for field in table.schema
+        if isinstance(field.type, pa.JsonType) or pa.types.is_nested(field.type)
+    }
     for row, fields in enumerate(rows, start=first_row):
-        decoded = {name: _as_json(fields[name], kinds[name]) for name in nested}
+        decoded = {name: _as_json(fields[name], kind) for name, kind in nested.items()}
         yield Record({**fields, **decoded}, Location(path, "row", row))
 
 

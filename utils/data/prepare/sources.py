@@ -22,15 +22,12 @@ TEXT_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go"),
     *(".rs", ".rb", ".php", ".sh", ".sql", ".jl", ".r", ".scala", ".kt", ".swift", ".lua"),
 )
-KINDS: dict[str, SourceKind] = {
-    **dict.fromkeys(TEXT_SUFFIXES, "text"),
+RECORD_KINDS: dict[str, SourceKind] = {
     **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson"), "jsonl"),
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **{".json": "json", ".parquet": "parquet"},
 }
-RECORD_SUFFIXES = {suffix for suffix, kind in KINDS.items() if kind != "text"}
+KINDS: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 # What comes before the first record: an array, or an object with scalars before its array `data`.
 JSON_ARRAY_OPENS = re.compile(
@@ -46,7 +43,8 @@ SPLIT_NAMES = {
 }
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")
 _ABOUT_A_FOLDER = re.compile(
-    r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?|(dataset_infos?|config|metadata)\.json",
+    r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?"
+    r"|(dataset_(infos?|dict)|config|metadata)\.json",
     re.IGNORECASE,
 )
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
@@ -90,8 +88,7 @@ def list_sources(
             kind, compression = _kind_of(path)
             if kind is None and document_format == "text":
                 kind = "text"
-            problem = _problem(path, kind, is_given=path == given)
-            if problem:
+            if problem := _problem(path, kind, is_given=path == given):
                 problems.append(f"{path}: {problem}")
             elif kind is None:
                 skipped[Path(path).suffix or "no suffix"] += 1
@@ -142,8 +139,8 @@ def _expand(given: str) -> Iterator[str]:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yield the files below a path, sorted; a datasets folder counts as one file."""
-    if not Path(path).is_dir() or is_datasets_folder(path):
+    """Yield the files below a path, sorted; a folder of save_to_disk counts as one file."""
+    if not Path(path).is_dir():
         yield path
         return
     found = []
@@ -151,7 +148,7 @@ def _walk(path: str) -> Iterator[str]:
     for folder, names, files in os.walk(path, followlinks=True):
         if (real := os.path.realpath(folder)) in visited:  # a symbolic link back up
             names.clear()
-        elif is_datasets_folder(folder):
+        elif {"dataset_info.json", "state.json"} <= set(files):
             names.clear()
             found.append(folder)
         else:
@@ -159,14 +156,6 @@ def _walk(path: str) -> Iterator[str]:
             found.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
         visited.add(real)
     yield from sorted(found)
-
-
-def is_datasets_folder(path: str) -> bool:
-    """Tell whether `datasets` wrote this folder (save_to_disk of a Dataset or DatasetDict)."""
-    folder = Path(path)
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
 
 
 def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
@@ -181,7 +170,7 @@ def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> lis
 
 def _holds_records(path: str) -> bool:
     suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
-    return bool(suffixes & RECORD_SUFFIXES) or Path(path).is_dir()
+    return bool(suffixes & RECORD_KINDS.keys()) or Path(path).is_dir()
 
 
 # --- files of one split
@@ -192,7 +181,6 @@ def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[
 
     Raises ValueError when there are several, but not that one.
     """
-    paths = [_split_of_dict(path, split) for path in paths]
     if paths == [given]:
         return paths
     by_split: dict[str, list[str]] = {}
@@ -203,7 +191,12 @@ def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[
     if len(named) < 2 and not is_named:
         return paths
     if wanted in by_split:
-        _log_the_others(given, wanted, [name for name in by_split if name != wanted])
+        others = [name or "no split" for name in by_split if name != wanted]
+        if others:
+            logger.warning(
+                f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
+                f"another: --eval_sources NAME={given}"
+            )
         return _in_one_format(given, by_split[wanted])
     if is_named or not glob.has_magic(given):
         raise ValueError(
@@ -211,25 +204,6 @@ def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[
             f"files, or in a recipe give sources: [{{path: {given}, split: NAME}}]"
         )
     return paths
-
-
-def _log_the_others(path: str, split: str, others: Sequence[str]) -> None:
-    if others:
-        logger.warning(
-            f"{path}: split {split} is taken; not used: "
-            f"{', '.join(name or 'no split' for name in others)}; to evaluate on one: "
-            f"--eval_sources {others[0] or 'NAME'}={path}"
-        )
-
-
-def _split_of_dict(path: str, split: str) -> str:
-    """Return the folder of a split of a DatasetDict, if there is one; any other path as it is."""
-    folder = Path(path)
-    if not (folder / "dataset_dict.json").is_file() or not (folder / split).is_dir():
-        return path
-    others = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name != split)
-    _log_the_others(path, split, others)
-    return str(folder / split)
 
 
 def _split_name(path: str, given: str) -> str:
@@ -242,6 +216,8 @@ def _split_name(path: str, given: str) -> str:
     shard = _SHARD_OF_SPLIT.fullmatch(stem)
     if shard and any(word in SPLIT_NAMES for word in words_of_name):
         return SPLIT_NAMES.get(shard[1], shard[1])  # such as train_sft, a split of its own
+    if (Path(path).parent / "dataset_dict.json").is_file():
+        return SPLIT_NAMES.get(stem, stem)
     for words in (words_of_name, [part.lower() for part in parts[:-1]]):
         named = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
         if len(named) == 1:
@@ -276,10 +252,9 @@ def _source_file(path: str, kind: SourceKind, compression: Compression | None) -
 
 def _problem(path: str, kind: SourceKind | None, *, is_given: bool) -> str | None:
     """Return why a file cannot be read, if the user named it or its suffix is known."""
-    file = Path(path)
-    if (file / "dataset_dict.json").is_file():
-        return f"a DatasetDict: name one of its splits, as in {path}/train"
-    if kind != "datasets" and not file.is_file():
+    if kind == "datasets":
+        return None
+    if not Path(path).is_file():
         return "not a regular file, or a broken link"
     if kind is None and is_given:
         return (
@@ -287,9 +262,10 @@ def _problem(path: str, kind: SourceKind | None, *, is_given: bool) -> str | Non
             'records, {"data": [...]} or one record a line); give --format text to read the whole '
             "file as one document"
         )
-    if is_given and file.stat().st_size == 0:
+    size = Path(path).stat().st_size
+    if is_given and size == 0:
         return "empty source, the file has 0 bytes"
-    if file.stat().st_size < 1024 and _head(path, None).startswith("version https://git-lfs"):
+    if size < 1024 and _head(path, None).startswith("version https://git-lfs"):
         return "is a pointer of Git LFS, not the file: fetch it with git lfs pull"
     return None
 
@@ -302,12 +278,10 @@ def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
     if compression:
         suffixes.pop()
     kind = KINDS.get(suffixes[-1]) if suffixes else None
-    if kind == "jsonl":
-        # Arrays under this name are met often enough.
-        is_array = _head(path, compression).lstrip().startswith("[")
-        return "json" if is_array else "jsonl", compression
-    if kind == "json":
-        return _kind_of_json(_head(path, compression)), compression
+    if kind == "jsonl" and _head(path, compression).lstrip().startswith("["):
+        kind = "json"  # met often enough
+    elif kind == "json":
+        kind = _kind_of_json(_head(path, compression))
     return (None if kind == "parquet" and compression else kind), compression
 
 

@@ -221,7 +221,7 @@ def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
     assert taken(found, "test") == ["test-00000"]
     assert taken(found, "validation") == ["validation-00000"]
     assert "split train is taken; not used: test, validation" in caplog.text
-    assert f"--eval_sources test={folder}" in caplog.text
+    assert f"--eval_sources NAME={folder}" in caplog.text
     assert "1 x README" in caplog.text
 
 

@@ -44,9 +44,9 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.weird").write_text("x")
     os.mkfifo(tmp_path / "pipe.txt")
-    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(
-        str(tmp_path / "dict")
-    )
+    table = datasets.Dataset.from_dict({"text": ["a"]})
+    both = datasets.DatasetDict({"test": table, "test_sft": table})
+    both.save_to_disk(str(tmp_path / "dict"))
     given = ["gone.jsonl", "*.none", "empty.jsonl", "folder", "x.weird", "pipe.txt", "dict"]
     _, problems = list_sources([str(tmp_path / name) for name in given], "auto")
     expected = [
@@ -56,7 +56,7 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
         "empty source, no file in it can be read",
         "neither text nor records",
         "not a regular file",
-        f"a DatasetDict: name one of its splits, as in {tmp_path}/dict/train",
+        "has no split 'train'; its files are of test, test_sft",
     ]
     for name, problem, part in zip(given, problems, expected, strict=True):
         assert problem.startswith(str(tmp_path / name))
