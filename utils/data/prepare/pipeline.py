@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,9 +15,9 @@ import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation, shard_of
-from utils.data.columns import TOKENS, ListColumn, open_columns
+from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
 from utils.data.prepare.plan import TRAIN, plan_preparation
-from utils.data.prepare.tokenization import MASK_COLUMNS, choose_backend
+from utils.data.prepare.tokenization import choose_backend
 from utils.data.prepare.tokenizer import (
     end_of_turn_id,
     given_tokenizer,
@@ -28,7 +27,7 @@ from utils.data.prepare.tokenizer import (
     trained_tokenizer,
 )
 from utils.data.prepare.units import UnitWorker, run_units, token_features
-from utils.data.prepare.workspace import UnitCounts, Workspace
+from utils.data.prepare.workspace import NOTES, UnitCounts, Workspace
 from utils.data.token_dataset import describe_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
@@ -69,8 +68,7 @@ class Preparation:
         if self.is_finished:
             logger.info("%s: already prepared with these settings", self.output_dir)
             return
-        divided = bool(self.arguments.shard or self.arguments.merge)
-        self.workspace.open(may_discard=not divided)
+        self.workspace.open(may_discard=not self.arguments.shard and not self.arguments.merge)
         tokenizer = self._provide_tokenizer()
         if not self.arguments.tokenizer_only:
             if self.arguments.merge is None:
@@ -89,11 +87,11 @@ class Preparation:
         # Threads of the tokenizer in this process; worker processes use one each.
         os.environ.setdefault("RAYON_NUM_THREADS", str(self.arguments.num_proc))
         folder, final = self.workspace.tokenizer, self.output_dir / "tokenizer"
-        # An assembly that was interrupted may have moved it already.
-        is_moved = final.exists() and not folder.exists()
+        if final.exists() and not folder.exists():
+            folder = final  # an assembly that was interrupted has moved it
         if self._given is None:
-            return trained_tokenizer(self.plan, self.arguments, final if is_moved else folder)
-        if not is_moved and not folder.exists():
+            return trained_tokenizer(self.plan, self.arguments, folder)
+        if not folder.exists():
             save_tokenizer(self._given, folder)
         return self._given
 
@@ -104,10 +102,8 @@ class Preparation:
         left = [unit for unit in own if self.workspace.counts_of(unit.index) is None]
         if len(left) < len(own):
             logger.info("%d of %d work units are finished already", len(own) - len(left), len(own))
-        settings = self.plan.settings
-        backend = choose_backend(
-            self.arguments.tokenizer_backend, tokenizer, settings.document_format
-        )
+        settings, wanted = self.plan.settings, self.arguments.tokenizer_backend
+        backend = choose_backend(wanted, tokenizer, settings.document_format)
         worker = UnitWorker(tokenizer, backend, settings, self.workspace)
         run_units(left, worker, self.arguments.num_proc)
         if shards > 1:
@@ -171,18 +167,10 @@ class Preparation:
             )
             logger.info("from %s: %s", units[0].parts[0].file.path, written or "nothing")
         dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(total.dropped.items()))
-        logger.info("dropped: %s; truncated: %d", dropped or "none", total.notes["truncated"])
+        notes = "".join(f"; {name}: {number:,}" for name, number in total.notes.items() if number)
+        logger.info("dropped: %s%s", dropped or "none", notes)
         for example in total.examples:
             logger.info("  dropped %s", example)
-        if continued := total.notes["continued"]:
-            logger.info("very long texts were cut into %d further documents", continued)
-        if without := total.notes["without_earlier_thinking"]:
-            logger.info(
-                "thinking of earlier turns: left out by the chat template in %d chats, as it is "
-                "when the model is used; to train on all of it, give each of these chats once for "
-                "every turn",
-                without,
-            )
 
     def _assemble_split(
         self,
@@ -198,9 +186,7 @@ class Preparation:
         write_layout(folder, files, features, self.digest)
         columns = open_columns(folder)
         figures = split_figures(split, total, np.diff(columns[TOKENS].offsets))
-        example = decoded_example(
-            columns, MASK_COLUMNS[self.plan.settings.document_format], tokenizer
-        )
+        example = decoded_example(columns, tokenizer)
         if split == TRAIN:
             logger.info("an example, with [[ ]] around what is trained on:\n%s", example)
         is_chat = self.plan.needs_chat_template
@@ -268,10 +254,7 @@ class Preparation:
             "first_files": {file.path: file.size for file in files[:SOURCES_LISTED]},
             "dropped": dict(total.dropped),
             "dropped_examples": total.examples,
-            **{
-                note: total.notes[note]
-                for note in ("truncated", "continued", "without_earlier_thinking")
-            },
+            **{note: total.notes[note] for note in NOTES},
         }
 
 
@@ -314,22 +297,15 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
     }
 
 
-def decoded_example(
-    columns: Mapping[str, ListColumn],
-    mask_column: str | None,
-    tokenizer: "PreTrainedTokenizerBase",
-) -> str:
+def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
     """Decode the first document of a split, with [[ ]] around the text that is trained on."""
+    mask_column = loss_mask_among(columns)
     ids = columns[TOKENS].documents(0, 0, 1)[:EXAMPLE_TOKENS].tolist()
-    mask = [1] * len(ids) if mask_column is None else columns[mask_column].documents(0, 0, 1)
+    mask = columns[mask_column].documents(0, 0, 1) if mask_column else [1] * len(ids)
     parts = []
     for trained, group in groupby(zip(ids, mask, strict=False), key=lambda pair: pair[1]):
-        # What could steer a terminal is escaped; line ends stay.
-        text = "".join(
-            c.encode("unicode_escape").decode()
-            if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")
-            else c
-            for c in str(tokenizer.decode([token for token, _ in group]))
-        )
+        text = str(tokenizer.decode([token for token, _ in group]))
+        # What could steer a terminal is escaped.
+        text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
         parts.append(f"[[{text}]]" if trained else text)
     return "".join(parts)

@@ -292,14 +292,8 @@ class TokenFileWriter:
     def _flush(self) -> None:
         if not self._documents:
             return
-        lengths = [len(document.ids) for document in self._documents]
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = [[document.ids for document in self._documents]]
-        if len(self._schema) == 2:
-            values.append([d.loss_mask for d in self._documents if d.loss_mask is not None])
-        columns = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column))) for column in values
-        ]
+        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
+        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._documents, self._tokens = [], 0
 

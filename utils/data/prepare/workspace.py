@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
 EXAMPLES_KEPT = 5
+# What else is counted of documents; continued: further parts of a very long text.
+NOTES = ("truncated", "continued", "without_earlier_thinking")
 
 
 @dataclass
@@ -32,8 +34,7 @@ class UnitCounts:
     """What became of the records of a unit, or of several.
 
     documents, tokens, loss_tokens and text_bytes go by split, dropped records by reason, with the
-    first few messages. notes: documents that are truncated, continued (further parts of a very
-    long text) or without_earlier_thinking.
+    first few messages as examples, notes by what NOTES names.
     """
 
     documents: Counter[str] = field(default_factory=Counter)

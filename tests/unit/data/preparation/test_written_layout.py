@@ -75,5 +75,5 @@ def test_an_example_marks_what_is_trained_on_and_escapes_what_steers_a_terminal(
     mask = [0] * len(prompt) + [1] * len(answer)
     columns = {"input_ids": [prompt + answer], "completion_mask": [mask]}
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "train")
-    shown = decoded_example(open_columns(tmp_path / "train"), "completion_mask", tokenizer)
+    shown = decoded_example(open_columns(tmp_path / "train"), tokenizer)
     assert shown == "say \\x1b[31m[[red\n\\u202e<|im_end|>]]"
