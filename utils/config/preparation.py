@@ -12,6 +12,7 @@ from utils.config.errors import ConfigurationError
 
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
 SPLIT_NAME = re.compile(r"[a-z0-9_]+")
+SHARD = re.compile(r"\d+/\d+")
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
     *("completion", "system", "tools", "functions", "chat_template_kwargs"),
@@ -41,9 +42,9 @@ class PreparationArguments:
     )
     columns: list[str] = setting(
         [],
-        "names of columns in the files as THEIRS=OURS, such as question=prompt answer=completion",
+        "names of columns in the files as THEIRS=OURS, such as question=prompt answer=completion, "
+        "or body=text",
     )
-    text_column: str = setting("text", "column that holds the text of a text record")
     tokenizer_name_or_path: str | None = setting(
         None, "tokenizer folder (or Hub name) to use, instead of train_tokenizer"
     )
@@ -127,6 +128,7 @@ def check_preparation(given: PreparationArguments) -> None:
     trains = given.train_tokenizer is not None
     takes = given.tokenizer_name_or_path is not None
     divided = given.shard is not None or given.merge is not None
+    index, number = shard_of(given) if SHARD.fullmatch(given.shard or "0/1") else (1, 0)
     faults = {
         "sources is empty: give at least one path": not given.sources,
         f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
@@ -150,17 +152,14 @@ def check_preparation(given: PreparationArguments) -> None:
         "shard and merge are separate steps: run every shard, then --merge N": (
             given.shard is not None and given.merge is not None
         ),
-        f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": (
-            not _is_shard(given.shard)
-        ),
+        f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": index >= number,
     }
     least = {"num_proc": 1, "sequence_length": 2, "merge": 1, "tokenizer_sample_bytes": 1}
     for name, minimum in least.items():
         value = getattr(given, name)
         fault = f"{name} is {value}: it must be at least {minimum}"
         faults[fault] = value is not None and value < minimum
-    problems = [fault for fault, holds in faults.items() if holds]
-    if problems:
+    if problems := [fault for fault, holds in faults.items() if holds]:
         raise ConfigurationError(problems)
 
 
@@ -170,11 +169,6 @@ def _is_date(text: str | None) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_shard(text: str | None) -> bool:
-    found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
-    return found is not None and int(found[1]) < int(found[2])
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,10 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
     for name in ("sources", "eval_sources"):
         for number, entry in enumerate(getattr(arguments, name)):
             try:
-                source = _source(arguments, entry, is_evaluation=name == "eval_sources")
+                is_evaluation = name == "eval_sources"
+                source = _source(arguments, entry, is_evaluation)
+                if is_evaluation:
+                    _check_evaluation(source, arguments)
             except ValueError as error:
                 problems.append(f"{name}: {entry}: {error}")
                 continue
@@ -226,57 +223,52 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
     """Read one entry; raises ValueError at what cannot be."""
     given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
     known = ("name", *ENTRY_KEYS) if is_evaluation else ENTRY_KEYS
-    unknown = sorted(given.keys() - known)
-    if unknown:
+    if unknown := sorted(given.keys() - known):
         raise ValueError(f"unknown key {unknown[0]!r}: known are {', '.join(known)}")
     if is_evaluation and isinstance(entry, str):
-        given["name"], separator, given["path"] = entry.partition("=")
-        if not separator or not given["path"]:
+        given["name"], _, given["path"] = entry.partition("=")
+        if not given["path"]:
             raise ValueError("give NAME=PATH")
     paths = given.get("path")
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not paths:
         raise ValueError("needs a path")
-    columns = _columns_of(given.get("columns", arguments.columns))
-    if arguments.text_column != "text" and "text" not in dict(columns).values():
-        columns = (*columns, (arguments.text_column, "text"))
-    source = Source(
+    form, weight = given.get("format", arguments.format), given.get("weight", 1.0)
+    if form not in FORMATS:
+        raise ValueError(f"format {form!r} is none of {', '.join(FORMATS)}")
+    if type(weight) not in (int, float) or not 0 < weight <= 1000:
+        raise ValueError(
+            f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
+            "document is written; 0.5 takes half of them"
+        )
+    tokens = given.get("max_tokens")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"max_tokens is {tokens!r}: give a whole number above 0")
+    filters = dict(given.get("filter") or {})
+    for column, wanted in filters.items():
+        if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
+            raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
+    return Source(
         paths=tuple(map(str, paths)),
         split=given.get("name") or "" if is_evaluation else "train",
         from_split=given.get("split"),
-        format=given.get("format", arguments.format),
-        columns=columns,
-        filters=tuple(dict(given.get("filter") or {}).items()),
-        weight=given.get("weight", 1.0),
-        max_tokens=given.get("max_tokens"),
+        format=form,
+        columns=_columns_of(given.get("columns", arguments.columns)),
+        filters=tuple(filters.items()),
+        weight=weight,
+        max_tokens=tokens,
     )
-    _check_source(source)
-    if is_evaluation:
-        taken = ["train", "tokenizer", *(["validation"] if arguments.validation_fraction else [])]
-        if not SPLIT_NAME.fullmatch(source.split) or source.split in taken:
-            raise ValueError(
-                f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "
-                f"{', '.join(taken)}"
-            )
-        if source.weight != 1.0:
-            raise ValueError("a weight is for training; evaluate on every document once")
-    return source
 
 
-def _check_source(source: Source) -> None:
-    if source.format not in FORMATS:
-        raise ValueError(f"format {source.format!r} is none of {', '.join(FORMATS)}")
-    if type(source.weight) not in (int, float) or not 0 < source.weight <= 1000:
+def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:
+    taken = ["train", "tokenizer", *(["validation"] if arguments.validation_fraction else [])]
+    if not SPLIT_NAME.fullmatch(source.split) or source.split in taken:
         raise ValueError(
-            f"weight is {source.weight!r}: give a number above 0, up to 1000, that says how often "
-            "each document is written; 0.5 takes half of them"
+            f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "
+            f"{', '.join(taken)}"
         )
-    tokens = source.max_tokens
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise ValueError(f"max_tokens is {tokens!r}: give a whole number above 0")
-    for column, wanted in source.filters:
-        if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
-            raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
+    if source.weight != 1.0:
+        raise ValueError("a weight is for training; evaluate on every document once")
 
 
 def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ def text(tmp_path):
 
 def test_another_text_column_can_be_named(tmp_path):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
-    assert plan(source, text_column="body").settings.document_format == "text"
+    assert plan(source, columns=["body=text"]).settings.document_format == "text"
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no known format.*\(columns: body\)"):
         plan(source)
 
