@@ -145,15 +145,14 @@ class Workspace:
         requeued task finds its own again. The files carry the array's name, so that a task that
         died never blocks a later array.
         """
-        done = f"array-{array}-finished-"
-        claim = self.root / f"array-{array}-merged-by"
+        finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
-            (self.root / f"{done}{shard}").touch()
+            finished.mkdir(exist_ok=True)
+            (finished / str(shard)).touch()
             # Listing asks the server; NFS may answer for a single file from a stale cache.
-            present = set(os.listdir(self.root))  # noqa: PTH208 - names are compared
-            missing = sum(f"{done}{other}" not in present for other in range(shards))
-            if missing:
-                logger.info("%d of %d shards are left; the last one merges", missing, shards)
+            left = shards - len(list(finished.iterdir()))
+            if left:
+                logger.info("%d of %d shards are left; the last one merges", left, shards)
                 return False
             claim.symlink_to(str(shard))  # atomic, also on network file systems
         except FileNotFoundError:
