@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main() -> int:
 
     def note_plan(*given: Any) -> Any:
         memory = plan_memory(*given)
-        found.update(memory.facts(), predicted=memory.predicted[memory.choice].total)
+        found.update(asdict(memory), predicted=memory.predicted_bytes[memory.choice])
         return memory
 
     def start_measuring(*given: Any, **named: Any) -> Any:

@@ -5,9 +5,8 @@ No weight is loaded. What a micro-batch takes is counted on the model itself (me
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -22,7 +21,7 @@ from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
 from utils.model.loss_head import LossHeadChoice
 from utils.model.weights import weights_dtype
-from utils.planning.memory_trace import Phases, Workload, most_alive, trace
+from utils.planning.memory_trace import Workload, trace
 from utils.support.collectives import gathered
 from utils.support.host import host_name, memory_room_bytes
 
@@ -53,8 +52,8 @@ MARGIN = {"cuda": 1.10, "cpu": 2.0}
 class MemoryEstimate:
     """Bytes on each device when most are in use, and the parameters they come from.
 
-    `working` comes and goes within an operation or a layer (the loss head's logits, for one);
-    `process` is what libraries take on a GPU. Activations are 0 if they could not be `counted`.
+    `activations` are all else that is alive then: what the backward pass needs, the loss head's
+    logits, whole weights of gathered layers. 0 if they could not be `counted`.
     """
 
     parameters: int
@@ -63,21 +62,16 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
-    working: int
-    process: int
     counted: bool
 
     @property
     def total(self) -> int:
         """Return all of it together."""
-        return (
-            self.weights + self.gradients + self.optimizer
-            + self.activations + self.working + self.process
-        )  # fmt: skip
+        return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
         trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
-        names = ("weights", "gradients", "optimizer", "activations", "working", "process")
+        names = ("weights", "gradients", "optimizer", "activations")
         parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in names if getattr(self, name)]
         return (
             f"{self.parameters:,} parameters{trainable}; {'at most' if self.counted else 'over'} "
@@ -87,27 +81,17 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of activation checkpointing, the word of the settings, and what it rests on.
+    """The choice of activation checkpointing as the record of a start has it.
 
-    `predicted` holds bytes a device by choice. `room_bytes` is the least of all ranks', None where
-    no device was asked.
+    `requested` is the word of the settings. `predicted_bytes` are a device's, by choice.
+    `room_bytes` is the least of all ranks', None where no device was asked.
     """
 
     choice: str
     requested: str
     reason: str
-    predicted: dict[str, MemoryEstimate]
+    predicted_bytes: dict[str, int]
     room_bytes: int | None
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the record of a start holds of it."""
-        return {
-            "choice": self.choice,
-            "requested": self.requested,
-            "reason": self.reason,
-            "predicted_bytes": {name: each.total for name, each in self.predicted.items()},
-            "room_bytes": self.room_bytes,
-        }
 
 
 def plan_memory(
@@ -126,7 +110,7 @@ def plan_memory(
     prediction is too high.
     """
     training = settings.training
-    requested = requested_choice(settings, launch)
+    requested, possible = checkpointing_choices(settings, config, launch)
     weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
     if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
         weights = mixed  # the strategy gathers or keeps what is computed with in this type
@@ -134,8 +118,7 @@ def plan_memory(
     device = "cuda" if launch.device == "cuda" else "cpu"
     work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
     predicted = {
-        choice: estimate_memory(settings, config, launch, work, choice)
-        for choice in choices(requested, config, launch)
+        choice: estimate_memory(settings, config, launch, work, choice) for choice in possible
     }
     elsewhere = attention is None
     own = planned_device(os.environ) if elsewhere else own_device(launch)
@@ -158,40 +141,41 @@ def plan_memory(
     if room is not None and needed > room:
         logger.warning("%s. It will probably run out", problem)
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
-    return MemoryPlan(choice, requested, reason, predicted, room)
+    totals = {name: estimate.total for name, estimate in predicted.items()}
+    return MemoryPlan(choice, requested, reason, totals, room)
 
 
-def choices(requested: str, config: PreTrainedConfig, launch: LaunchFacts) -> Sequence[str]:
-    """Return what `requested` leaves to choose from; raises ConfigurationError where nothing is."""
-    supported = causal_lm_class(config).supports_gradient_checkpointing
-    if requested in CHOICES[1:] and not supported:
-        raise ConfigurationError(
-            f"activation_checkpointing: {requested}: transformers has none for "
-            f"{config.model_type}: set it to none; where memory is short, lower "
-            "per_device_train_batch_size."
-        )
-    if requested != "auto":
-        return [requested]
-    possible = CHOICES if supported else CHOICES[:1]
-    return [choice for choice in possible if choice != "selective" or launch.strategy != "zero3"]
+def checkpointing_choices(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> tuple[str, list[str]]:
+    """Return none, selective, full or auto as the settings have it, and what that leaves to choose.
 
-
-def requested_choice(settings: RunSettings, launch: LaunchFacts) -> str:
-    """Return none, selective, full or auto as the settings have it; raises ConfigurationError."""
+    Raises ConfigurationError where nothing is left, and where two places say what is recomputed.
+    """
     value = settings.training.activation_checkpointing
-    word = value if isinstance(value, str) else CHOICES[-1] if value else CHOICES[0]
+    word = value if isinstance(value, str) else "full" if value else "none"
     by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
     if launch.strategy.startswith("fsdp") and by_launch:
         raise ConfigurationError(
             "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
             "(activation_checkpointing: full), which says so for every strategy."
         )
-    if word == "selective" and launch.strategy == "zero3":
+    possible = list(CHOICES)
+    if launch.strategy == "zero3":
+        possible.remove("selective")
+    if not causal_lm_class(config).supports_gradient_checkpointing:
+        possible = ["none"]
+    if word == "auto" or word in possible:
+        return word, possible if word == "auto" else [word]
+    if possible == ["none"]:
         raise ConfigurationError(
-            "activation_checkpointing: selective does not go with ZeRO-3, whose hooks gather "
-            "weights within each layer: take fsdp2.yaml, which shards as much, or full."
+            f"activation_checkpointing: {word}: transformers has none for {config.model_type}: set "
+            "it to none; where memory is short, lower per_device_train_batch_size."
         )
-    return word
+    raise ConfigurationError(
+        "activation_checkpointing: selective does not go with ZeRO-3, whose hooks gather weights "
+        "within each layer: take fsdp2.yaml, which shards as much, or full."
+    )
 
 
 def choose(
@@ -266,48 +250,45 @@ def estimate_memory(
     without data activations are left out, with a warning.
     """
     parameters, trainable = count_parameters(settings.model, config)
-    training, mixed = settings.training, work.autocast is not None
+    training, dtype = settings.training, weights_dtype(settings.model, config)
+    weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
+    moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
+    states = round(trainable * optimizer_bytes(training.optim, moments))
+    if launch.strategy.startswith("zero") and work.autocast is not None:
+        # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
+        # arXiv 1910.02054, section 3.1).
+        weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
     shards = {
         kind: launch.world_size if launch.strategy in strategies else 1
         for kind, strategies in SHARDED_BY.items()
     }
-    dtype = weights_dtype(settings.model, config)
-    weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
-    moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
-    states = round(trainable * optimizer_bytes(training.optim, moments))
-    if launch.strategy.startswith("zero") and mixed:
-        # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
-        # arXiv 1910.02054, section 3.1).
-        weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
     gradients //= shards["gradients"]
-    accumulates = training.gradient_accumulation_steps > 1
+    accumulates, ddp = training.gradient_accumulation_steps > 1, launch.strategy == "ddp"
     # DDP's buckets are the gradients' place from the first step on.
-    held = gradients if accumulates or launch.strategy == "ddp" else 0
-    step, phases = None, Phases(gradients, 0, gradients, 0)
+    held = gradients if accumulates or ddp else 0
+    most, made = gradients, gradients  # while the optimizer steps
+    step = None
     try:
         step = trace(settings, config, work, choice)
-        in_passes = most_alive(step, shards["gradients"], held=held)
-        # Or else most is in use while the optimizer steps.
-        phases = max(in_passes, phases, key=lambda each: each.peak)
+        most, made = max((most, made), step.most_alive(shards["gradients"], held=held))
     except MISFITS as error:
         logger.warning(
             "memory: %s does not run without data (%s: %.200s), so activations are not counted",
             type(config).__name__, type(error).__name__, error,
         )  # fmt: skip
-    # The first micro-batches' gradients lie beside the buckets.
-    buckets = gradients if launch.strategy == "ddp" and accumulates else 0
-    on_cpu = work.device == "cpu" and work.attention is not None  # else a dry run for a GPU
-    # Two layers at a time, and what is in none of them, whole and in the type of the products.
-    whole = step.gathered_weights if shards["weights"] > 1 and step is not None else 0
+    activations = most - made
+    if shards["weights"] > 1 and step is not None:
+        activations += step.gathered_weights
+    if work.device != "cpu" or work.attention is None:  # a GPU, or a dry run for one
+        activations += WORKSPACE_BYTES
     return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
         weights=weights // shards["weights"],
-        gradients=phases.gradients + buckets,
+        # The first micro-batches' gradients lie beside the buckets.
+        gradients=made + (gradients if ddp and accumulates else 0),
         optimizer=states // shards["optimizer"],
-        activations=phases.activations,
-        working=phases.working + whole,
-        process=0 if on_cpu else WORKSPACE_BYTES,
+        activations=activations,
         counted=step is not None,
     )
 

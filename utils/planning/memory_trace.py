@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,23 +19,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations import moe
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
 from utils.kernels.linear_cross_entropy import buffers_alone
-from utils.kernels.varlen import NAME as PACKED
+from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.model.adapters import with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class, experts_by_shape
+from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
-from utils.planning.stand_ins import cut_as_compiled, register_counted_attention
 
 logger = logging.getLogger(__name__)
 
-FORWARD, BACKWARD = "forward ", "backward "
-REST, AUTOCAST_ENDS = "rest", "autocast ends"
+FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
 WITH_SCORES = ("sdpa", "eager")  # they run as they are: masks and scores may be in memory
+COUNTED = "counted_attention"  # transformers looks for "flash", "sdpa" and the like inside a name
+EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class Workload:
 
 @dataclass
 class Stretch:
-    """A part of a program: bytes made less bytes given back in it, by the stretch that made them.
+    """A part of a step, which may be a layer's pass.
 
-    `peak` is the most that was alive beyond what was alive when it began.
+    change: bytes made less bytes given back in it, by the stretch that made them.
+    peak: the most that was alive beyond what was alive when it began.
+    gradients: bytes of the layer's gradients, all there when its backward pass ends.
     """
 
     name: str
+    gradients: int = 0
     change: Counter[str] = field(default_factory=Counter)
     peak: int = 0
 
@@ -71,42 +76,82 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The stretches of a step, and the bytes of each layer's gradients by backward stretch.
+    """The stretches of a step in order.
 
     `gathered_weights` are those of two layers and of what is in none: whole on each rank, where a
     strategy gathers weights.
     """
 
-    stretches: list[Stretch]
-    layer_gradients: dict[str, int]
+    stretches: Sequence[Stretch]
     gathered_weights: int
 
+    def most_alive(self, shards: int, *, held: int) -> tuple[int, int]:
+        """Return the most bytes beside weights and optimizer, and the layers' gradients of them.
 
-@dataclass(frozen=True)
-class Phases:
-    """Bytes beside weights and optimizer: the most at any time, and of what it consists then.
-
-    `working` comes and goes within an operation or a layer; the rest is `activations`.
-    """
-
-    peak: int
-    activations: int
-    gradients: int
-    working: int
+        A layer's gradients are cut into `shards` when its backward pass ends. `held` are the bytes
+        of gradients that an earlier micro-batch of the step left, to which those of this one are
+        added; 0 where there was none.
+        """
+        alive = most = made = of_most = held
+        for stretch in self.stretches:
+            if alive + stretch.peak > most:
+                most, of_most = alive + stretch.peak, made
+            kept = 0 if held else stretch.gradients // shards
+            alive += stretch.live - stretch.gradients + kept
+            made += kept
+        return most, of_most
 
 
 def trace(
     settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
 ) -> StepTrace:
-    """Count a step's memory; no weight is made and nothing is computed.
+    """Count a step's memory with this activation checkpointing; nothing is computed.
 
     Raises what the architecture raises where it cannot run without data (MISFITS).
     """
+    model = _build(settings, config, work, choice)
+    with FakeTensorMode(), torch.device(work.device), buffers_alone(), _experts_by_shape():
+        _put_on_device(model)
+        layers = layers_of(model)
+        kinds = _kinds(layers)
+        # Where layers are computed again the checkpoint says what is kept, compiled or not.
+        if cut := work.compiled and choice == "none":
+            for kind in set(kinds):
+                cut_as_compiled(layers[kind])
+        try:
+            if cut:
+                _go_through(model, work)  # traces the layers: no step's memory
+            stretches = _go_through(model, work)
+        except MISFITS as error:
+            if not cut:
+                raise
+            logger.warning(
+                "memory: layers of %s are counted as not compiled, which is more: %s: %.200s",
+                type(model).__name__, type(error).__name__, error,
+            )  # fmt: skip
+            return trace(settings, config, replace(work, compiled=False), choice)
+    sizes = [_bytes(layer.parameters()) for layer in layers]
+    gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
+    return StepTrace(_all_layers(stretches, kinds), gathered)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that activation checkpointing works on, without those inside another."""
+    marked = marked_layers(model)
+    inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
+    return [layer for layer in marked if layer not in inside]
+
+
+def _build(
+    settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
+) -> nn.Module:
     config = copy.deepcopy(config)
-    implementation = PACKED if work.attention is None else work.attention.name
-    if implementation not in WITH_SCORES:
-        implementation = register_counted_attention()
-    config._attn_implementation = implementation
+    if work.attention is None or work.attention.name not in WITH_SCORES:
+        kernel = VarlenKernel(COUNTED, COUNTED, EVERYTHING, _as_flash, on_cuda_only=False)
+        AttentionInterface.register(COUNTED, partial(packed_varlen, kernel=kernel))
+        config._attn_implementation = COUNTED
+    else:
+        config._attn_implementation = work.attention.name
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
         model_class: Any = causal_lm_class(config)
@@ -116,77 +161,94 @@ def trace(
             keep_products(model)
         if choice != "none":
             options = settings.training.activation_checkpointing_kwargs or {}
-            every = options.get("every_n_layers", 1) if isinstance(options, dict) else 1
-            model.activation_checkpointing_enable(every_n_layers=every)
-        model = with_adapters(model, settings.model)
-    with FakeTensorMode(), torch.device(work.device), buffers_alone(), experts_by_shape():
-        _put_on_device(model)
-        stretches = _trace_step(model.train(), work, choice)
-    layers = layers_of(model)
-    gradients = {
-        f"{BACKWARD}{number}": _bytes(
-            weight for weight in layer.parameters() if weight.requires_grad
-        )
-        for number, layer in enumerate(layers)
-    }
-    sizes = [_bytes(layer.parameters()) for layer in layers]
-    gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
-    return StepTrace(stretches, gradients, gathered)
-
-
-def most_alive(step: StepTrace, shards: int, *, held: int) -> Phases:
-    """Return the most that is alive at any time, beside weights and optimizer.
-
-    A layer's gradients are cut into `shards` at the end of its backward stretch. `held` are the
-    bytes of gradients that an earlier micro-batch of the step left, to which those of this one are
-    added; 0 where there was none.
-    """
-    alive, made = held, held
-    peak = Phases(alive, 0, alive, 0)
-    for stretch in step.stretches:
-        if alive + stretch.peak > peak.peak:
-            peak = Phases(alive + stretch.peak, alive - made, made, stretch.peak)
-        own = step.layer_gradients.get(stretch.name, 0)
-        kept = 0 if held else own // shards
-        alive += stretch.live - own + kept
-        made += kept
-    return peak
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that activation checkpointing works on, without those inside another."""
-    inside: set[nn.Module] = set()
-    for layer in marked_layers(model):
-        inside.update(module for module in layer.modules() if module is not layer)
-    return [layer for layer in marked_layers(model) if layer not in inside]
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+            model.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
+        return with_adapters(model, settings.model).train()
 
 
 def _put_on_device(model: nn.Module) -> None:
     """Replace the meta device's tensors by fake ones of the current device; tied ones stay one."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if old not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    weight = isinstance(old, nn.Parameter)
-                    made[old] = nn.Parameter(new, old.requires_grad) if weight else new
-                tensors[name] = made[old]  # type: ignore[assignment] # of its own kind
+        for name, old in [*module._parameters.items(), *module._buffers.items()]:
+            if old is None:
+                continue
+            if old not in made:
+                new = torch.empty(old.shape, dtype=old.dtype)
+                weight = isinstance(old, nn.Parameter)
+                made[old] = nn.Parameter(new, old.requires_grad) if weight else new
+            setattr(module, name, made[old])
+
+
+def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Attend as a flash kernel does, which keeps its output and the statistics of its softmax."""
+    query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
+    output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return output[0, ..., : value.shape[-1]].transpose(0, 1)
+
+
+@contextmanager
+def _experts_by_shape() -> Iterator[None]:
+    """Within, experts multiply by the operator that transformers has for where torch has none.
+
+    It takes tensors without data of any type; what it makes is as large as what torch's makes.
+    """
+    replaced: Any = moe
+    original = moe._can_use_grouped_mm
+    replaced._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        replaced._can_use_grouped_mm = original
+
+
+def cut_as_compiled(layer: nn.Module) -> None:
+    """Let a layer keep for its backward pass what a compiled one keeps.
+
+    torch's compiler takes a layer's forward and backward pass as one graph and cuts it where the
+    fewest bytes cross. The same cut is made here when the layer first runs, and nothing is
+    compiled. Ever after it is to be called with tensors of the same shapes.
+    """
+    # Not before: they are seconds of imports, which a run that compiles needs in any case.
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    inner: Any = nn.Module()
+    inner.layer, inner.forward = layer, layer.forward
+    weights = {f"layer.{name}": weight for name, weight in layer.named_parameters()}
+    run = aot_function(
+        partial(torch.func.functional_call, inner),
+        fw_compiler=nop,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
+    layer.forward = lambda *args, **kwargs: run(weights, args, kwargs)
+
+
+def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
+    """Go forward and back on one layer of each kind and return what was counted."""
+    inputs, live = _fake_batch(work), LiveBytes([*model.parameters(), *model.buffers()])
+    with _first_of_each_kind(layers_of(model), live), live:
+        with torch.autocast(work.device, work.autocast, enabled=work.autocast is not None):
+            live.begin("inputs")
+            loss = model(**inputs).loss
+            live.begin(AUTOCAST_ENDS)
+        live.begin("loss")
+        loss.backward()
+        del loss
+        live.begin("end")
+    model.zero_grad()
+    return live.stretches
 
 
 def _fake_batch(work: Workload) -> dict[str, Any]:
     """Return a micro-batch as the model takes it (utils/data/loader.py), without data."""
     shape, tokens = (work.rows, work.sequence_length), work.rows * work.sequence_length
-    whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     bounds = torch.zeros(work.rows + 1, dtype=torch.int32)
-    inputs: dict[str, Any] = whole | {
-        "position_ids": torch.zeros(shape, dtype=torch.int64),
+    per_token = ("input_ids", "labels", "position_ids")
+    inputs: dict[str, Any] = {
+        **{name: torch.zeros(shape, dtype=torch.int64) for name in per_token},
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": work.sequence_length,
@@ -202,47 +264,6 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
     return inputs | {"use_cache": False}
 
 
-def _trace_step(model: nn.Module, work: Workload, choice: str) -> list[Stretch]:
-    """Go forward and back on one layer of each kind; return the stretches of all layers in order.
-
-    The model was made in the current FakeTensorMode. Where layers are computed again, the
-    checkpoint says what is kept, compiled or not.
-    """
-    inputs, layers = _fake_batch(work), layers_of(model)
-    if work.compiled and choice == "none":
-        try:
-            with cut_as_compiled(layers[kind] for kind in set(_kinds(model, layers))):
-                _go_through(model, inputs, work.autocast)  # traces the layers: no step's memory
-                return _go_through(model, inputs, work.autocast)
-        except MISFITS as error:
-            logger.warning(
-                "memory: layers of %s are counted as not compiled, which is more: %s: %.200s",
-                type(model).__name__, type(error).__name__, error,
-            )  # fmt: skip
-            model.zero_grad()
-    return _go_through(model, inputs, work.autocast)
-
-
-def _go_through(
-    model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None
-) -> list[Stretch]:
-    layers = layers_of(model)
-    kinds = _kinds(model, layers)
-    device = next(model.parameters()).device.type
-    live = LiveBytes([*model.parameters(), *model.buffers()])
-    with _first_of_each_kind(layers, kinds, live), live:
-        with torch.autocast(device, autocast, enabled=autocast is not None):
-            live.begin("inputs")
-            loss = model(**inputs).loss
-            live.begin(AUTOCAST_ENDS)
-        live.begin("loss")
-        loss.backward()
-        del loss
-        live.begin("end")
-    model.zero_grad()
-    return _all_layers(live.stretches, kinds)
-
-
 class LiveBytes(TorchDispatchMode):
     """While it is active, counts every storage that an operator makes until nothing holds it.
 
@@ -256,9 +277,9 @@ class LiveBytes(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._makers: dict[int, tuple[str, int]] = {}
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, gradients: int = 0) -> None:
         """Close a stretch and open the next."""
-        self.stretches.append(Stretch(name))
+        self.stretches.append(Stretch(name, gradients))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -285,93 +306,81 @@ class LiveBytes(TorchDispatchMode):
         self.stretches[-1].change[maker] -= size
 
 
-def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     """Return for each layer the number of the first one like it."""
-    config: Any = getattr(model, "config", None)
-    types = getattr(config.get_text_config(), "layer_types", None) if config else None
-    if types is None or len(types) != len(layers):
-        types = [None] * len(layers)
     first: dict[Any, int] = {}
     kinds = []
-    for number, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
-        shapes = tuple(
-            (name, tuple(weight.shape), weight.requires_grad)
-            for name, weight in layer.named_parameters()
+    for number, layer in enumerate(layers):
+        weights = tuple(
+            (name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters()
         )
         recomputed = getattr(layer, "gradient_checkpointing", False)
-        kinds.append(first.setdefault((type(layer), layer_type, recomputed, shapes), number))
+        kinds.append(first.setdefault((type(layer), recomputed, weights), number))
     return kinds
 
 
 @contextmanager
-def _first_of_each_kind(
-    layers: Sequence[nn.Module], kinds: Sequence[int], live: LiveBytes
-) -> Iterator[None]:
+def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
     """Let the others pass on what they get, and note when a first one begins and ends."""
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    kinds = _kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return beside the hidden states
     shared: list[Any] = []
-    handles: list[torch.utils.hooks.RemovableHandle] = []
+    marked: Any = GradientCheckpointingLayer
 
-    def pass_on(kind: int, *args: Any, **kwargs: Any) -> Any:
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        number = numbers.get(layer)
+        if number is None:  # inside another
+            return nn.Module.__call__(layer, *args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, *outputs[kind]) if kind in outputs else hidden
-
-    def before(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        kind = kinds[number]
+        if number != kind:
+            return (hidden, *outputs[kind]) if kind in outputs else hidden
+        # What all layers share goes with the last of them, whichever that is.
+        shared.append((args[1:], kwargs))
         # A view, for its hook has to come before that of the layer below, whose output this is.
         own = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         hidden = own.view_as(own)
         hidden.register_hook(lambda _: live.begin(REST))
-        live.begin(f"{FORWARD}{number}")
-        # What all layers share goes with the last of them, whichever that is.
-        shared.append((args[1:], kwargs))
-        return (
-            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-        )
-
-    def after(number: int, _: nn.Module, __: Any, output: Any) -> None:
-        hidden = output
-        if isinstance(output, tuple):
-            hidden, *outputs[number] = output
-        hidden.register_hook(lambda _: live.begin(f"{BACKWARD}{number}"))
-        live.begin(REST)
-
-    others = [layer for number, layer in enumerate(layers) if number != kinds[number]]
-    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if number == kind:
-            handles.append(
-                layer.register_forward_pre_hook(partial(before, number), with_kwargs=True)
-            )
-            handles.append(layer.register_forward_hook(partial(after, number)))
+        live.begin(f"{FORWARD} {number}")
+        if args:
+            output = nn.Module.__call__(layer, hidden, *args[1:], **kwargs)
         else:
-            layer.forward = partial(pass_on, kind)
+            output = nn.Module.__call__(layer, **{**kwargs, "hidden_states": hidden})
+        result = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            outputs[number] = output[1:]
+        gradients = _bytes(weight for weight in layer.parameters() if weight.requires_grad)
+        result.register_hook(lambda _: live.begin(f"{BACKWARD} {number}", gradients))
+        live.begin(REST)
+        return output
+
+    marked.__call__ = call
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for layer in others:
-            del layer.forward
+        del marked.__call__
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Put a copy of the first one's stretch where each layer goes forward and back.
+    """Put what the first one of a kind took where each layer like it goes forward and back.
 
     Where autocast ends its copies of all layers' weights go.
     """
-    by_name = {stretch.name: stretch for stretch in stretches}
-    passes = {FORWARD: list(kinds), BACKWARD: list(reversed(kinds))}
+    of_first = {stretch.name: stretch for stretch in stretches}
+    passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}
     result: list[Stretch] = []
     for stretch in stretches:
-        direction = next(
-            (name for name in (FORWARD, BACKWARD) if stretch.name.startswith(name)), ""
-        )
-        if not direction:
+        direction = stretch.name.split()[0]
+        if direction not in (FORWARD, BACKWARD):
             result.append(stretch)
-        for kind in passes.pop(direction, ()):
-            if (name := f"{direction}{kind}") in by_name:
-                result.append(by_name[name])
+        names = [f"{direction} {kind}" for kind in passes.pop(direction, ())]
+        result += [of_first[name] for name in names if name in of_first]
         if stretch.name == AUTOCAST_ENDS:
             for kind in set(kinds):
-                stretch.change[f"{FORWARD}{kind}"] *= kinds.count(kind)
+                stretch.change[f"{FORWARD} {kind}"] *= kinds.count(kind)
     return result

@@ -208,7 +208,7 @@ def _claim(
         weights_from=weights,
         attention=dataclasses.asdict(plan.attention),
         loss_head=dataclasses.asdict(plan.loss_head),
-        activation_checkpointing=plan.memory.facts(),
+        activation_checkpointing=dataclasses.asdict(plan.memory),
         compiled=plan.compiled,
         float32_products=plan.float32_products,
         save_dtype=name_of(plan.save_dtype),
