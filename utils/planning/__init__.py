@@ -3,6 +3,6 @@
 plan                          steps, precision, kernels and memory of a run, logged
 run_data                      its datasets: opened, checked, packed
 memory                        bytes by device; which activations are recomputed
-memory_trace, stand_ins       a training step counted on the model without data
+memory_trace                  a training step counted on the model without data
 job                           the job the run is to go through, for a dry run
 """

@@ -50,14 +50,12 @@ MARGIN = {"cuda": 1.10, "cpu": 2.0}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each device when most are in use, and the parameters they come from.
+    """Bytes on each device when most are in use.
 
     `activations` are all else that is alive then: what the backward pass needs, the loss head's
     logits, whole weights of gathered layers. 0 if they could not be `counted`.
     """
 
-    parameters: int
-    trainable: int
     weights: int
     gradients: int
     optimizer: int
@@ -70,13 +68,10 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
-        trainable = "" if self.trainable == self.parameters else f", {self.trainable:,} trained"
         names = ("weights", "gradients", "optimizer", "activations")
         parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in names if getattr(self, name)]
-        return (
-            f"{self.parameters:,} parameters{trainable}; {'at most' if self.counted else 'over'} "
-            f"{self.total / GIB:.2f} GiB a device = {' + '.join(parts)}"
-        )
+        bound = "at most" if self.counted else "over"
+        return f"{bound} {self.total / GIB:.2f} GiB a device = {' + '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,8 @@ def plan_memory(
     margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
     choice, reason = choose(requested, predicted, room, margin)
     needed = predicted[choice].total
-    logger.info("memory: %s", predicted[choice])
+    parameters, trainable = count_parameters(settings.model, config)
+    logger.info(f"memory: {parameters:,} parameters, {trainable:,} trained; {predicted[choice]}")
     logger.info("activation checkpointing: %s", reason)
     problem = (
         f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
@@ -281,16 +277,10 @@ def estimate_memory(
         activations += step.gathered_weights
     if work.device != "cpu" or work.attention is None:  # a GPU, or a dry run for one
         activations += WORKSPACE_BYTES
-    return MemoryEstimate(
-        parameters=parameters,
-        trainable=trainable,
-        weights=weights // shards["weights"],
-        # The first micro-batches' gradients lie beside the buckets.
-        gradients=made + (gradients if ddp and accumulates else 0),
-        optimizer=states // shards["optimizer"],
-        activations=activations,
-        counted=step is not None,
-    )
+    if ddp and accumulates:
+        made += gradients  # the first micro-batches' lie beside the buckets
+    weights, states = weights // shards["weights"], states // shards["optimizer"]
+    return MemoryEstimate(weights, made, states, activations, counted=step is not None)
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype) -> float:
@@ -326,9 +316,8 @@ def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: La
         mixed = training.mixed_precision != "no"
         weights += kept * (2 if mixed else dtype.itemsize)
         optimizer = trainable * (12 if mixed else 2 * dtype.itemsize)
-    if training.save_only_model or training.save_strategy == "no":  # then final/ is all there is
-        return weights
-    return weights + optimizer
+    only_weights = training.save_only_model or training.save_strategy == "no"  # final/ alone
+    return weights if only_weights else weights + optimizer
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:

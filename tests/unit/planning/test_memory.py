@@ -20,19 +20,19 @@ from utils.planning.memory import (
     GIB,
     MemoryEstimate,
     checkpoint_bytes,
+    checkpointing_choices,
     choose,
     estimate_memory,
     optimizer_bytes_per_parameter,
     plan_memory,
     planned_device,
-    requested_choice,
 )
 
 ALONE = LaunchFacts(0, 1, "single", ("n1",), "cuda")
 
 
 def estimate(total: int, counted: bool = True) -> MemoryEstimate:
-    return MemoryEstimate(1, 1, total, 0, 0, 0, 0, 0, counted=counted)
+    return MemoryEstimate(total, 0, 0, 0, counted=counted)
 
 
 def test_the_gpu_of_the_nodes_is_a_number_of_gib():
@@ -72,37 +72,36 @@ def test_auto_takes_the_least_recomputation_that_fits(room, choice):
 
 
 def test_one_place_says_what_is_recomputed(monkeypatch):
+    llama, jetmoe = LLAMA, tiny_config("jetmoe")
+
+    def choices(config=llama, strategy="single", **given):
+        launch = LaunchFacts(0, 2, strategy, ("here",), "cpu")
+        return checkpointing_choices(settings(**given), config, launch)
+
+    def refused(message, *arguments, **given):
+        with pytest.raises(ConfigurationError, match=message):
+            choices(*arguments, **given)
+
     words = {"none": "none", "false": "none", "true": "full", "selective": "selective"}
-    for given, choice in (words | {"auto": "auto"}).items():
-        assert requested_choice(settings(activation_checkpointing=given), LAUNCH) == choice
-    assert requested_choice(settings(gradient_checkpointing="true"), LAUNCH) == "full"
-    sharded = LaunchFacts(0, 2, "zero3", ("here",), "cpu")
-    with pytest.raises(ConfigurationError, match="selective does not go with ZeRO-3"):
-        requested_choice(settings(activation_checkpointing="selective"), sharded)
+    for given, choice in words.items():
+        assert choices(activation_checkpointing=given) == (choice, [choice])
+    assert choices(gradient_checkpointing="true") == ("full", ["full"])
+    auto = {"activation_checkpointing": "auto"}
+    assert choices(**auto) == ("auto", ["none", "selective", "full"])
+    assert choices(strategy="zero3", **auto) == ("auto", ["none", "full"])
+    assert choices(jetmoe, **auto) == ("auto", ["none"])
+    refused("full: transformers has none for jetmoe", jetmoe, activation_checkpointing="full")
+    refused("does not go with ZeRO-3", llama, "zero3", activation_checkpointing="selective")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    sharded = LaunchFacts(0, 2, "fsdp2", ("here",), "cpu")
-    with pytest.raises(ConfigurationError, match="leave it to the recipe"):
-        requested_choice(settings(), sharded)
+    refused("leave it to the recipe", llama, "fsdp2")
 
 
-def test_a_model_without_checkpointing_is_not_checkpointed():
-    jetmoe, llama = tiny_config("jetmoe"), tiny_config("llama")
-    assert list(memory.choices("auto", jetmoe, LAUNCH)) == ["none"]
-    assert list(memory.choices("auto", llama, LAUNCH)) == list(CHOICES)
-    with pytest.raises(ConfigurationError, match="full: transformers has none for jetmoe"):
-        memory.choices("full", jetmoe, LAUNCH)
-
-
-def test_bytes_of_the_states():
-    bytes_ = {
-        (None, torch.float32): 8, (None, torch.bfloat16): 4, ("bfloat16", torch.float32): 4,
-        ("float32", torch.bfloat16): 8, ("int8", torch.bfloat16): 2.03125,
-    }  # fmt: skip
-    for given, expected in bytes_.items():
-        assert optimizer_bytes_per_parameter(*given) == expected
-
-
-def test_experts_are_counted_on_the_model():
+def test_states_and_what_cannot_run_without_data(monkeypatch, caplog):
+    for kept, weights, expected in (
+        (None, torch.float32, 8), (None, torch.bfloat16, 4), ("bfloat16", torch.float32, 4),
+        ("float32", torch.bfloat16, 8), ("int8", torch.bfloat16, 2.03125),
+    ):  # fmt: skip
+        assert optimizer_bytes_per_parameter(kept, weights) == expected
     none, full = (
         estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=torch.bfloat16), choice)
         for choice in ("none", "full")
@@ -110,8 +109,6 @@ def test_experts_are_counted_on_the_model():
     assert none.counted
     assert none.activations > full.activations
 
-
-def test_what_cannot_run_without_data_is_estimated_without_activations(monkeypatch, caplog):
     def refuse(*_):
         raise RuntimeError("data-dependent")
 
