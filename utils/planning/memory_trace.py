@@ -160,7 +160,7 @@ def _build(
         if choice == "selective":
             keep_products(model)
         if choice != "none":
-            options = settings.training.activation_checkpointing_kwargs or {}
+            options: Any = settings.training.activation_checkpointing_kwargs or {}
             model.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
         return with_adapters(model, settings.model).train()
 
