@@ -17,3 +17,11 @@ def started_alone(monkeypatch, tmp_path):
 @pytest.fixture
 def no_accelerator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.fixture
+def amx(monkeypatch, started_alone, no_accelerator):
+    """A CPU with AMX and no accelerator, and this process alone."""
+    for name in ("USE_CPU", "USE_FSDP", "USE_DEEPSPEED"):
+        monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
+    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)

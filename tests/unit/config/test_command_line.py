@@ -6,8 +6,6 @@ from enum import Enum
 from typing import Any, ClassVar, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from utils.config.command_line import read_settings
 from utils.config.declarations import checked_value, declared_settings
@@ -81,30 +79,14 @@ def test_flags_have_the_type_of_their_setting(argv, expected):
     assert values["items"] == values.build(Second).items == [], "defaults are not shared"
 
 
-KEYS = st.sampled_from(["learning_rate", "seed", "limit"])
-VALUES = st.dictionaries(KEYS, st.integers(1, 99))
-
-
-@settings(max_examples=30, deadline=None)
-@given(files=st.lists(VALUES, max_size=3), flags=VALUES)
-def test_defaults_then_files_in_order_then_flags(tmp_path_factory, files, flags):
-    folder = tmp_path_factory.mktemp("recipes")
-    paths = []
-    expected: dict[str, Any] = {"learning_rate": 1e-3, "seed": 0, "limit": 7}
-    sources = dict.fromkeys(expected, "default")
-    for number, content in enumerate(files):
-        paths.append(str(folder / f"{number}.yaml"))
-        lines = "".join(f"{key}: {value}\n" for key, value in content.items())
-        (folder / f"{number}.yaml").write_text("kind: plain\n" + lines)
-        expected |= content
-        sources |= {key: f"{paths[-1]}:{line}" for line, key in enumerate(content, 2)}
-    expected |= flags
-    sources |= {key: f"--{key}" for key in flags}
-    argv = ["--config", *paths] if paths else []
-    argv += [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    values = read(*argv)
-    assert {key: values[key] for key in expected} == expected
-    assert {key: values.source(key) for key in expected} == sources
+def test_flags_win_over_recipes_and_later_recipes_over_earlier_ones(recipe):
+    first = recipe("learning_rate: 1\nseed: 1\nlimit: 1\n")
+    later = recipe("\nseed: 2\nlimit: 2\n")
+    values = read("--limit", "3", "--config", first, later)
+    assert [values.shown(name) for name in ("learning_rate", "seed", "limit", "loud")] == [
+        f"learning_rate 1 ({first}:1)", f"seed 2 ({later}:2)", "limit 3 (--limit)",
+        "loud false (default)",
+    ]  # fmt: skip
 
 
 def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):

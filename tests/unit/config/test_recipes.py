@@ -45,22 +45,19 @@ def test_what_is_written_is_read_back_by_us_and_by_yaml_1_1(values):
     assert yaml.safe_load(text) == values
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("# only a comment\n", r"^:1: expected settings as `name: value` lines"),
-        ("a: 1\nb: [1, 2\n", r"^:3: not valid YAML: expected ',' or ']'"),
-        ("a: 1\n---\nb: 2\n", r"not valid YAML: but found another document"),
-        ("a: !!python/object/apply:os.system [ls]\n", r"^:1: not valid YAML: could not determine"),
-        ("a: \x00\n", r"not valid YAML: special characters are not allowed"),
-        ("a: 1\nb: 2\na: 3\n", "^:3: not valid YAML: a is given twice"),
-        ("a:\n  - {c: 1, c: 2}\n", "^:2: not valid YAML: c is given twice"),
-        ("1: x\n", "^:1: not valid YAML: a key has to be a name"),
-    ],
-)
-def test_unreadable_text_names_its_line(text, message):
-    with pytest.raises(YamlError, match=message):
-        load_mapping(text)
+def test_unreadable_text_names_its_line():
+    for text, message in {
+        "# only a comment\n": "^:1: expected settings as `name: value` lines",
+        "a: 1\nb: [1, 2\n": "^:3: not valid YAML: expected ',' or ']'",
+        "a: 1\n---\nb: 2\n": "not valid YAML: but found another document",
+        "a: !!python/object/apply:os.system [ls]\n": "^:1: not valid YAML: could not determine",
+        "a: \x00\n": "not valid YAML: special characters are not allowed",
+        "a: 1\nb: 2\na: 3\n": "^:3: not valid YAML: a is given twice",
+        "a:\n  - {c: 1, c: 2}\n": "^:2: not valid YAML: c is given twice",
+        "1: x\n": "^:1: not valid YAML: a key has to be a name",
+    }.items():
+        with pytest.raises(YamlError, match=message):
+            load_mapping(text)
 
 
 @pytest.fixture
