@@ -30,13 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     data = load_run_data(settings, tokenizer, config, fine_tuning=False)
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
-        return check_start(settings, plan, data, config, launch, script="pretrain.py")
+        return check_start(settings, plan, data, config, launch)
     from utils.launch.processes import check_strategy
     from utils.runs.finish import finish_run, run_callbacks
     from utils.runs.start import start_run
     from utils.training.trainer import PackedTrainer
 
-    run = start_run(settings, plan, data, launch, script="pretrain.py")
+    run = start_run(settings, plan, data, launch)
     if run.finished:
         return 0
     trainer = PackedTrainer(

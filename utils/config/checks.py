@@ -1,8 +1,7 @@
-"""What cannot work is refused before anything is built: one function for each topic.
+"""What cannot work is refused before anything is built, and no file opened.
 
 Each check takes all values and yields one line for each fault; reading a setting that is missing
-or at fault itself ends the check. No check opens a file. Settings that have no effect because of
-another one are in utils/config/settings.py.
+or at fault itself ends the check. utils/config/settings.py refuses what has no effect.
 """
 
 import importlib.util
@@ -116,28 +115,24 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
 
 def check_schedule(values: SettingValues) -> Iterator[str]:
     """Refuse keywords that the schedule does not take, and a schedule without those it needs."""
-    fault = schedule_fault(values["lr_scheduler_type"], values["lr_scheduler_kwargs"])
-    if fault is not None:
-        keywords = values.shown("lr_scheduler_kwargs")
-        yield f"lr_scheduler_type {values['lr_scheduler_type']} does not take {keywords}: {fault}"
+    kind, keywords = values["lr_scheduler_type"], values.shown("lr_scheduler_kwargs")
+    if fault := schedule_fault(kind, values["lr_scheduler_kwargs"]):
+        yield f"lr_scheduler_type {kind} does not take {keywords}: {fault}"
 
 
-def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str | None:
-    """Return the error of a schedule with these keywords, made as Trainer makes it; None: it works.
-
-    Trainer makes it after the weights are loaded: a wrong keyword would fail that late.
-    """
+def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
+    """Return the error that Trainer would meet with this schedule, late; empty: it works."""
     import torch
     from transformers import get_scheduler
 
     if kind in ("constant", "constant_with_warmup"):  # Trainer would ignore them
-        return f"it takes none, but {', '.join(keywords)} is given" if keywords else None
+        return f"it takes none, but {', '.join(keywords)} is given" if keywords else ""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     try:
         get_scheduler(kind, optimizer, 1, 10, dict(keywords or {}))
     except (TypeError, ValueError) as error:
         return str(error)
-    return None
+    return ""
 
 
 # What needs a package of another name, by a part of its own.

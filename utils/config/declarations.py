@@ -27,10 +27,7 @@ class UnusableSettingError(LookupError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """One setting: a field of one argument class, with its type hint resolved.
-
-    types: the members of `int | None`.
-    """
+    """One setting: a field of one argument class; types: the members of its hint `int | None`."""
 
     name: str
     owner: type
@@ -218,13 +215,9 @@ class SettingValues(Mapping[str, Any]):
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
         """Build an argument class of its given settings; its ValueError is a ConfigurationError."""
-        own = {
-            name: entry.value
-            for name, entry in self.given.items()
-            if self.declared[name].owner is argument_class
-        }
+        own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
-            return argument_class(**{**own, **instead})
+            return argument_class(**{**{name: self.given[name].value for name in own}, **instead})
         except ConfigurationError:
             raise
         except ValueError as error:

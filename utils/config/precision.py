@@ -23,9 +23,8 @@ LAUNCHER_VARIABLES = (
 def settle_precision(values: SettingValues) -> None:
     """Settle `bf16` where it is open, with a note where settings overrule the accelerate config.
 
-    config.yaml keeps the answer, so that a run keeps its numbers: on another CPU it is another run,
-    which is refused. That file is a recipe too, and bf16 on a CPU has to be asked for: `use_cpu`
-    goes with it.
+    config.yaml keeps the answer, so that a run keeps its numbers on another CPU, with `use_cpu`:
+    bf16 on a CPU has to be asked for.
     """
     by_launch = os.environ.get(PRECISION_VARIABLE, "no")
     if values["bf16"] is None:
@@ -56,9 +55,9 @@ def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Whether the run is known to train on a CPU; a dry run on a login node does not know.
+    """Whether the run is known to train on a CPU: one process without a GPU, or several told to.
 
-    Several processes do so only if they are told to (utils/launch/processes.py refuses them else).
+    A dry run on a login node does not know.
     """
     import torch
 
@@ -94,10 +93,9 @@ def has_amx() -> bool:
 
 @contextmanager
 def without_launch(is_dry_run: bool) -> Iterator[None]:
-    """Hide from TrainingArguments the accelerate config's precision; in a dry run the launch too.
+    """Hide from TrainingArguments the accelerate config's precision, which overrules `bf16: false`.
 
-    They would take that precision wherever neither bf16 nor fp16 is true, although `bf16: false`
-    was given; and a dry run with WORLD_SIZE=8 stands for processes of which none is there.
+    In a dry run the launch too: WORLD_SIZE=8 stands for processes of which none is there.
     """
     names = (PRECISION_VARIABLE, *(LAUNCHER_VARIABLES if is_dry_run else ()))
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}

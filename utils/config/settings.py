@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from utils.config.precision import settle_precision, without_launch
 class RunSettings:
     """What the user set, one object each for run, data, model and training.
 
-    values: every setting by name with its source. resolved: the same as plain data.
+    values: every setting by name with its source. resolved: the same as plain data. script: the
+    file's name.
     """
 
     run: RunArguments
@@ -37,6 +39,7 @@ class RunSettings:
     training: TrainingArguments
     values: SettingValues
     resolved: dict[str, Any]
+    script: str
 
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
@@ -53,7 +56,7 @@ def _parse(
     training_class: type[PretrainConfig | FineTuneConfig],
     checks: Sequence[Check],
     argv: Sequence[str] | None,
-    prog: str,
+    script: str,
     description: str,
 ) -> RunSettings:
     settle = (
@@ -61,7 +64,7 @@ def _parse(
         *(derive_evaluation, derive_best_metric, settle_precision),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    values = read_settings(classes, argv, settle, (check_effects, *checks), prog, description)
+    values = read_settings(classes, argv, settle, (check_effects, *checks), script, description)
     # So a recipe for bf16 on GPUs is checked on a login node.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
     instead = {"use_cpu": True, "tf32": None} if without_gpu else {}
@@ -69,7 +72,7 @@ def _parse(
         training = values.build(training_class, **instead)
     run, data = values.build(RunArguments), values.build(DataArguments)
     model = values.build(ModelArguments)
-    return RunSettings(run, data, model, training, values, dict(values))
+    return RunSettings(run, data, model, training, values, dict(values), script)
 
 
 BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
@@ -166,7 +169,7 @@ def leave_out_overruled(values: SettingValues) -> None:
                 _leave_out(values, name, rule.cause)
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < rank(keywords) < rank(schedule)
-    if is_overruled and schedule_fault(values[schedule], values[keywords]) is not None:
+    if is_overruled and schedule_fault(values[schedule], values[keywords]):
         _leave_out(values, keywords, schedule)
 
 
@@ -186,12 +189,10 @@ def check_effects(values: SettingValues) -> Iterator[str]:
 
 def _moot(rule: Rule, values: SettingValues) -> list[str]:
     """Return the settings that somebody changed and a rule makes moot."""
-    try:
-        if not rule.applies(values[rule.cause]):
-            return []
-        return [name for name in rule.moot.split() if values.changed(name)]
-    except UnusableSettingError:
-        return []  # a fault above says why
+    with suppress(UnusableSettingError):  # a fault above says why
+        if rule.applies(values[rule.cause]):
+            return [name for name in rule.moot.split() if values.changed(name)]
+    return []
 
 
 def _no_effect(values: SettingValues, name: str, cause: str) -> str:
@@ -241,14 +242,12 @@ def derive_evaluation(values: SettingValues) -> None:
 
 def derive_best_metric(values: SettingValues) -> None:
     """Derive what the best model is judged by, where there is one split, and which way round."""
-    try:
+    with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
-    except ValueError:
-        return  # check_evaluation says so
-    judge = next((name for name in ("save_best", "load_best_model_at_end") if values[name]), None)
-    if values["metric_for_best_model"] is None and judge is not None and len(splits) == 1:
-        why = f"{values.shown(judge)}, and the only split"
-        values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)
-    metric = values["metric_for_best_model"]
-    if (metric or "").endswith("perplexity") and values["greater_is_better"] is None:
+        judges = [name for name in ("save_best", "load_best_model_at_end") if values[name]]
+        if values["metric_for_best_model"] is None and judges and len(splits) == 1:
+            why = f"{values.shown(judges[0])}, and the only split"
+            values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)
+    metric = values["metric_for_best_model"] or ""
+    if metric.endswith("perplexity") and values["greater_is_better"] is None:
         values.derive("greater_is_better", False, f"a lower {metric} is better")

@@ -1,8 +1,7 @@
 """What changed in a run since its last start: one table; what makes it another run is refused.
 
 config.yaml stays as the first start wrote it. Each entry of provenance.json says which settings
-that start changed, and what the data, the tokenizer and the model's configuration held; the
-settings in force are all of them one after the other, so what was accepted once is accepted.
+that start changed and what the inputs held; what was accepted once is in force.
 """
 
 import logging
@@ -145,9 +144,8 @@ def accepted_changes(
 ) -> dict[str, Any]:
     """Show what changed since the last start; return what this start has to record of it.
 
-    `facts` are those of `identity_facts`, and the script. Raises ConfigurationError for each change
-    that makes another run and was not accepted, and for what its checkpoints cannot continue with.
-    In a dry run what the settings leave open counts as the run has it.
+    `facts` are those of `identity_facts`, and the script. Raises ConfigurationError for changes
+    that make another run and were not accepted, or that its checkpoints cannot continue with.
     """
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts:
@@ -230,8 +228,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
         holds, impossible = now.contents[kind], shapes if kind == "configuration" else ""
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
         if held and holds and keys and (impossible or name not in dangerous):
-            key, *more = sorted(keys)
-            note = f"and {len(more)} more" if more else ""
+            key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield Change(
                 name, shown(held.get(key)), shown(holds.get(key)), f"{name}: {key}", note,
                 kind != "eval_data", impossible,

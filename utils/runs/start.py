@@ -123,13 +123,9 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # A build for CUDA names it on a login node without a GPU too, unless it has to look.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return LaunchFacts(
-        rank=global_rank(),
-        world_size=world_size,
-        strategy=requested_strategy(os.environ, world_size),
-        hosts=(),
-        device="cpu" if accelerator is None else accelerator.type,
-    )
+    device = "cpu" if accelerator is None else accelerator.type
+    strategy = requested_strategy(os.environ, world_size)
+    return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -137,8 +133,6 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 
     Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
     """
-    if launch.world_size == 1:
-        return
     answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
     for rank, (bf16, shown) in enumerate(answers):
         if bf16 != answers[0][0]:
@@ -149,9 +143,7 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
             )
 
 
-def start_run(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, *, script: str
-) -> Run:
+def start_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Claim ``--output_dir`` for these settings and record how this start came about.
 
     A new or empty directory starts a run; the directory of the same run resumes from its newest
@@ -161,7 +153,7 @@ def start_run(
     """
     output_dir = Path(str(settings.training.output_dir))
     check_storage(output_dir, plan, saves_of(settings, plan.total_steps), launch)
-    found, weights_from = on_rank_0(lambda: _claim(settings, plan, data, launch, script))
+    found, weights_from = on_rank_0(lambda: _claim(settings, plan, data, launch))
     remove_leftovers()
     background = None
     if settings.run.async_save and not found.finished:
@@ -185,13 +177,13 @@ def start_run(
 
 
 def _claim(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, script: str
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
 ) -> tuple[FoundRun, str | None]:
     """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
-    found = find_run(settings, plan, data, launch, script)
+    found = find_run(settings, plan, data, launch)
     weights = weights_origin(settings, launch.strategy, found.resume_from)
     starts = earlier_starts(output_dir / PROVENANCE)
     check_progress(starts, found.resume_from, slurm_job(os.environ))
@@ -226,8 +218,6 @@ def check_start(
     data: RunData,
     config: PreTrainedConfig,
     launch: LaunchFacts,
-    *,
-    script: str,
 ) -> int:
     """Refuse what the start of these settings would refuse; return 0, the dry run's exit code.
 
@@ -240,7 +230,7 @@ def check_start(
         if request_from(os.environ) is not None or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
-    found = find_run(settings, plan, data, launch, script)
+    found = find_run(settings, plan, data, launch)
     if found.finished:
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif found.resume_from is not None:
@@ -250,9 +240,7 @@ def check_start(
     return 0
 
 
-def find_run(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, script: str
-) -> FoundRun:
+def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> FoundRun:
     """Look into the run directory and refuse what cannot resume there, for a start and a dry run.
 
     Rank 0 alone calls it. Raises ConfigurationError.
@@ -261,7 +249,7 @@ def find_run(
     known = known_files(output_dir)
     facts: dict[str, Any] = {}
     if known or not dry_run:
-        facts = {"script": script, **identity_facts(settings, data)}
+        facts = {"script": settings.script, **identity_facts(settings, data)}
         facts |= accepted_changes(output_dir, settings, facts)
     run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
