@@ -82,16 +82,6 @@ def test_evaluation_and_saving_are_left_out():
     assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)
 
 
-def test_a_resumed_run_measures_its_own_steps_and_sees_the_tokens_of_all():
-    run = Run(start_step=3)
-    run.loader.tokens_seen.resume(3, {"all": 5000, "a source that went": 7})
-    run.step(50.0)
-    run.step(0.5)
-    figures = run.callback.metrics()
-    assert figures["tokens_per_s"] == pytest.approx(1004 / 0.5)
-    assert figures["tokens_seen"] == 5007 + 1003 + 1004
-
-
 def mixture(names: list[str], tokens: list[int]) -> SimpleNamespace:
     """A loader of four samples a step, from sources of so many tokens a sequence."""
     order = SampleOrder([10] * len(names), seed=0, weights=[1] * len(names))
@@ -109,36 +99,32 @@ def mixture(names: list[str], tokens: list[int]) -> SimpleNamespace:
     )
 
 
-def shares_of(loader) -> MixtureShares:
+def shares_of(loader, step: int) -> dict[str, float]:
     shares = MixtureShares()
     shares.on_train_begin(None, None, None, train_dataloader=loader)
-    return shares
-
-
-def after(shares: MixtureShares, step: int) -> dict[str, float]:
-    shares.loader.tokens_seen.count(step)
+    loader.tokens_seen.count(step)
     return shares.metrics()
 
 
 def test_a_mixture_logs_its_shares_alike_in_resumed_and_uninterrupted_runs(caplog):
     caplog.set_level("INFO")
-    whole = shares_of(mixture(["web/train", "code/train"], [100, 300]))
+    whole, resumed = (
+        mixture([f"{name}/train" for name in ("web", "code")], [100, 300]) for _ in "ab"
+    )
+    shares_of(whole, 5)
     asked = (
         "mixture: web 50.0% of the sequences (of the tokens 25.0%), code 50.0% of the sequences "
         "(of the tokens 75.0%)"
     )
     assert asked in caplog.text
-    after(whole, 5)
-    state = dict(whole.loader.tokens_seen.by_name)
-    last = after(whole, 8)
-    loader = mixture(["web", "code"], [100, 300])
-    loader.tokens_seen.resume(5, state)
-    assert after(shares_of(loader), 8) == last
+    resumed.tokens_seen.resume(5, dict(whole.tokens_seen.by_name))
+    last = shares_of(whole, 8)
+    assert shares_of(resumed, 8) == last
     assert last["tokens_share/web"] + last["tokens_share/code"] == pytest.approx(1)
     assert last["tokens_seen/web"] == 100 * 10 * last["epochs/web"]
     assert last["epochs/web"] + last["epochs/code"] == 3.2
     caplog.clear()
-    assert after(shares_of(mixture(["web"], [100])), 3) == {}
+    assert shares_of(mixture(["web"], [100]), 3) == {}
     assert not caplog.records, "one dataset has no shares"
 
 

@@ -13,42 +13,28 @@ from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
 
-class Turns:
+def agreement_of(ranks: int) -> type:
     """What `Agreement` does over a network, for ranks that take their turns one after another."""
+    rounds: list[list[int]] = []
 
-    def __init__(self, ranks: int):
-        self.ranks = ranks
-        self.rounds: list[list[int]] = []
+    class Agreement:
+        def __init__(self, _timeout_s):
+            self.group, self.turn = object() if ranks > 1 else None, 0
 
-    def agreement(self):
-        turns = self
+        def put_forward(self, number):
+            if len(rounds) == self.turn:
+                rounds.append([])
+            rounds[self.turn].append(number)
+            self.turn += 1
 
-        class Agreement:
-            group = object() if turns.ranks > 1 else None
-            own = 0
-            put = read = 0
+        def result(self):
+            assert len(rounds[self.turn - 1]) == ranks, "a rank missed its turn"
+            return max(rounds[self.turn - 1])
 
-            def __init__(self, _timeout_s):
-                """Started by on_train_begin."""
+        def close(self):
+            """Left by on_train_end."""
 
-            def put_forward(self, number):
-                self.own = number
-                if len(turns.rounds) == self.put:
-                    turns.rounds.append([])
-                turns.rounds[self.put].append(number)
-                self.put += 1
-
-            def result(self):
-                if self.group is None:
-                    return self.own
-                self.read += 1
-                assert len(turns.rounds[self.read - 1]) == turns.ranks, "a rank missed its turn"
-                return max(turns.rounds[self.read - 1])
-
-            def close(self):
-                assert self.group is None or self.put - self.read == 1, "one turn is under way"
-
-        return Agreement
+    return Agreement
 
 
 class Saves:
@@ -70,33 +56,27 @@ class Saves:
 class Ranks:
     """Plays Trainer's events on every rank."""
 
-    def __init__(
-        self, folder, monkeypatch, ranks=1, *, end_time=None, max_steps=100, start=0, **changes
-    ):
+    def __init__(self, folder, monkeypatch, ranks=1, *, end_time=None, save_minutes=0):
         self.now, self.signals = 1000.0, {}
-        turns = Turns(ranks)
-        self.states = [TrainerState(global_step=start, max_steps=max_steps) for _ in range(ranks)]
+        monkeypatch.setattr("utils.callbacks.stop.Agreement", agreement_of(ranks))
+        self.states = [TrainerState(max_steps=100) for _ in range(ranks)]
         self.controls = [TrainerControl() for _ in range(ranks)]
         self.args, self.watches = [], []
         for rank in range(ranks):
-            monkeypatch.setattr("utils.callbacks.stop.Agreement", turns.agreement())
             self.args.append(
                 SimpleNamespace(
-                    process_index=rank, ddp_timeout=60,
-                    eval_on_start=changes.get("eval_on_start", False),
-                    eval_strategy=IntervalStrategy.STEPS,
-                    save_strategy=changes.get("save_strategy", SaveStrategy.STEPS),
+                    process_index=rank, ddp_timeout=60, eval_strategy=IntervalStrategy.STEPS,
+                    save_strategy=SaveStrategy.STEPS,
                 )
             )  # fmt: skip
             watch = StopWatch(
                 Saves(folder),
-                save_minutes=changes.get("save_minutes", 0),
+                save_minutes=save_minutes,
                 clock=lambda: self.now,
                 end_time=lambda: end_time,
                 signalled=lambda rank=rank: self.signals.get(rank),
             )
             self.watches.append(watch)
-            watch.resume_from(changes.get("saved", {}))
             watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
 
     def event(self, name, seconds=0.0):
@@ -158,37 +138,6 @@ def test_rank_0_gives_its_own_reason_and_a_stop_outweighs_a_save(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_save_is_one_checkpoint(count, tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=count)
-    ranks.step()
-    for _request in range(2):
-        (tmp_path / "SAVE").touch()
-        seen = []
-        for _ in range(6):
-            ranks.step()
-            assert len(set(ranks.saves)) == 1
-            seen.append(ranks.saves[0])
-            if ranks.saves[0]:
-                ranks.event("on_save", 1.0)
-        assert seen.count(True) == 1
-        assert not (tmp_path / "SAVE").exists()
-
-
-def test_the_directory_is_listed_once_a_second_and_a_failure_is_logged_once(
-    tmp_path, monkeypatch, caplog
-):
-    looks = []
-    real = StopWatch._files
-    monkeypatch.setattr(StopWatch, "_files", lambda self: looks.append(1) or real(self))
-    ranks = Ranks(tmp_path / "gone", monkeypatch)
-    for _ in range(50):
-        ranks.step(0.1)
-    assert 5 <= len(looks) <= 7
-    assert caplog.text.count("cannot look for STOP and SAVE") == 1
-    assert ranks.stopped == [False]
-
-
 def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
     ranks.step(evaluate=True)
@@ -201,18 +150,6 @@ def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypat
         assert watch.stopped
         assert watch.resume_state() == {"evaluation_due": True, "extra_saves": [1]}
     assert ranks.stopped == ranks.saves == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("start", "saved", "evaluates"),
-    [(0, {}, True), (5, {}, False), (7, {"evaluation_due": True, "extra_saves": [3, 7]}, True)],
-)
-def test_a_resumed_run_evaluates_first_just_what_is_owed(
-    start, saved, evaluates, tmp_path, monkeypatch
-):
-    ranks = Ranks(tmp_path, monkeypatch, start=start, saved=saved, eval_on_start=True)
-    assert ranks.args[0].eval_on_start == evaluates
-    assert ranks.watches[0].extra_saves == saved.get("extra_saves", [])
 
 
 def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
@@ -259,6 +196,29 @@ def test_all_ranks_save_when_the_last_checkpoint_is_too_old(count, tmp_path, mon
     assert caplog.text.count(first) == 1
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_save_is_one_checkpoint_and_a_failure_to_look_is_logged_once(
+    count, tmp_path, monkeypatch, caplog
+):
+    folder = tmp_path / "run"
+    ranks = Ranks(folder, monkeypatch, ranks=count)
+    for _ in range(3):
+        ranks.step()
+    assert caplog.text.count("cannot look for STOP and SAVE") == 1
+    folder.mkdir()
+    for _request in range(2):
+        (folder / "SAVE").touch()
+        seen = []
+        for _ in range(6):
+            ranks.step()
+            assert len(set(ranks.saves)) == 1
+            seen.append(ranks.saves[0])
+            if ranks.saves[0]:
+                ranks.event("on_save", 1.0)
+        assert seen.count(True) == 1
+        assert not (folder / "SAVE").exists()
+
+
 def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_path, monkeypatch):
     """Two ranks agree a step late: the step's own checkpoint may come in between."""
     ranks = Ranks(tmp_path, monkeypatch, ranks=2, save_minutes=1)
@@ -269,30 +229,6 @@ def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_p
     for _ in range(6):
         ranks.step(9.0)
         assert ranks.saves == [False, False]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_checkpoint_asked_for_within_a_long_evaluation_is_one(count, tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=count, save_minutes=1)
-    ranks.step(evaluate=True)
-    for _ in range(30):
-        ranks.event("on_prediction_step", 10.0)
-    assert ranks.saves == [True] * count
-    ranks.event("on_save", 0.1)
-    for _ in range(5):
-        ranks.step(0.1)
-        assert ranks.saves == [False] * count
-
-
-@pytest.mark.parametrize(("minutes", "strategy"), [(0, "steps"), (1, "no")])
-def test_the_clock_saves_nothing_where_nothing_is_to_be_saved(
-    minutes, strategy, tmp_path, monkeypatch
-):
-    changes = {"save_minutes": minutes, "save_strategy": SaveStrategy(strategy)}
-    ranks = Ranks(tmp_path, monkeypatch, **changes)
-    for _ in range(50):
-        ranks.step(10.0)
-        assert ranks.saves == [False]
 
 
 def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step_or_batch(tmp_path, monkeypatch):
@@ -321,13 +257,8 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     assert deadline.reason(3700 - needed - 20.1) is None
     assert deadline.reason(3700 - needed - 19.9) is not None
     assert Deadline(-5, 10.0, Saves(tmp_path)).reason(11.0) is not None
-
-
-def test_before_any_save_its_time_follows_from_its_size_within_a_share_of_the_job(tmp_path):
-    deadline = Deadline(36_000, 0.0, Saves(tmp_path, estimated_bytes=20 * 10**9))
-    assert deadline.reason(36_000 - 1.5 * 100 - 30.1) is None
-    assert "a save 1e+02 s" in deadline.reason(36_000 - 1.5 * 100 - 29.9)
-    short = Deadline(60, 0.0, Saves(tmp_path, estimated_bytes=10**12))
-    short.steps_s.append(1.0)
-    assert short.reason(60 - 6 - 1.5 * 6 - 2.1) is None
-    assert short.reason(60 - 6 - 1.5 * 6 - 1.9) is not None
+    # Before any save its time follows from its size, within a share of the job.
+    for total_s, size_bytes, needed in ((36_000, 20 * 10**9, 180), (60, 10**12, 6 + 1.5 * 6)):
+        deadline = Deadline(total_s, 0.0, Saves(tmp_path, estimated_bytes=size_bytes))
+        assert deadline.reason(total_s - needed - 0.1) is None
+        assert deadline.reason(total_s - needed + 0.1) is not None

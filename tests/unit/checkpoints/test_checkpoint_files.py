@@ -1,19 +1,26 @@
-"""The files of a checkpoint: their owners, digests, copies, and what differs from a record."""
+"""The files of a checkpoint: owners, digests, copies, the manifest, and what differs from it."""
 
+import dataclasses
 import hashlib
+import json
 
 import pytest
-from made import FILES, write_files
+from made import FACTS, FILES, write_files
 
 from utils.checkpoints import files as module
 from utils.checkpoints.files import (
+    DamagedCheckpointError,
     FileRecord,
+    check_layout,
     file_digests,
     file_problems,
     flush_and_record,
     list_files,
     owner,
+    read_manifest,
+    write_manifest,
 )
+from utils.config.errors import ConfigurationError
 
 
 def test_the_owner_of_a_file_is_the_rank_that_writes_it():
@@ -30,19 +37,13 @@ def test_the_owner_of_a_file_is_the_rank_that_writes_it():
     assert {name: owner(name) for name in owners} == owners
 
 
-def test_files_are_listed_at_any_depth_without_the_manifest(tmp_path):
+def test_what_differs_is_named(tmp_path):
     directory = write_files(tmp_path, 1)
     for name in ("manifest.json", ".nfs000001"):
         (directory / name).touch()
     assert list_files(directory) == sorted(FILES)
-
-
-def test_what_differs_is_named(tmp_path):
-    directory = write_files(tmp_path, 1)
     records = flush_and_record(directory, FILES)
     assert file_problems(directory, records) == []
-    whole = FILES["optimizer.pt"] + b"1"
-    assert records["optimizer.pt"] == FileRecord(len(whole), hashlib.sha256(whole).hexdigest())
     content = bytearray((directory / "optimizer.pt").read_bytes())
     content[77] ^= 1
     (directory / "optimizer.pt").write_bytes(content)
@@ -64,19 +65,11 @@ def test_what_differs_is_named(tmp_path):
 PART = 1000
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
+@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 7 * PART - 3])
+def test_a_large_file_has_the_digest_of_its_parts_digests(size, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART_BYTES", PART)
     monkeypatch.setattr(module, "PIECE_BYTES", 300)
-
-
-def content(size: int) -> bytes:
-    return bytes((7 * at + at // 251) % 256 for at in range(size))
-
-
-@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 2 * PART, 7 * PART - 3])
-def test_a_large_file_has_the_digest_of_its_parts_digests(size, tmp_path, small_parts):
-    data = content(size)
+    data = bytes((7 * at + at // 251) % 256 for at in range(size))
     parts = [hashlib.sha256(data[at : at + PART]) for at in range(0, max(size, 1), PART)]
     whole = hashlib.sha256(b"".join(part.digest() for part in parts))
     expected = (parts[0] if len(parts) == 1 else whole).hexdigest()
@@ -85,3 +78,52 @@ def test_a_large_file_has_the_digest_of_its_parts_digests(size, tmp_path, small_
     assert file_digests([path]) == [expected]
     assert flush_and_record(tmp_path / "b", ["a"], tmp_path) == {"a": FileRecord(size, expected)}
     assert (tmp_path / "b" / "a").read_bytes() == data
+
+
+MANIFEST = dataclasses.replace(
+    FACTS,
+    step=12,
+    samples=96,
+    tokens=12_000,
+    time="2026-01-01T00:00:00+00:00",
+    files={"model.safetensors": FileRecord(3, "ab" * 32), "ä.json": FileRecord(0, "cd" * 32)},
+)
+
+
+def test_a_manifest_is_read_as_written_and_any_change_is_found(tmp_path):
+    write_manifest(tmp_path, MANIFEST)
+    path = tmp_path / "manifest.json"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert read_manifest(tmp_path) == MANIFEST
+    assert read_manifest(tmp_path).size_bytes == 3
+    whole = path.read_bytes()
+    for length in (0, 1, 100, -1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+            read_manifest(tmp_path)
+    for place in range(0, len(whole), 23):
+        for bit in (0, 3, 7):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises((DamagedCheckpointError, ConfigurationError)):
+                read_manifest(tmp_path)
+    path.write_text(json.dumps({"format": 2, "of a later": "version"}))
+    with pytest.raises(ConfigurationError, match="has format 2, a later version of Stoker"):
+        read_manifest(tmp_path)
+
+
+STRATEGIES = ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+ALIKE = {("single", "ddp"), ("ddp", "single"), ("zero1", "zero2"), ("zero2", "zero1")}
+
+
+def test_a_checkpoint_is_loaded_under_a_strategy_that_writes_alike(tmp_path):
+    for written in STRATEGIES:
+        write_manifest(tmp_path, dataclasses.replace(MANIFEST, strategy=written))
+        for strategy in STRATEGIES:
+            if strategy == written or (written, strategy) in ALIKE:
+                check_layout(tmp_path, strategy)
+                continue
+            words = f"under {written} and cannot be loaded under {strategy}: "
+            with pytest.raises(ConfigurationError, match=words):
+                check_layout(tmp_path, strategy)
