@@ -14,6 +14,7 @@ from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
 import pretrain
+from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.config.errors import NotFiniteError
 from utils.data.order import SampleOrder
 
@@ -93,9 +94,9 @@ def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_pa
     assert f"{named} of {poisoned} (all of them: {run}/nonfinite-step-4.json)" in str(caught.value)
     for help_ in ("--accept_changes train_data", "--learning_rate"):
         assert help_ in str(caught.value)
-    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    last = tiny.train_lines(run)[-1]
     assert last["step"] == STEP
-    assert (last["loss"] in ("NaN", "Infinity")) == (kind != "inf_gradient")
+    assert math.isfinite(float(last["loss"])) == (kind == "inf_gradient")
 
 
 @pytest.mark.parametrize("step", [STEP, 6])
@@ -124,22 +125,19 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
     assert {entry["document"] for entry in report(run, step)["documents"]} == set(order(step))
 
 
-def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
+def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys, monkeypatch):
     """Two ranks would learn of the spoilt step only a step later."""
-    from utils.callbacks.nonfinite import NonFiniteGuard
-
     settings = {
         "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 4,
         "save_steps": 5,
     }  # fmt: skip
     asked = []
-    with pytest.MonkeyPatch.context() as patch:
-        real = NonFiniteGuard.settle
-        patch.setattr(
-            NonFiniteGuard, "settle", lambda self, *args: (asked.append(1), real(self, *args))
-        )
-        with pytest.raises(NotFiniteError):
-            start(tmp_path / "run", "nan", **settings)
+    real = NonFiniteGuard.settle
+    monkeypatch.setattr(
+        NonFiniteGuard, "settle", lambda self, *args: (asked.append(1), real(self, *args))
+    )
+    with pytest.raises(NotFiniteError):
+        start(tmp_path / "run", "nan", **settings)
     assert len(asked) == 1
     assert "eval heldout" not in capsys.readouterr().out
 
@@ -147,12 +145,6 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
 @pytest.mark.parametrize(
     ("config", "kind", "cause"),
     [
-        pytest.param(
-            "multi_gpu",
-            "inf_loss",
-            "step 4: the loss of rank 1 in micro-batch 2 is inf",
-            marks=pytest.mark.exhaustive,
-        ),
         ("fsdp2", "inf_loss", "step 4: the loss of rank 1 in micro-batch 2 is inf"),
         ("zero2", "inf_gradient", "step 4: the gradient norm is not finite .*, though the losses"),
     ],
@@ -163,17 +155,13 @@ def test_what_one_of_two_ranks_finds_ends_both(
     """Nothing is saved at the step and the next one: the ranks learn of it at begins of steps."""
     run = tmp_path / "run"
     settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
-    shown = spoil_two_ranks(config, kind, pretraining(run, **RUN | settings))
+    argv = pretraining(run, **RUN | settings)
+    done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
+    shown = done.stdout
+    assert done.codes == (78, 78), shown[-4000:]
+    assert shown.count("not finite (1 problem):") == 1
     assert len(re.findall(cause, shown)) == 1, shown[-3000:]
     assert documents(run) == ({SPOILT} if kind == "inf_loss" else set(BATCH.tolist()))
     assert kept(run) == ["checkpoint-3"]
     assert not (run / "final").exists()
     assert tiny.train_lines(run)[-1]["step"] == STEP + 1
-
-
-def spoil_two_ranks(config: str, kind: str, argv: list[str]) -> str:
-    """Run until both ranks end with 78; return what they say."""
-    done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
-    assert done.codes == (78, 78), done.stdout[-4000:]
-    assert done.stdout.count("not finite (1 problem):") == 1
-    return done.stdout
