@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
-from utils.config.errors import ConfigurationError, StorageError
+from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
@@ -85,15 +85,6 @@ def test_nothing_of_a_damaged_checkpoint_has_a_part_in_the_resumed_run(
     assert tiny.starts(run)[1]["resumed_from"] == str(run / "checkpoint-3")
     assert weights(run / "checkpoint-6") == weights(whole / "checkpoint-6")
     assert finished(run) == finished(whole)
-
-
-def test_a_run_without_any_whole_checkpoint_is_refused_for_that(whole, from_stage, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    for step in (3, 6):
-        emptied(run / f"checkpoint-{step}" / "config.json")
-    with pytest.raises(StorageError, match="no committed checkpoint of this run is whole"):
-        pretrain.main(from_stage(run, whole.parent / "gone"))
 
 
 def test_a_stage_is_not_needed_once_the_run_has_a_checkpoint(

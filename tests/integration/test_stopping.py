@@ -22,7 +22,6 @@ from provoked_runs import (
     trainer_state,
 )
 
-import sft_train
 from utils.callbacks.journal import read_journal
 from utils.config.errors import ExitCode, NoProgressError
 
@@ -232,31 +231,6 @@ def test_a_job_that_comes_to_nothing_three_times_is_not_started_again(start, tmp
     monkeypatch.setenv("SLURM_JOB_ID", "43")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert start(run, eval_on_start="true") == ExitCode.DONE
-
-
-def test_fine_tuning_stops_and_resumes_too(fine_tuning, workspace, tmp_path, monkeypatch):
-    import utils.runs.finish as reporting
-
-    settings = {
-        "eval_data": f"heldout={workspace / 'chats_heldout'}",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "per_device_eval_batch_size": 2,
-        "logging_steps": 4,
-        "use_peft": "true",
-        "lora_r": 4,
-    }
-    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert sft_train.main(fine_tuning(whole, **settings)) == ExitCode.DONE
-    real = reporting.run_callbacks
-    provoke = Provoke("on_prediction_step", 2, send(signal.SIGTERM), nth=2)
-    monkeypatch.setattr(reporting, "run_callbacks", lambda *args: [provoke, *real(*args)])
-    assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.STOPPED
-    monkeypatch.setattr(reporting, "run_callbacks", real)
-    assert sft_train.main(fine_tuning(run, **settings)) == ExitCode.DONE
-    tiny.assert_same_run(run, whole)
-    assert tiny.evaluations(run, "heldout") == tiny.evaluations(whole, "heldout")
 
 
 def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, workspace, tmp_path):

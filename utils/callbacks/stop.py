@@ -154,15 +154,21 @@ class StopWatch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Do what the ranks agreed on: stop, or save and continue."""
-        assert self.agreement is not None, "on_train_begin comes first"
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
-        self._count_event()
-        agreed = self._take_turn(self.agreement)
-        if agreed >= STOPPING:
-            self._stop_at_step(agreed, args, state, control)
-        elif self.save_due:
+        agreed = self._take_turn()
+        last = state.global_step >= state.max_steps
+        # With this strategy the last step's evaluation is asked for after this event.
+        due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
+        if agreed >= STOPPING and last and not due:
+            if self.rank == 0:
+                logger.info("finishing, not stopping: step %d is the last", self.step)
+            self._consume(STOP)
+        elif agreed >= STOPPING:
+            self.evaluation_due = due  # there may be no time for it: the resumed run begins with it
+            self._stop(agreed, f"step {self.step}", control)
+        if self.stopped or self.save_due:
             self._ask_for_save(args, state, control)
 
     @override
@@ -172,21 +178,23 @@ class StopWatch(TrainerCallback):
         """Interrupt the evaluation, or save after it; every rank has equally many batches."""
         if self.agreement is None:
             return  # the evaluation of a finished run
-        self._count_event()
-        agreed = self._take_turn(self.agreement)
+        agreed = self._take_turn()
         if agreed >= STOPPING:
             self.evaluation_due = True
             self._stop(agreed, f"a part of the evaluation at step {self.step}", control)
+        if self.stopped or self.save_due:
             self._ask_for_save(args, state, control)
+        if self.stopped:
             raise EvaluationInterrupted
-        if self.save_due:
-            self._ask_for_save(args, state, control)
 
-    def _take_turn(self, agreement: Agreement) -> int:
+    def _take_turn(self) -> int:
         """Return what the ranks agreed on in the last turn, and begin the next one."""
-        if agreement.group is None:  # alone: in this turn
-            self._put_forward(agreement)
-        agreed = agreement.result()
+        assert self.agreement is not None, "on_train_begin comes first"
+        self._count_event()
+        alone = self.agreement.group is None
+        if alone:
+            self._put_forward(self.agreement)
+        agreed = self.agreement.result()
         if agreed >= FAILED:
             self.checkpoints.finish()  # raises
         # A checkpoint that was written since it was asked for is what was asked for.
@@ -195,8 +203,8 @@ class StopWatch(TrainerCallback):
             self.save_due = not self.saved_since_turn
             if self.save_due and self.rank == 0:
                 logger.info("saving at step %d, then continuing: %s", self.step, self.reason)
-        if agreement.group is not None:
-            self._put_forward(agreement)
+        if not alone:
+            self._put_forward(self.agreement)
         return agreed
 
     def _put_forward(self, agreement: Agreement) -> None:
@@ -240,21 +248,6 @@ class StopWatch(TrainerCallback):
             self.found = NOTHING
         for name in names if self.rank == 0 else ():
             (self.checkpoints.output_dir / name).unlink(missing_ok=True)
-
-    def _stop_at_step(
-        self, agreed: int, args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> None:
-        last = state.global_step >= state.max_steps
-        # With this strategy the last step's evaluation is asked for after this event.
-        due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
-        if last and not due:
-            if self.rank == 0:
-                logger.info("finishing, not stopping: step %d is the last", self.step)
-            self._consume(STOP)
-            return
-        self.evaluation_due = due  # there may be no time for it: the resumed run begins with it
-        self._stop(agreed, f"step {self.step}", control)
-        self._ask_for_save(args, state, control)
 
     def _stop(self, agreed: int, place: str, control: TrainerControl) -> None:
         self.stopped = True

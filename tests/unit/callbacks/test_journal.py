@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import Journal, duration, read_journal, readable_line, valid_json
+from utils.callbacks.journal import Journal, read_journal, readable_line, valid_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, **options):
@@ -121,8 +121,3 @@ TRAIN = {
 )  # fmt: skip
 def test_an_event_is_one_readable_line(line, text):
     assert readable_line(line, 8000, 271.0) == text
-
-
-def test_durations_have_two_units():
-    seconds = [0, 59.6, 3599.7, 11_100, 187_200]
-    assert [duration(each) for each in seconds] == ["0s", "1m00s", "1h00m", "3h05m", "2d04h"]
