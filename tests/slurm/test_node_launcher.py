@@ -139,7 +139,7 @@ def test_two_nodes_of_two_processes_are_four_ranks(slurm, worker, tmp_path):
     assert all(said["TRITON_CACHE_DIR"].startswith(tuple(directories)) for said in found.values())
     assert not any(Path(directory).exists() for directory in directories)  # gone at the end
     assert "launch: 2 process(es) on each of 2 node(s), accelerate_configs/cpu.yaml" in done.output
-    assert "node check: 2 nodes (n1, n2), CPU only, the same code" in done.output
+    assert "node check: 2 node(s) (n1, n2), CPU only, the same code" in done.output
 
 
 ALLOCATION = (

@@ -111,7 +111,7 @@ def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
     if verdict.exit_code == ExitCode.DONE:
         return verdict
     left = leave_verdict(verdict.text, verdict.exit_code)
-    earlier = None if left else read_verdict()
+    earlier = read_verdict()
     if alone or (not left and earlier is None):
         sys.stderr.write(f"{(earlier or verdict).text}\n")
         sys.stderr.flush()
@@ -150,7 +150,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "
             "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
         )
-    allocation = with_free_port(read_allocation(os.environ, count_devices))
+    import torch
+
+    allocation = with_free_port(read_allocation(os.environ, torch.cuda.device_count))
     path = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
     os.environ |= process_environment(allocation)
@@ -161,20 +163,13 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         )  # fmt: skip
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
     files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
-    found = check_nodes(allocation, node_facts(allocation, files, count_devices()))
+    found = check_nodes(allocation, node_facts(allocation, files, torch.cuda.device_count()))
     if allocation.node == 0:
         logger.info("%s", found)
     arguments = launch_arguments(path, config, allocation, os.environ, command)
     signals.started = True
     verdict = run_processes(arguments, signals)
     return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), len(allocation.hosts) > 1)
-
-
-def count_devices() -> int:
-    """Count the GPUs that torch sees here."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
@@ -216,10 +211,7 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
 
 
 def quieten_torchrun() -> None:
-    """Leave out torchrun's own account of an end, in which the cause is easily missed.
-
-    And its warning, on every node but the first, that it ignores the node's number.
-    """
+    """Leave out torchrun's own account of an end, in which the cause is easily missed."""
     import torch.distributed.run  # sets its logger's level when it is imported
 
     logging.getLogger(torch.distributed.run.__name__).setLevel(logging.ERROR)

@@ -1,8 +1,7 @@
 """The first check of a launch: all nodes start, reach the first one, and are alike.
 
 Each node's launcher sends facts about itself, as one line of JSON, to the first node, which listens
-at the port after rank 0's and answers with everyone's. All nodes judge the same list, so each of
-them reports what is wrong with any.
+at the port after rank 0's and answers with what is wrong with any of them.
 """
 
 import contextlib
@@ -74,15 +73,16 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
 
     Raises UnfitClusterError, the same one on every node that took part.
     """
-    several = len(allocation.hosts) > 1
-    everyone = exchange_facts(allocation, facts) if several else [facts]
-    if problems := node_problems(everyone):
+    hosts = allocation.hosts
+    if len(hosts) == 1:
+        problems = node_problems([facts])
+    else:
+        problems = (_collect if allocation.node == 0 else _report)(allocation, facts, _timeout_s())
+    if problems:
         raise UnfitClusterError(problems)
     devices = "CPU only" if allocation.gpus is None else f"{allocation.gpus} GPU(s) each"
-    if not several:
-        return f"node check: {allocation.host}, {devices}"
-    shown = ", ".join(allocation.hosts[:8]) + (", ..." if len(everyone) > 8 else "")
-    return f"node check: {len(everyone)} nodes ({shown}), {devices}, the same code and versions"
+    shown = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+    return f"node check: {len(hosts)} node(s) ({shown}), {devices}, the same code and versions"
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,29 +113,14 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def exchange_facts(allocation: Allocation, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the facts of every node, by node. Raises UnfitClusterError naming missing nodes."""
-    act = _collect if allocation.node == 0 else _report
-    everyone, problem = act(allocation, facts, _timeout_s())
-    if problem:
-        raise UnfitClusterError(
-            f"{problem} Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of "
-            f"{allocation.hosts[0]} that all nodes reach, on the interface that NCCL_SOCKET_IFNAME "
-            f"names; {MAIN_PORT} chooses another port; {TIMEOUT}=120 waits longer."
-        )
-    return everyone
-
-
-def _collect(
-    allocation: Allocation, facts: Mapping[str, Any], timeout_s: float
-) -> tuple[list[dict[str, Any]], str]:
-    """On the first node: receive everyone's facts, send all of them and what is wrong to each."""
-    nodes: dict[int, dict[str, Any]] = {0: dict(facts)}
+def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
+    """On the first node: receive everyone's facts, and tell all what is wrong with them."""
+    hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as connections:
         listener = connections.enter_context(listen(allocation.host, allocation.port + 1))
         streams = []
-        while len(nodes) < len(allocation.hosts) and (left := deadline - time.monotonic()) > 0:
+        while len(nodes) < len(hosts) and (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)
             # The limit, or somebody else's connection: no node of this job.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -143,25 +128,23 @@ def _collect(
                 connection.settimeout(_CONNECTION_TIMEOUT_S)
                 stream = connections.enter_context(connection.makefile("rw"))
                 node, sent_at, sent = json.loads(stream.readline())
-                if allocation.hosts[node] == sent["host"]:
+                if hosts[node] == sent["host"]:
                     nodes[node] = sent | {"clock_ahead_s": sent_at - time.time()}
                     streams.append(stream)
-        missing = [host for node, host in enumerate(allocation.hosts) if node not in nodes]
-        problem = missing and (
-            f"{', '.join(missing)} did not come to {allocation.address}:{allocation.port + 1} "
-            f"within {timeout_s:g} s, where {allocation.host} waited."
-        )
-        answer = [nodes[node] for node in sorted(nodes)], problem or ""
+        problems = node_problems([nodes[node] for node in sorted(nodes)])
+        if missing := [host for node, host in enumerate(hosts) if node not in nodes]:
+            problems = [
+                f"{', '.join(missing)} did not come to {allocation.address}:{allocation.port + 1} "
+                f"within {timeout_s:g} s, where {hosts[0]} waited. {_advice(hosts[0])}"
+            ]
         for stream in streams:
             with contextlib.suppress(OSError):
-                print(json.dumps(answer), file=stream, flush=True)
-    return answer
+                print(json.dumps(problems), file=stream, flush=True)
+    return problems
 
 
-def _report(
-    allocation: Allocation, facts: Mapping[str, Any], timeout_s: float
-) -> tuple[list[dict[str, Any]], str]:
-    """On any other node: send its facts to the first node and return the answer."""
+def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
+    """On any other node: send its facts to the first node and return its answer."""
     where = (allocation.address, allocation.port + 1)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -173,15 +156,22 @@ def _report(
                 message = [allocation.node, time.time(), facts]
                 print(json.dumps(message), file=stream, flush=True)
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # for the others to come
-                everyone, problem = json.loads(stream.readline())
-                return everyone, problem
+                return list(json.loads(stream.readline()))
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:
-                return [], (
+                return [
                     f"{allocation.host}: {where[0]}:{where[1]}, where the nodes meet, did not "
-                    f"answer within {timeout_s:g} s ({error})."
-                )
+                    f"answer within {timeout_s:g} s ({error}). {_advice(allocation.hosts[0])}"
+                ]
         time.sleep(0.1)
+
+
+def _advice(first: str) -> str:
+    return (
+        f"Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of {first} that all nodes reach, on "
+        f"the interface that NCCL_SOCKET_IFNAME names; {MAIN_PORT} chooses another port; "
+        f"{TIMEOUT}=120 waits longer."
+    )
 
 
 def _timeout_s() -> float:

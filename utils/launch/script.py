@@ -76,11 +76,10 @@ def configure_logging() -> None:
 
 
 def configure_environment() -> None:
-    """Set the switches that libraries read once, when they are imported.
+    """Set the switches that libraries read once, when they are imported; what the user set stays.
 
     Call it before huggingface_hub, transformers or datasets is imported. A Slurm job is offline:
-    its nodes seldom have internet and would wait for time-outs. What the user set stays:
-    HF_HUB_OFFLINE=0 keeps a job online.
+    its nodes seldom have internet and would wait for time-outs; HF_HUB_OFFLINE=0 keeps it online.
     """
     # Imports leave 700,000 objects for good: a start is a third shorter if the collector does not
     # go through them a thousand times, nor once more when the process ends.
@@ -98,9 +97,8 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
     all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
-    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Secrets
-    are redacted. Each end but a good one leaves a note for the launcher. SystemExit and
-    KeyboardInterrupt pass through.
+    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Each end
+    but a good one leaves a note for the launcher. SystemExit and KeyboardInterrupt pass through.
 
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
@@ -111,8 +109,8 @@ def run_script(main: Callable[[], int | None]) -> int:
         """Skip the teardown of one rank of several; all that is to be kept is written.
 
         Process groups may wait there for ranks that wait for this one, and a library's thread that
-        meets the end of the interpreter aborts the process: a rank that has finished would have
-        failed. Registered before any library is imported, this is the last of all exit handlers.
+        meets the end of the interpreter aborts the process. Registered before any library is
+        imported, this is the last of all exit handlers.
         """
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()

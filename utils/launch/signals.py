@@ -26,11 +26,9 @@ _wakeup_pipe: tuple[int, int] | None = None
 def install_stop_signals() -> None:
     """Let SIGTERM and SIGUSR1 ask for a stop instead of ending the process; SIGINT stays as it is.
 
-    Only the main thread may call it. Forgets requests of an earlier run in the same process.
-
-    A thread answers. Python runs handlers in the main thread, between two of its own instructions:
-    never while that is stuck in a collective whose peer is gone. The byte that the interpreter's
-    C handler writes into the wakeup descriptor arrives at once.
+    Only the main thread may call it. Forgets requests of an earlier run in the same process. A
+    thread answers: Python runs handlers in the main thread, never while that is stuck in a
+    collective, but the interpreter's C handler writes into the wakeup descriptor at once.
     """
     global _requested, _wakeup_pipe  # noqa: PLW0603 - one thread serves all runs of a process
     _requested = None

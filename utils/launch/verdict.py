@@ -127,12 +127,12 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
             "ranks waited for it."
         )
     lines = [f"rank {note.rank} on {note.host} {note.text}" for note in notes]
-    if silent := [rank for rank in range(len(hosts)) if rank not in {note.rank for note in notes}]:
-        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in silent[:SHOWN])
-        named += ", ..." * (len(silent) > SHOWN)
+    if silent := set(range(len(hosts))) - {note.rank for note in notes}:
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(silent)[:SHOWN])
         return (
-            f"{named}: no sign of life, while the others hang. It was stopped (SIGSTOP, a frozen "
-            f"host), stands in a call that never returns to Python, or is gone. {lines[0]}"
+            f"{named}{', ...' * (len(silent) > SHOWN)}: no sign of life, while the others hang. It "
+            "was stopped (SIGSTOP, a frozen host), stands in a call that never returns to Python, "
+            f"or is gone. {lines[0]}"
         )
     fewest = min(note.beats or 0 for note in notes)
     behind = [number for number, note in enumerate(notes) if (note.beats or 0) == fewest]

@@ -32,11 +32,7 @@ from utils.launch.script import run_script
 
 USAGE = "usage: python -m utils.submit.sweep points|check FILE, or point FILE INDEX"
 KEYS = ("script", "config", "settings", "grid", "output_dir")
-_RESERVED = {
-    "output_dir": "the sweep's output_dir holds a directory per point, named from its values",
-    "config": "name recipes in the sweep's `config`, they are the same for all points",
-    "dry_run": "slurm/submit.sh dry-runs every point",
-}
+_OWN = ("output_dir", "config", "dry_run")  # of the sweep, not of its points
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 # File systems end at 255 bytes; temporary names of checkpoints need some of them.
 _LONGEST_NAME = 120
@@ -184,7 +180,8 @@ def _grid_points(
 
 def _faults_of(settings: Mapping[str, Any]) -> list[str]:
     """Say which settings cannot be flags of a point."""
-    faults = [f"{name}: {_RESERVED[name]}" for name in settings if name in _RESERVED]
+    own = "the sweep sets it: it has `output_dir` and `config`, and submit.sh dry-runs every point"
+    faults = [f"{name}: {own}" for name in settings if name in _OWN]
     for name, value in settings.items():
         try:
             flag_words(name, value)

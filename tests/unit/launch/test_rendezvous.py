@@ -8,14 +8,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.launch import rendezvous
-from utils.launch.rendezvous import (
-    check_nodes,
-    exchange_facts,
-    listen,
-    node_facts,
-    node_problems,
-    with_free_port,
-)
+from utils.launch.rendezvous import check_nodes, listen, node_facts, node_problems, with_free_port
 from utils.launch.slurm import Allocation
 
 SAME = {"code": "abc", "python": "3.11.2", "torch": "2.13.0", "processes": 4}
@@ -36,27 +29,32 @@ def port():
         return number
 
 
-def node(index: int, port: int, address: str = "127.0.0.1") -> Allocation:
-    return Allocation(("n1", "n2"), index, 2, None, address, port)
+def node(index: int, port: int, hosts=("n1", "n2"), address: str = "127.0.0.1") -> Allocation:
+    return Allocation(hosts, index, 2, None, address, port)
 
 
-def together(attend, between=lambda: None) -> None:
-    """Call it for both nodes at once."""
+def meet(port: int, hosts=("n1", "n2"), between=lambda: None, **facts) -> list[object]:
+    """What n1 and n2 are told at once; n2's facts are other ones, and it comes later."""
+    told = [None, None]
+
+    def attend(index: int) -> None:
+        allocation = node(index, port, hosts)
+        own = node_facts(allocation, [], 0) | (facts if index else {})
+        try:
+            told[index] = check_nodes(allocation, own)
+        except UnfitClusterError as refusal:
+            told[index] = refusal.problems
+
     threads = [threading.Thread(target=attend, args=(index,)) for index in (0, 1)]
     threads[0].start()
     between()
     threads[1].start()
     for thread in threads:
         thread.join(20)
+    return told
 
 
-def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port):
-    heard = {}
-
-    def attend(index: int) -> None:
-        allocation = node(index, port)
-        heard[index] = exchange_facts(allocation, node_facts(allocation, [], devices=index))
-
+def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
     def strangers() -> None:
         for words in (b"", b"GET / HTTP/1.1\n", b'[1, 0, {"host": "n7"}]\n', b"[]\n", b"\xff\n"):
             while True:
@@ -67,35 +65,22 @@ def test_nodes_hear_of_each_other_in_their_order_and_strangers_are_ignored(port)
                 except ConnectionRefusedError:
                     continue
 
-    together(attend, strangers)
-    assert heard[0] == heard[1]
-    assert [facts["host"] for facts in heard[0]] == ["n1", "n2"]
-    assert [facts["devices"] for facts in heard[0]] == [0, 1]
-    assert all(abs(facts["clock_ahead_s"]) < 5 for facts in heard[0])
+    alike = "node check: 2 node(s) (n1, n2), CPU only, the same code and versions"
+    assert meet(port, between=strangers) == [alike, alike]
+    first, second = meet(port, gpus=1)
+    assert first == second == [first[0]]
+    assert "n2: the job has 1 GPUs on this node" in first[0]
     listen("n1", port + 1).close()  # free again
 
 
 def test_a_node_that_does_not_come_is_named_on_all_that_did(port, monkeypatch):
     monkeypatch.setattr(rendezvous, "_timeout_s", lambda: 0.4)
-    missing = rf"n2 did not come to 127.0.0.1:{port + 1} within 0.4 s.*STOKER_MAIN_ADDRESS"
-    with pytest.raises(UnfitClusterError, match=missing):
-        exchange_facts(node(0, port), FACTS)
     with pytest.raises(UnfitClusterError, match=r"n2: no\.such\.host:.*Name or service not known"):
-        exchange_facts(node(1, port, "no.such.host"), FACTS)
-
-    hosts = ("n1", "n2", "n3")
-    refusals = []
-
-    def attend(index: int) -> None:
-        allocation = Allocation(hosts, index, 2, None, "127.0.0.1", port)
-        with pytest.raises(UnfitClusterError) as refused:
-            exchange_facts(allocation, node_facts(allocation, [], 0))
-        refusals.extend(refused.value.problems)
-
-    together(attend)
-    assert len(refusals) == 2
-    assert refusals[0] == refusals[1]
-    assert refusals[0].startswith("n3 did not come")
+        check_nodes(node(1, port, address="no.such.host"), FACTS)
+    first, second = meet(port, ("n1", "n2", "n3"))
+    assert first == second
+    missing = rf"n3 did not come to 127.0.0.1:{port + 1} within 0.4 s.*STOKER_MAIN_ADDRESS"
+    assert re.match(missing, first[0])
 
 
 def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch):
@@ -109,18 +94,15 @@ def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch)
         with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use"):
             with_free_port(alone)
     assert with_free_port(alone) == alone
-    with (
-        listen("n1", port + 1),
-        pytest.raises(UnfitClusterError, match=f"port {port + 1} is in us"),
-    ):
-        exchange_facts(node(0, port), FACTS)
+    with listen("n1", port + 1), pytest.raises(UnfitClusterError, match=f"{port + 1} is in use"):
+        check_nodes(node(0, port), FACTS)
 
 
 def test_the_limit_must_be_seconds(port, monkeypatch):
     for value in ("soon", "0", "inf", "nan"):
         monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", value)
         with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
-            exchange_facts(node(1, port), FACTS)
+            check_nodes(node(1, port), FACTS)
 
 
 def test_each_difference_names_both_nodes():
@@ -134,12 +116,8 @@ def test_each_difference_names_both_nodes():
         [found] = node_problems([FACTS, FACTS | {"host": "n2"} | changes])
         assert re.search(problem, found)
     assert node_problems([FACTS, FACTS | {"host": "n2"}]) == []
-
-
-def test_one_node_looks_at_its_devices_alone():
     with pytest.raises(UnfitClusterError, match=r"n1: the job has 2 GPUs .* torch sees 1"):
         check_nodes(ALONE, node_facts(ALONE, [], devices=1))
-    assert check_nodes(ALONE, node_facts(ALONE, [], 2)) == "node check: n1, 2 GPU(s) each"
 
 
 def test_the_code_is_told_apart_by_names_and_content(tmp_path):

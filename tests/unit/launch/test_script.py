@@ -77,15 +77,9 @@ def test_each_kind_of_refusal_has_its_title_and_exit_code(capsys, notes, error, 
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "shown"),
-    [
-        ("0", "0", ["configuration error (2 problems):", "  - one", "  - two"]),
-        ("1", "1", []),
-        ("8", "0", ["n1 rank 8  configuration error: one"]),
-    ],
+    [("1", "1", []), ("8", "0", ["n1 rank 8  configuration error: one"])],
 )
-def test_rank_0_shows_all_and_other_nodes_one_line(
-    capsys, monkeypatch, notes, rank, local_rank, shown
-):
+def test_other_nodes_show_one_line(capsys, monkeypatch, notes, rank, local_rank, shown):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     waited = []
@@ -117,12 +111,6 @@ def test_a_storage_error_of_one_rank_alone_is_shown_by_that_rank(capsys, monkeyp
     assert capsys.readouterr().err.startswith("n1 rank 5  storage error: n1: No space")
 
 
-def test_a_failure_of_the_compiler_says_what_to_do(capsys, notes):
-    assert run_script(raising(torch._dynamo.exc.Unsupported("a graph break"))) == 1
-    assert capsys.readouterr().err.endswith("--compile false trains without, slower.\n")
-    assert "--compile" not in the_note(notes)[2]
-
-
 def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
     run_script(raising(RuntimeError("sent correcthorsebattery")))
@@ -138,15 +126,20 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
         # What tokenizers raises, which has no type of its own.
         (
             Exception("No space left on device (os error 28)"),
-            r"No space left on device \(Exception: No space .*test_script.*\)\. Make room",
+            r"device \(Exception: No space .*\)\.",
         ),
-        (OSError(errno.EIO, "x", "/x"), r"Input/output error, writing /x\. .* or have the storage"),
         (OSError(errno.EDQUOT, "x", "/no/x"), r"Disk quota exceeded, writing /no/x\. Make"),
+        (torch._dynamo.exc.Unsupported("a graph break"), None),
     ],
 )
 def test_storage_that_fails_in_any_words_is_a_storage_error(error, said, capsys, notes):
-    assert run_script(raising(error)) == ExitCode.STORAGE
+    code = run_script(raising(error))
     shown = capsys.readouterr().err
+    if said is None:
+        assert code == 1
+        assert shown.endswith("--compile false trains without, slower.\n")
+        return
+    assert code == ExitCode.STORAGE
     assert shown.startswith("storage error on n1 (1 problem):\n  - n1: ")
     assert re.search(said, shown)
     assert "start the same command again" in shown
@@ -208,13 +201,7 @@ def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, cod
     assert done.returncode == code
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["pretrain.py", "--help"], ["prepare_data.py", "--help"],
-        ["-m", "utils.launch.node", "pretrain.py"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [["pretrain.py", "--help"], ["-m", "utils.launch.node", "x"]])
 def test_a_python_without_the_packages_says_so(command, monkeypatch):
     monkeypatch.delenv("STOKER_NOTES_DIR")
     done = subprocess.run(  # -S: without site-packages
@@ -246,7 +233,7 @@ def fresh_logging(monkeypatch):
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def logged(level=logging.INFO):
+def logged() -> list[str]:
     out = io.StringIO()
     configure_logging()
     known = logging.getLogger().handlers
@@ -260,43 +247,34 @@ def logged(level=logging.INFO):
     return out.getvalue().splitlines()
 
 
-def test_rank_0_tells_everything_one_line_an_event(fresh_logging, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_rank_0_tells_all_in_one_line_an_event_other_ranks_their_warnings(
+    fresh_logging, monkeypatch
+):
     configure_logging()  # a second time doubles no line
     lines = [line.split("  ", 1) for line in logged()]
     assert [len(clock) for clock, _ in lines] == [len("12:34:56")] * 3
     messages = [message for _, message in lines]
     assert messages[:2] == ["started", "WARNING  careful"]
     assert messages[2].startswith("WARNING  UserWarning: odd thing (")
-
-
-def test_other_ranks_warn_only_and_say_who_they_are(fresh_logging, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     (line,) = logged()
     assert line.endswith("  n1 rank 3  WARNING  careful")
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "7"}, "1"),
-        ({"SLURM_JOB_ID": "7", "HF_HUB_OFFLINE": "0"}, "0"),
-    ],
-)
-def test_switches_keep_what_the_user_set_and_a_slurm_job_is_offline(
-    monkeypatch, caplog, environment, expected
-):
+def test_switches_keep_what_the_user_set_and_a_slurm_job_is_offline(monkeypatch, caplog):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    for name in ("HF_HUB_OFFLINE", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.INFO):
-        configure_environment()
-    assert os.environ.get("HF_HUB_OFFLINE") == expected
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert ("offline (Slurm job); HF_HUB_OFFLINE=0 allows" in caplog.text) == (expected == "1")
+    for job, given, expected in [("", None, None), ("7", "0", "0"), ("7", None, "1")]:
+        for name, value in (("SLURM_JOB_ID", job or None), ("HF_HUB_OFFLINE", given)):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            configure_environment()
+        assert os.environ.get("HF_HUB_OFFLINE") == expected
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+        assert ("offline (Slurm job); HF_HUB_OFFLINE=0 allows" in caplog.text) == (expected == "1")
 
 
 @pytest.mark.slow

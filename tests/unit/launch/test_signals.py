@@ -70,19 +70,14 @@ def test_without_our_launcher_a_signal_asks_for_a_stop(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [WAIT, STUCK_IN_C], ids=["waiting", "stuck in C"])
-def test_a_sigterm_without_the_launchers_file_ends_the_process(program, tmp_path, start):
-    """Its launcher is ending it because another rank failed."""
-    child = start(program, tmp_path)
+def test_under_the_launcher_its_file_says_whether_a_sigterm_is_a_request(tmp_path, start):
+    """Without it the launcher is ending the process, because another rank failed."""
+    children = [start(program, tmp_path) for program in (WAIT, STUCK_IN_C)]
     begin = time.monotonic()
-    child.send_signal(signal.SIGTERM)
-    assert end(child) == (143, "")
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+    assert [end(child) for child in children] == [(143, ""), (143, "")]
     assert 0.9 < time.monotonic() - begin < 4
-
-
-@pytest.mark.slow
-def test_a_sigterm_to_the_whole_job_is_a_request(tmp_path, start):
-    """The launcher got it too and leaves its file a moment later."""
     child = start(WAIT, tmp_path, within_s=3)
     child.send_signal(signal.SIGTERM)
     time.sleep(0.5)
