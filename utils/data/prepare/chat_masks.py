@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from utils.data.prepare.chat_templates import (
-    MARKS,
     NOBODY,
     RENDERING_ERRORS,
     Chat,
@@ -33,7 +32,6 @@ from utils.data.prepare.chat_templates import (
     ChatTemplate,
     MarkedChat,
     Message,
-    check_texts,
 )
 
 if TYPE_CHECKING:
@@ -94,44 +92,29 @@ class ChatMasks:
     def _masked(self, chat: Chat, first_trained: int) -> MaskedChat:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         text, blocks = self.template.render_with_markers(chat)
-        marked = self._marked(chat, text)
-        drops_thinking = check_texts(marked, text)
+        marked = MarkedChat(self.template, chat, text)
+        drops_thinking = marked.drops_thinking()
         if self.template.has_markers:
             spans = _spans_of_blocks(marked, turns, blocks)
         else:
             spans, closing = self._derived(marked, turns)
             text += closing
-        trained = {
-            turn: spans[turn]
-            for turn in turns
-            if turn >= first_trained and chat.messages[turn].get("weight") != 0
-        }
-        for turn, own in trained.items():
-            self._check_spans(marked, turn, own, text)
-        return MaskedChat(text, [s for own in trained.values() for s in own], drops_thinking)
-
-    def _marked(self, chat: Chat, text: str) -> MarkedChat:
-        """Return the chat with marks that change nothing."""
-        if MARKS.search(text):
-            raise ChatRefused("it holds characters of Unicode's private-use plane 16")
-        try:
-            marked = MarkedChat(self.template, chat)
-        except RENDERING_ERRORS:
-            marked = None  # the template refuses the marks, not the chat
-        if marked is None or MARKS.sub("", marked.whole) != text:
-            raise ChatRefused(
-                "the template prints other text where marks are put around the messages'"
-            )
-        return marked
+        trained: list[Span] = []
+        for turn in turns:
+            if turn >= first_trained and chat.messages[turn].get("weight") != 0:
+                self._check_spans(marked, turn, spans[turn], text)
+                trained += spans[turn]
+        return MaskedChat(text, trained, drops_thinking)
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
         """Raise ChatRefused unless the spans of a turn hold its words, no other's, and its end."""
-        indices = chat.indices
-        words = [chat.unmarked(index) for index in chat.own(turn)]
+        words = [chat.marks[number].at for number in chat.own.get(turn, ())]
         inside = {
             mark.message
             for low, high in spans
-            for mark in chat.marks[bisect_right(indices, low) : bisect_left(indices, high)]
+            for mark in chat.marks[
+                bisect_right(chat.indices, low) : bisect_left(chat.indices, high)
+            ]
         }
         trained_text = "".join(text[slice(*span)] for span in spans)
         written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._stop)
@@ -156,7 +139,7 @@ class ChatMasks:
         closing, last = "", 0
         for turn in turns:
             low, first, behind, high = chat.around(turn)
-            gap, following = chat.whole[low:first], chat.whole[behind:high]
+            gap, following = chat.text[low:first], chat.text[behind:high]
             key = gap, following, _context(chat, turn)
             if key not in self._delimiters:
                 if len(self._delimiters) > CACHED:
@@ -167,9 +150,9 @@ class ChatMasks:
                 )
             header, length, closing = self._delimiters[key]
             start, last = max(low + header, last), behind + length
-            if closing and last != len(chat.whole):
+            if closing and last != len(chat.text):
                 raise ChatRefused(f"{chat.named(turn)}: nothing ends it")
-            spans[turn] = [(chat.unmarked(start), chat.unmarked(last) + len(closing))]
+            spans[turn] = [(start, last + len(closing))]
         return spans, closing
 
     def _start(self, chat: MarkedChat, turn: int, gap: str) -> int:
@@ -184,13 +167,13 @@ class ChatMasks:
 
     def _prompted(self, chat: MarkedChat, turn: int, gap: str) -> int:
         """Return how much of a gap the generation prompt prints too, -1 if they are different."""
-        if (openings := self._openings(chat, chat.messages[:turn])) is None:
+        openings = self._openings(chat, chat.messages[:turn])
+        if openings is None:
             return -1
         bare, opening = openings
         if opening == bare:
             # No generation prompt: the model is given what precedes any reply.
-            reply = self._tail_with(chat, turn, {"role": ASSISTANT, "content": PROBE})
-            reply = reply.partition(PROBE)[0]
+            reply, _, _ = self._around_probe(chat, turn, {"role": ASSISTANT}).partition(PROBE)
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
                 opening = reply or opening  # else what it says begins with a blank, no header
         shared = _shared(gap, opening)
@@ -229,7 +212,7 @@ class ChatMasks:
             if not is_last:
                 return two.end(), ""
             if continued.startswith(ended):
-                return len(following), MARKS.sub("", continued[len(ended) : two.end()])
+                return len(following), continued[len(ended) : two.end()]
         if self._stop in following:  # it is printed otherwise where it comes last
             return following.index(self._stop) + len(self._stop), ""
         if one is None and two is None and is_last and not ended.strip():
@@ -252,17 +235,18 @@ class ChatMasks:
 
     def _if_continued(self, chat: MarkedChat, turn: int) -> str:
         """Return what follows a last turn when another message comes; "" if none can."""
-        answer = {"role": "user", "content": PROBE}
+        answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", "abcdefghi")
-            answer |= {"role": "tool", "name": name, "tool_call_id": number}
-        before, probe, _ = self._tail_with(chat, turn + 1, answer).rpartition(PROBE)
+            answer = {"role": "tool", "name": name, "tool_call_id": number}
+        before, probe, _ = self._around_probe(chat, turn + 1, answer).rpartition(PROBE)
         return before if probe else ""
 
-    def _tail_with(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return what follows the first `turn` messages and has `message` in it; "" if refused."""
+    def _around_probe(self, chat: MarkedChat, turn: int, message: Message) -> str:
+        """Return what follows the first `turn` messages if `message` says PROBE; "" if refused."""
+        (probe,) = self.template.adapted([{**message, "content": PROBE}])
         try:
-            return self._tail(chat, [*chat.messages[:turn], *self.template.adapted([message])])
+            return self._tail(chat, [*chat.messages[:turn], probe])
         except RENDERING_ERRORS:
             return ""
 
@@ -284,16 +268,15 @@ class ChatMasks:
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
     """Return what delimits a turn besides the text around it: the kinds of messages there."""
     given = chat.chat
-    kinds = tuple(
+    kinds = [
         (
             message["role"],
-            *(bool(message.get(key)) for key in ("content", "tool_calls", "reasoning_content")),
+            *(bool(message.get(k)) for k in ("content", "tool_calls", "reasoning_content")),
         )
         for message in given.messages[max(turn - 1, 0) : turn + 2]
-    )
-    options = json.dumps(given.options or {}, sort_keys=True, default=repr)
+    ]
     is_last = turn == len(given.messages) - 1
-    return turn == 0, is_last, kinds, bool(given.tools), options
+    return turn == 0, is_last, bool(given.tools), repr((kinds, given.options))
 
 
 def _shared(one: str, two: str) -> int:
@@ -315,13 +298,14 @@ def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn: with its marks, or next after others'."""
-    indices = [(at, mark.message) for at, mark in zip(chat.indices, chat.marks, strict=True)]
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:
         if start == stop:
             continue
-        inside = [message for at, message in indices if start <= at <= stop and message in own]
-        earlier = max((message for at, message in indices if at <= start), default=-1)
+        inside = [
+            message for at, message, _ in chat.marks if start <= at <= stop and message in own
+        ]
+        earlier = max((message for at, message, _ in chat.marks if at <= start), default=-1)
         turn = min(inside, default=next((turn for turn in turns if turn > earlier), None))
         if turn is not None:
             own[turn].append((start, stop))

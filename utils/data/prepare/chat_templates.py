@@ -7,13 +7,12 @@ plain rendering: then nothing but that information was added.
 
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -59,7 +58,6 @@ class ChatTemplate:
 
         self.source = tokenizer.get_chat_template()
         self.has_markers = GENERATION.search(self.source) is not None
-        self.prints_the_date = "strftime_now" in self.source
         self._variables = dict(tokenizer.special_tokens_map)
         # Compiled anew, not taken from transformers' cache: its date is for this object alone.
         self._compiled: Any = _cached_compile_jinja_template(self.source)
@@ -72,12 +70,9 @@ class ChatTemplate:
 
     def render_with_markers(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
-        blocks: list[str] = []
-        spans: list[tuple[int, int]] = []
-        with self._compiled.environment.activate_tracker(blocks, spans):
-            for block in self._compiled.generate(**self._given(chat, False)):
-                blocks.append(block)  # one by one: the tracker counts what is there so far
-        return "".join(blocks), spans
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
+
+        return _render_with_assistant_indices(self._compiled, **self._given(chat, False))
 
     def _given(self, chat: Chat, generation_prompt: bool) -> dict[str, Any]:
         options = {name: value for name, value in (chat.options or {}).items() if value is not None}
@@ -90,30 +85,30 @@ class ChatTemplate:
             "add_generation_prompt": generation_prompt,
         }
 
-    def adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def adapted(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
         """Return the messages in the form that the template reads."""
         return [self._adapted(message) for message in messages]
 
     def _adapted(self, message: Message) -> dict[str, Any]:
         adapted = {"content": ""} | {k: value for k, value in message.items() if value is not None}
-        if self.reads_parts:
+        if self._reads_parts:
             adapted["content"] = [{"type": "text", "text": adapted["content"]}]
         reasoning = next((adapted[name] for name in REASONING_NAMES if name in adapted), None)
         if reasoning is not None:
             adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning)
         if calls := adapted.pop("tool_calls", None):
-            adapted["tool_calls"] = [_adapted_call(call, self.reads_objects) for call in calls]
+            adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
         return adapted
 
     @cached_property
-    def reads_parts(self) -> bool:
+    def _reads_parts(self) -> bool:
         """Whether contents are printed only when they are lists of parts."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
         return text not in self._try({"content": text}) and text in self._try({"content": parts})
 
     @cached_property
-    def reads_objects(self) -> bool:
+    def _reads_objects(self) -> bool:
         """Whether the arguments of a call go in as objects; False: as JSON in a string."""
         function = {"name": "f", "arguments": {"stoker": "probe"}}
         call = {"type": "function", "id": "abcdefghi", "function": function}
@@ -155,7 +150,7 @@ THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
 
 
 class Mark(NamedTuple):
-    """One mark of a rendering: where it is (`at`), the index of its message and its kind.
+    """One mark: its index in the plain rendering, the index of its message and its kind.
 
     message is NOBODY for the name of a call that is printed once more, as where its result is.
     """
@@ -166,87 +161,85 @@ class Mark(NamedTuple):
 
 
 class MarkedChat:
-    """A chat, its copy with marks, and the rendering of that copy (`whole`).
+    """A chat, its copy with marks, and where they are in the plain rendering (`text`).
 
     Marks stand around texts, around tags at the edges of a text, and before an empty text; a
-    template that looks at such edges, or for empty texts, renders another text then. `expected`:
-    how many marks of each (message, kind) the rendering must show. `indices`: where each mark is in
-    the plain rendering.
+    template that looks at such edges, or for empty texts, renders another text then, and the chat
+    is refused. `expected`: how many marks of each (message, kind) the rendering must show. `indices`:
+    where each mark is. `own`: the numbers of each message's marks.
     """
 
-    def __init__(self, template: ChatTemplate, chat: Chat):
+    def __init__(self, template: ChatTemplate, chat: Chat, text: str):
+        if MARKS.search(text):
+            raise ChatRefused("it holds characters of Unicode's private-use plane 16")
         self.chat = chat
         self._has_markers = template.has_markers
         self.expected: Counter[tuple[int, int]] = Counter()
         self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
-        self.whole = template.render(Chat(self.messages, chat.tools, chat.options))
-        self.marks = self._find(self.whole)
-        self.indices = [mark.at - earlier for earlier, mark in enumerate(self.marks)]
-        self._others = [mark for mark in self.marks if mark.message != NOBODY]
-        self._own: dict[int, list[int]] = {}
-        for mark in self.marks:
-            self._own.setdefault(mark.message, []).append(mark.at)
+        try:
+            rendering = template.render(Chat(self.messages, chat.tools, chat.options))
+        except RENDERING_ERRORS:
+            rendering = ""  # the template refuses the marks, not the chat
+        self.text, self.marks = self._find(rendering)
+        if self.text != text:
+            raise ChatRefused(
+                "the template prints other text where marks are put around the messages'"
+            )
+        self.indices = [mark.at for mark in self.marks]
+        self.own: dict[int, list[int]] = {}
+        for number, mark in enumerate(self.marks):
+            self.own.setdefault(mark.message, []).append(number)
 
     def named(self, index: int) -> str:
         """Return the name of a message for an error."""
         return f"message {index} ({self.chat.messages[index]['role']})"
 
-    def own(self, message: int) -> list[int]:
-        """Return the indices of a message's marks in `whole`, in order."""
-        return self._own.get(message, [])
-
     def around(self, message: int) -> tuple[int, int, int, int]:
-        """Return where in `whole`: end of the text before a message, its own start, end, the next.
+        """Return indices of `text`: end of the text before a message, its own start, end, the next.
 
         Raises ChatRefused for a message of which nothing is printed.
         """
-        own, marks = self.own(message), self._others
-        if not own:
+        if message not in self.own:
             raise ChatRefused(
                 f"{self.named(message)}: nothing of it is printed", "content_left_out"
             )
-        before, behind = bisect_left(marks, (own[0],)), bisect_right(marks, (own[-1] + 1,))
-        low = marks[before - 1].at + 1 if before else 0
-        high = marks[behind].at if behind < len(marks) else len(self.whole)
-        return low, own[0], own[-1] + 1, high
-
-    def unmarked(self, index: int) -> int:
-        """Return where an index of the marked rendering is in the plain one."""
-        return index - bisect_left(self.marks, (index,))
+        first, last = self.own[message][0], self.own[message][-1]
+        before = (m.at for m in reversed(self.marks[:first]) if m.message != NOBODY)
+        behind = (m.at for m in self.marks[last + 1 :] if m.message != NOBODY)
+        start, stop = self.marks[first].at, self.marks[last].at
+        return next(before, 0), start, stop, next(behind, len(self.text))
 
     def tail(self, rendering: str) -> str:
         """Return what follows the last mark of a rendering of some of these messages."""
-        marks = [mark for mark in self._find(rendering) if mark.message != NOBODY]
-        return rendering[marks[-1].at + 1 :] if marks else rendering
+        text, marks = self._find(rendering)
+        return text[max((mark.at for mark in marks if mark.message != NOBODY), default=0) :]
 
-    def _find(self, rendering: str) -> list[Mark]:
+    def _find(self, rendering: str) -> tuple[str, list[Mark]]:
+        """Return a rendering less its marks, and these."""
         found = []
         names: Counter[int] = Counter()
-        for match in MARKS.finditer(rendering):
+        for number, match in enumerate(MARKS.finditer(rendering)):
             message, kind = divmod(ord(match.group()) - FIRST_MARK, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
                 message = NOBODY
-            found.append(Mark(match.start(), message, kind))
-        return found
+            found.append(Mark(match.start() - number, message, kind))
+        return MARKS.sub("", rendering), found
 
     # --- marking
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
-        marked = dict(message)
         calls = message.get("tool_calls") or []
         # An empty text beside calls is left alone, or calls that are dropped pass unseen; and one
         # in a template with markers, which tell where it is.
         can_be_empty = not calls and not self._has_markers
-        content = message["content"]
-        if isinstance(content, list):
-            texts = [self._text(part["text"], index, CONTENT, can_be_empty) for part in content]
-            marked["content"] = [
-                {**part, "text": text} for part, text in zip(content, texts, strict=True)
-            ]
-        else:
+        content, reasoning = message["content"], message.get("reasoning_content")
+        marked = dict(message)
+        if isinstance(content, str):
             marked["content"] = self._text(content, index, CONTENT, can_be_empty)
-        reasoning = message.get("reasoning_content")
+        else:
+            text = self._text(content[0]["text"], index, CONTENT, can_be_empty)
+            marked["content"] = [{"type": "text", "text": text}]
         if isinstance(reasoning, str):
             text = self._text(reasoning, index, REASONING, can_be_empty)
             marked |= {name: text for name in REASONING_NAMES if name in message}
@@ -290,54 +283,46 @@ class MarkedChat:
     def _value(self, value: Any, index: int) -> Any:
         """Bracket every string of a JSON value; keys are left alone."""
         if isinstance(value, str):
-            # JSON in a string: marks inside its braces, so that its edges stay as they are.
-            document = re.fullmatch(r"(\s*[\[{]\s*)(\S.*\S|\S)(\s*[\]}]\s*)", value, re.DOTALL)
-            if document:
-                return document[1] + self._bracketed(document[2], index, CALL) + document[3]
             return self._text(value, index, CALL)
         if isinstance(value, Mapping):
             return {key: self._value(item, index) for key, item in value.items()}
         return [self._value(item, index) for item in value] if isinstance(value, list) else value
+
+    # --- what must be printed
+
+    def drops_thinking(self) -> bool:
+        """Tell whether reasoning was left out of a turn that others follow, as many templates do.
+
+        Raises ChatRefused where any other text of a message, or a tool, is not in the rendering.
+        """
+        found = Counter((mark.message, mark.kind) for mark in self.marks)
+        left_out = [key for key, expected in self.expected.items() if found[key] < expected]
+        for index, kind in left_out:
+            is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
+            if kind != REASONING or not is_past:
+                what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
+                raise _left_out(f"{self.named(index)}: ", f"its {what}", what)
+        for index, message in enumerate(self.chat.messages):
+            for call in message.get("tool_calls") or []:
+                arguments = call["function"]["arguments"]  # as a string they are marked as a whole
+                keys = arguments if isinstance(arguments, Mapping) else ()
+                for word in map(str, (call["function"]["name"], *keys)):
+                    if word not in self.text:
+                        what = f"{word!r} of its calls"
+                        raise _left_out(f"{self.named(index)}: ", what, "tool calls")
+        for tool in self.chat.tools or []:
+            name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
+            if isinstance(name, str) and name not in self.text:
+                raise _left_out("", f"the tool {name!r}", "tools")
+        return bool(left_out)
 
 
 def _mark(index: int, kind: int) -> str:
     return chr(FIRST_MARK + index * KINDS + kind)
 
 
-def check_texts(chat: MarkedChat, text: str) -> bool:
-    """Raise ChatRefused unless the text of every message and every tool is in the rendering.
-
-    Returns whether reasoning was left out of a turn that others follow, as many published
-    templates do by design.
-    """
-    found = Counter((mark.message, mark.kind) for mark in chat.marks)
-    dropped = False
-    for (index, kind), expected in chat.expected.items():
-        if found[index, kind] >= expected:
-            continue
-        is_past = any(message["role"] != "tool" for message in chat.messages[index + 1 :])
-        if kind != REASONING or not is_past:
-            what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-            _refuse_left_out(f"{chat.named(index)}: ", f"its {what}", what)
-        dropped = True
-    for index, message in enumerate(chat.chat.messages):
-        for call in message.get("tool_calls") or []:
-            arguments = call["function"]["arguments"]  # as a string they are marked as a whole
-            keys = arguments if isinstance(arguments, Mapping) else ()
-            for word in map(str, (call["function"]["name"], *keys)):
-                if word not in text:
-                    _refuse_left_out(
-                        f"{chat.named(index)}: ", f"{word!r} of its calls", "tool calls"
-                    )
-    for tool in chat.chat.tools or []:
-        name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
-        if isinstance(name, str) and name not in text:
-            _refuse_left_out("", f"the tool {name!r}", "tools")
-    return dropped
-
-
-def _refuse_left_out(where: str, what: str, kind: str) -> NoReturn:
-    raise ChatRefused(
+def _left_out(where: str, what: str, kind: str) -> ChatRefused:
+    return ChatRefused(
         f"{where}the chat template leaves out {what} (--chat_template takes one that prints it)",
         f"{kind.replace(' ', '_')}_left_out",
     )

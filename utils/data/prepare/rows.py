@@ -11,7 +11,7 @@ A row format is a set of columns and where it comes from:
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking")
 
 # Names met in published datasets, for the hint of what to type.
-_THEIR_NAMES = {
+_THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "problem", "instruction", "prompt", "input", "user"),
-    "completion": (
-        *("answer", "response", "output", "solution", "completion", "target", "assistant"),
-    ),
+    "completion": ("answer", "response", "output", "solution", "completion", "target", "assistant"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
     "text": ("content", "body", "document", "article", "raw_content", "code"),
 }
@@ -86,16 +84,14 @@ class RowSettings:
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether the filters select a row; raises UnusableRowError without their column."""
-        return all(_selects(name, wanted, fields) for name, wanted in self.filters)
+        for name, _ in self.filters:
+            if name not in fields:
+                message = f"no {name!r}, which the filter asks for ({_found(fields)})"
+                raise UnusableRowError("missing_field", message)
+        return all(_selects(wanted, fields[name]) for name, wanted in self.filters)
 
 
-def _selects(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
-    if name not in fields:
-        raise UnusableRowError(
-            "missing_field",
-            f"no {name!r}, which the filter asks for (columns found: {', '.join(sorted(fields))})",
-        )
-    value = fields[name]
+def _selects(wanted: Any, value: Any) -> bool:
     if isinstance(wanted, Mapping):
         try:
             return wanted.get("min", -math.inf) <= float(value) <= wanted.get("max", math.inf)
@@ -104,6 +100,15 @@ def _selects(name: str, wanted: Any, fields: Mapping[str, Any]) -> bool:
     values = wanted if isinstance(wanted, list) else [wanted]
     # CSV holds texts alone.
     return value in values or (isinstance(value, str) and value in map(str, values))
+
+
+def _found(names: Iterable[str]) -> str:
+    return f"columns found: {', '.join(sorted(names)) or 'none'}"
+
+
+def _wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
+    message = f"{what} must be {wanted}, found {type(value).__name__}"
+    return UnusableRowError("wrong_type", message)
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
@@ -143,9 +148,8 @@ def naming_hint(columns: Sequence[str]) -> str:
             f"for a prompt and its completion give --columns {question}=prompt {answer}=completion,"
             f" for chats --columns {question}=instruction {answer}=output{context}"
         )
-    for ours in ("messages", "text"):
-        if found[ours]:
-            return f"give --columns {found[ours]}={ours}"
+    if ours := next((name for name in ("messages", "text") if found[name]), None):
+        return f"give --columns {found[ours]}={ours}"
     return "name yours, as in --columns question=prompt answer=completion or body=text"
 
 
@@ -154,30 +158,17 @@ def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, 
 
     Raises UnusableRowError, with the reason, for a row that makes none.
     """
-    missing = [name for name in NEEDED[row_format] if fields.get(name) is None]
+    missing = [repr(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
-        found = ", ".join(sorted(name for name, value in fields.items() if value is not None))
-        raise UnusableRowError(
-            "missing_field",
-            f"no {' and no '.join(map(repr, missing))}, which the format {row_format} needs "
-            f"(columns found: {found or 'none'})",
-        )
+        found = _found(name for name, value in fields.items() if value is not None)
+        message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({found})"
+        raise UnusableRowError("missing_field", message)
     if row_format == "text":
         check_text("text", fields["text"])
         return fields
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
     if row_format == "prompt_completion":
-        pair = {name: fields[name] for name in NEEDED[row_format]}
-        if any(isinstance(value, list) for value in pair.values()):
-            return {name: _messages(name, value) for name, value in pair.items()} | extras
-        for name, value in pair.items():
-            check_text(name, value)
-        if not pair["completion"].strip():
-            raise UnusableRowError("empty", "empty document: 'completion' has no text")
-        if any(extras.values()):
-            message = "'tools' and 'chat_template_kwargs' go with messages, but 'prompt' is a text"
-            raise UnusableRowError("wrong_type", message)
-        return pair | extras
+        return _pair(fields["prompt"], fields["completion"], extras) | extras
     if row_format == "alpaca":
         messages = list(_alpaca(fields))
     else:
@@ -186,24 +177,38 @@ def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, 
     return {"messages": _with_system(messages, fields.get("system")), **extras}
 
 
+def _pair(prompt: Any, completion: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return prompt and completion, checked: both texts, or both lists of messages."""
+    pair = {"prompt": prompt, "completion": completion}
+    if isinstance(prompt, list) or isinstance(completion, list):
+        return {name: _messages(name, value) for name, value in pair.items()}
+    for name, value in pair.items():
+        check_text(name, value)
+    if not completion.strip():
+        raise UnusableRowError("empty", "empty document: 'completion' has no text")
+    if any(extras.values()):
+        message = "'tools' and 'chat_template_kwargs' go with messages, but 'prompt' is a text"
+        raise UnusableRowError("wrong_type", message)
+    return pair
+
+
 def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
 
     `history` is a list of pairs (instruction, output) that came before.
     """
     given = fields.get("input") or ""
-    for name, text in (("instruction", fields["instruction"]), ("input", given)):
-        check_text(name, text)
+    check_text("instruction", fields["instruction"])
+    check_text("input", given)
     question = "\n".join(text for text in (fields["instruction"], given) if text)
     history = _decoded(fields.get("history")) or []
     for pair in [*history, [question, fields["output"]]]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UnusableRowError("wrong_type", "'history' must hold pairs of texts")
-        for name, role, text in zip(
-            ("instruction", "output"), ("user", "assistant"), pair, strict=True
-        ):
-            check_text(name, text)
-            yield {"role": role, "content": text}
+        check_text("instruction", pair[0])
+        check_text("output", pair[1])
+        yield {"role": "user", "content": pair[0]}
+        yield {"role": "assistant", "content": pair[1]}
     if not fields["output"].strip():
         raise UnusableRowError("empty", "empty document: 'output' has no text")
 
@@ -225,8 +230,7 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 def check_text(name: str, text: Any) -> None:
     """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
     if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UnusableRowError("wrong_type", f"{name!r} must be a string, found {kind}")
+        raise _wrong_type(repr(name), "a string", text)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -241,8 +245,7 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     """Return the messages of a row as templates read them; raises UnusableRowError."""
     value = _decoded(value)
     if not isinstance(value, list):
-        kind = type(value).__name__
-        raise UnusableRowError("wrong_type", f"{name!r} must be a list of messages, found {kind}")
+        raise _wrong_type(repr(name), "a list of messages", value)
     if not value:
         raise UnusableRowError("empty", f"empty document: {name!r} has no messages")
     return [_message(f"message {turn} of {name!r}", message) for turn, message in enumerate(value)]
@@ -256,8 +259,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     """
     message = _decoded(message)
     if not isinstance(message, Mapping):
-        kind = type(message).__name__
-        raise UnusableRowError("wrong_type", f"{where} must be an object, found {kind}")
+        raise _wrong_type(where, "an object", message)
     found = _with_role(where, {key: value for key, value in message.items() if value is not None})
     if isinstance(content := found.get("content"), list):
         found |= _content_of_parts(where, content, found["role"])
@@ -314,10 +316,8 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: Any) -> dict[str, 
         elif role == "tool":
             return {"content": json.dumps(parts, ensure_ascii=False)}
         else:
-            raise UnusableRowError(
-                "not_text",
-                f"{where} has a part that is no text ({part!r:.60}): text alone can be trained on",
-            )
+            message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
+            raise UnusableRowError("not_text", message)
     found: dict[str, Any] = {"content": "".join(texts)}
     if thoughts:
         found["reasoning_content"] = "".join(thoughts)
@@ -330,9 +330,8 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     for call in map(_decoded, calls if isinstance(calls, list) else [calls]):
         function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UnusableRowError(
-                "wrong_type", f"{where} has a call without the name of a function: {call!r:.80}"
-            )
+            message = f"{where} has a call without the name of a function: {call!r:.80}"
+            raise UnusableRowError("wrong_type", message)
         # Twice, for some datasets have encoded the JSON text once more.
         arguments = _decoded(_decoded(function.get("arguments"))) or {}
         identity = {"id": call["id"]} if call.get("id") is not None else {}
@@ -346,17 +345,13 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 def _tools(fields: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools of a row as OpenAI writes them, None where there are none."""
-    given = fields.get("tools") or fields.get("functions")
-    tools = _decoded(given)
+    tools = _decoded(fields.get("tools") or fields.get("functions"))
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
-    tools = [tools] if isinstance(tools, Mapping) else tools
-    found = [_decoded(tool) for tool in tools] if isinstance(tools, list) else []
-    if not found or not all(isinstance(tool, Mapping) for tool in found):
-        raise UnusableRowError(
-            "wrong_type", f"'tools' must be a list of JSON schemas, found {given!r:.80}"
-        )
-    return [_tool(tool) for tool in found]
+    tools = [_decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise _wrong_type("'tools'", "a list of JSON schemas", fields.get("tools"))
+    return [_tool(tool) for tool in tools]
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -370,12 +365,10 @@ def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _template_kwargs(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found = _decoded(fields.get("chat_template_kwargs"))
-    if found and not isinstance(found, Mapping):
-        raise UnusableRowError(
-            "wrong_type", f"'chat_template_kwargs' must be an object, found {found!r:.80}"
-        )
-    return {key: value for key, value in (found or {}).items() if value is not None} or None
+    found = _decoded(fields.get("chat_template_kwargs")) or {}
+    if not isinstance(found, Mapping):
+        raise _wrong_type("'chat_template_kwargs'", "an object", found)
+    return {key: value for key, value in found.items() if value is not None} or None
 
 
 def _decoded(value: Any) -> Any:

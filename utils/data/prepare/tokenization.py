@@ -7,16 +7,16 @@ gives the same ids.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
-from utils.data.prepare.chat_templates import ChatRefused
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
 from utils.data.prepare.records import BadRow
+from utils.data.prepare.rows import UnusableRowError
 from utils.data.tokenizers import id_type
 
 if TYPE_CHECKING:
@@ -72,20 +72,21 @@ class DocumentTokenizer:
         self.tokenizer = tokenizer
         self.id_type = id_type(tokenizer)
         is_fast = backend == "gigatoken"
-        self._encode = GigatokenEncoder(tokenizer) if is_fast else TokenizerEncoder(tokenizer)
-        self._end = np.array([tokenizer.eos_token_id], dtype=self.id_type)
+        self._encode = GigatokenEncoder(tokenizer) if is_fast else partial(encode, tokenizer)
+        self._end = tokenizer.eos_token_id
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
         """Tokenize documents in order; one that cannot be rendered is a BadRow."""
-        texts = [d for d in documents if isinstance(d, TextDocument)]
-        pairs = [d for d in documents if isinstance(d, CompletionDocument)]
-        chats = [d for d in documents if isinstance(d, ChatDocument)]
-        found = {
-            TextDocument: iter(self._texts(texts) if texts else []),
-            CompletionDocument: iter(self._pairs(pairs) if pairs else []),
-            ChatDocument: iter(self._chats(chats) if chats else []),
+        kinds = {
+            TextDocument: self._texts,
+            CompletionDocument: self._completions,
+            ChatDocument: self._chats,
         }
+        found = {}
+        for kind, tokenize in kinds.items():
+            own: Any = [document for document in documents if isinstance(document, kind)]
+            found[kind] = iter(tokenize(own) if own else [])
         return [next(found[type(document)]) for document in documents]
 
     @cached_property
@@ -93,115 +94,84 @@ class DocumentTokenizer:
         return ChatMasks(self.tokenizer, self._template_date)
 
     def _closed(self, ids: np.ndarray) -> np.ndarray:
-        return ids if ids.size and ids[-1] == self._end[0] else np.concatenate([ids, self._end])
+        return ids if ids.size and ids[-1] == self._end else np.append(ids, self._end)
 
-    def _texts(self, documents: list[TextDocument]) -> list[TokenizedDocument]:
+    def _texts(self, documents: list[TextDocument]) -> list[TokenizedDocument | BadRow]:
         encoded = self._encode([document.text for document in documents], True)
-        return [TokenizedDocument(self._closed(ids), None) for ids in encoded]
+        return [TokenizedDocument(self._closed(ids).astype(self.id_type), None) for ids in encoded]
 
-    def _pairs(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
+    def _completions(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
         prompts = self._encode([document.prompt for document in documents], True)
         completions = self._encode([document.completion for document in documents], False)
         found = []
         for document, prompt, completion in zip(documents, prompts, completions, strict=True):
             # An end that the tokenizer adds is taken off, for the text continues.
-            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end[0] else prompt
+            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end else prompt
             ids = np.concatenate([opening, self._closed(completion)])
             found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
         return found
 
     def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
         """Render chats one by one and tokenize them at once."""
-        found: list[Any] = []
+        masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:
-                found.append(
-                    self._masks(
-                        document.messages,
-                        document.tools,
-                        document.template_options,
-                        document.first_trained,
-                    )
-                )
-            except ChatRefused as refused:
-                found.append(BadRow(refused.reason, str(refused), document.location))
-        chats = [(index, chat) for index, chat in enumerate(found) if isinstance(chat, MaskedChat)]
-        tokenized = tokenize(self.tokenizer, [chat for _, chat in chats]) if chats else []
-        for (index, chat), pair in zip(chats, tokenized, strict=True):
-            document = documents[index]
-            if isinstance(pair, ChatRefused):
-                found[index] = BadRow(pair.reason, str(pair), document.location)
-            else:
-                found[index] = self._checked(document, *pair, drops_thinking=chat.drops_thinking)
-        return found
+                masked.append(self._masks(document))
+            except UnusableRowError as error:
+                masked.append(BadRow(error.reason, str(error), document.location))
+        texts = [chat.text for chat in masked if isinstance(chat, MaskedChat)]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = zip(encoded["input_ids"], encoded.get("offset_mapping", []), strict=True)
+        return [
+            chat if isinstance(chat, BadRow) else self._trained(document, chat, *next(tokens))
+            for document, chat in zip(documents, masked, strict=True)
+        ]
+
+    def _trained(
+        self, document: ChatDocument, chat: MaskedChat, ids: list[int], offsets: Any
+    ) -> TokenizedDocument | BadRow:
+        try:
+            mask = token_mask(chat, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+        except UnusableRowError as error:
+            return BadRow(error.reason, str(error), document.location)
+        return self._checked(document, np.array(ids), mask, chat.drops_thinking)
 
     def _checked(
         self, document: Document, ids: np.ndarray, mask: np.ndarray, drops_thinking: bool = False
     ) -> TokenizedDocument | BadRow:
-        tokenized = TokenizedDocument(
-            ids.astype(self.id_type), mask.astype(np.int8), drops_thinking
-        )
-        if not tokenized.has_target:
+        found = TokenizedDocument(ids.astype(self.id_type), mask.astype(np.int8), drops_thinking)
+        if not found.has_target:
             message = "no assistant token: nothing in this conversation is trained on"
             return BadRow("no_assistant_tokens", message, document.location)
-        return tokenized
+        return found
 
 
-# --- chats
+def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
+    """Return which tokens are trained on (bool); offsets (tokens, 2): their start and stop.
 
-
-def tokenize(
-    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[MaskedChat]
-) -> list[tuple[np.ndarray, np.ndarray] | ChatRefused]:
-    """Return (ids, loss mask), both (tokens,), of each chat, or why it has none.
-
-    A chat is refused if one token holds words of a trained turn and of something else.
+    A token that joins blanks of a turn to what precedes it (header and line break) is given to the
+    model; one that joins blanks before or behind the turn to its words is the model's. Raises
+    UnusableRowError if a token holds words of a turn and of something else.
     """
-    encoded = tokenizer(
-        [chat.text for chat in chats], add_special_tokens=False, return_offsets_mapping=True
-    )
-    found: list[tuple[np.ndarray, np.ndarray] | ChatRefused] = []
-    for chat, ids, offsets in zip(
-        chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        mask = np.zeros(len(ids), dtype=np.int8)
-        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-        try:
-            for span in chat.spans:
-                mask[_tokens_of(starts, stops, chat.text, *span)] = 1
-            found.append((np.array(ids, dtype=np.int64), mask))
-        except ChatRefused as refused:
-            found.append(refused)
-    return found
-
-
-def _tokens_of(starts: np.ndarray, stops: np.ndarray, text: str, start: int, stop: int) -> slice:
-    """Return the tokens of the characters [start, stop); `starts`, `stops`: of every token.
-
-    A token that joins blanks of the turn to what precedes it (header and line break) is given to
-    the model; one that joins blanks before or behind the turn to its words is the model's.
-    """
-    first = int(np.searchsorted(stops, start, side="right"))
-    last = int(np.searchsorted(starts, stop)) - 1
-    if first > last:
-        return slice(0, 0)
-    if starts[first] < start and text[start : stops[first]].isspace() and stops[first] < stop:
-        first += 1
-    elif text[starts[first] : start].strip():
-        raise ChatRefused("one token holds the header of a turn and its first words", "straddled")
-    if text[stop : stops[last]].strip():
-        raise ChatRefused("one token holds the end of a turn and what follows it", "straddled")
-    return slice(first, last + 1)
-
-
-def render(
-    tokenizer: "PreTrainedTokenizerBase", masks: ChatMasks, messages: Any, tools: Any = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, loss mask) of one chat; raises ChatRefused."""
-    (found,) = tokenize(tokenizer, [masks(messages, tools)])
-    if isinstance(found, ChatRefused):
-        raise found
-    return found
+    mask = np.zeros(len(offsets), dtype=bool)
+    starts, stops = offsets.T
+    text = chat.text
+    for start, stop in chat.spans:
+        first = int(np.searchsorted(stops, start, side="right"))
+        last = int(np.searchsorted(starts, stop)) - 1
+        if first > last:
+            continue
+        problem = ""
+        if starts[first] < start and text[start : stops[first]].isspace() and stops[first] < stop:
+            first += 1
+        elif text[starts[first] : start].strip():
+            problem = "one token holds the header of a turn and its first words"
+        if text[stop : stops[last]].strip():
+            problem = problem or "one token holds the end of a turn and what follows it"
+        if problem:
+            raise UnusableRowError("straddled", problem)
+        mask[first : last + 1] = True
+    return mask
 
 
 # --- texts
@@ -247,23 +217,18 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
     return "tokenizers"
 
 
-class TokenizerEncoder:
-    """Encodes with the tokenizer itself."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self._tokenizer = tokenizer
-        self._id_type = id_type(tokenizer)
-
-    def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        """Return the ids of each text."""
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # silences "longer than the model's maximum": packing splits texts
-        )
-        return [np.array(ids, dtype=self._id_type) for ids in encoded["input_ids"]]
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool
+) -> list[np.ndarray]:
+    """Return the ids of each text."""
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # silences "longer than the model's maximum": packing splits texts
+    )
+    return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
 class GigatokenEncoder:
@@ -276,10 +241,9 @@ class GigatokenEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         import gigatoken  # optional: pip install gigatoken
 
-        self._exact = TokenizerEncoder(tokenizer)
-        self._id_type = id_type(tokenizer)
+        self._exact = partial(encode, tokenizer)
         # First, for gigatoken leaves the tokenizer without truncation.
-        self._before, self._behind = _surroundings(self._exact)
+        self._before, self._behind = _surroundings(tokenizer)
         self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
         self._unverified = float(FIRST_VERIFIED)
 
@@ -287,17 +251,16 @@ class GigatokenEncoder:
         """Return the ids of each text; raises ConfigurationError where the tokenizer's differ."""
         found = self._fast_ids(texts, special_tokens)
         self._unverified += VERIFIED_SHARE * sum(map(len, texts))
-        for text, ids in zip(texts, found, strict=True):
-            if len(text) <= self._unverified:
-                self._unverified -= len(text)
-                try:
-                    self._check([text], [ids], special_tokens)
-                except ValueError as error:
-                    raise ConfigurationError(
-                        f"{error}, so what it made cannot be trusted: remove the output folder and "
-                        "run again with --tokenizer_backend tokenizers"
-                    ) from error
-                break
+        short = (i for i, text in enumerate(texts) if len(text) <= self._unverified)
+        if (chosen := next(short, None)) is not None:
+            self._unverified -= len(texts[chosen])
+            try:
+                self._check([texts[chosen]], [found[chosen]], special_tokens)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"{error}, so what it made cannot be trusted: remove the output folder and run "
+                    "again with --tokenizer_backend tokenizers"
+                ) from error
         return found
 
     def compare(self, texts: Sequence[str]) -> None:
@@ -317,18 +280,18 @@ class GigatokenEncoder:
         import awkward
 
         encoded: Any = self._fast.encode_batch(list(texts))
-        flat = awkward.to_numpy(awkward.flatten(encoded)).astype(self._id_type)
         ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
-        found = np.split(flat, ends[:-1])
-        if special_tokens and (self._before.size or self._behind.size):
-            return [np.concatenate([self._before, ids, self._behind]) for ids in found]
+        found = np.split(awkward.to_numpy(awkward.flatten(encoded)), ends[:-1])
+        if special_tokens and (self._before or self._behind):
+            return [np.array([*self._before, *ids, *self._behind]) for ids in found]
         return found
 
 
-def _surroundings(encode: TokenizerEncoder) -> tuple[np.ndarray, np.ndarray]:
+def _surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer puts before and behind a text."""
-    (bare,), (full,) = encode(["a"], False), encode(["a"], True)
+    (bare,), (full,) = encode(tokenizer, ["a"], False), encode(tokenizer, ["a"], True)
     for before in range(len(full) - len(bare) + 1):
-        if np.array_equal(full[before : before + len(bare)], bare):
-            return full[:before], full[before + len(bare) :]
+        behind = before + len(bare)
+        if np.array_equal(full[before:behind], bare):
+            return full[:before].tolist(), full[behind:].tolist()
     raise ValueError("the tokenizer's special tokens change what stands between them")

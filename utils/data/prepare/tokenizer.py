@@ -159,7 +159,7 @@ def _attach_template(
     """Check the template where chats need it; a text dataset only passes a given one on."""
     if plan.needs_chat_template or arguments.chat_template is not None:
         attach_training_template(tokenizer, arguments.chat_template)
-        if ChatTemplate(tokenizer).prints_the_date:
+        if "strftime_now" in str(tokenizer.chat_template):
             logger.info(
                 "the chat template prints today's date: it is %s in this data (--template_date)",
                 plan.settings.template_date,
