@@ -20,19 +20,19 @@ ends it.
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from utils.data.prepare.chat_templates import (
     NOBODY,
     RENDERING_ERRORS,
-    Chat,
-    ChatRefused,
     ChatTemplate,
     MarkedChat,
-    Message,
 )
+from utils.data.prepare.documents import ChatDocument, Message
+from utils.data.prepare.rows import UnusableRowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,28 +68,23 @@ class ChatMasks:
         self._stop = str(tokenizer.eos_token)
         self._delimiters: dict[Any, tuple[int, int, str]] = {}
 
-    def __call__(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-        first_trained: int = 0,
-    ) -> MaskedChat:
+    def __call__(self, document: ChatDocument) -> MaskedChat:
         """Return the rendering of a chat and what is trained on.
 
         Turns before message `first_trained` and those with `weight: 0` are not trained on. Raises
-        ChatRefused, with the reason, where the template does not fit the chat.
+        UnusableRowError where the template does not fit the chat.
         """
-        chat = Chat(self.template.adapted(messages), tools, options)
         try:
-            return self._masked(chat, first_trained)
-        except ChatRefused:
+            return self._masked(
+                replace(document, messages=self.template.adapted(document.messages))
+            )
+        except UnusableRowError:
             raise
         except RENDERING_ERRORS as error:
             message = f"the chat template refuses this conversation ({error})"
-            raise ChatRefused(message) from error
+            raise UnusableRowError("template_refused", message) from error
 
-    def _masked(self, chat: Chat, first_trained: int) -> MaskedChat:
+    def _masked(self, chat: ChatDocument) -> MaskedChat:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         text, blocks = self.template.render_with_markers(chat)
         marked = MarkedChat(self.template, chat, text)
@@ -101,13 +96,13 @@ class ChatMasks:
             text += closing
         trained: list[Span] = []
         for turn in turns:
-            if turn >= first_trained and chat.messages[turn].get("weight") != 0:
+            if turn >= chat.first_trained and chat.messages[turn].get("weight") != 0:
                 self._check_spans(marked, turn, spans[turn], text)
                 trained += spans[turn]
         return MaskedChat(text, trained, drops_thinking)
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise ChatRefused unless the spans of a turn hold its words, no other's, and its end."""
+        """Raise UnusableRowError unless spans hold a turn's words, no other's, and its end."""
         words = [chat.marks[number].at for number in chat.own.get(turn, ())]
         inside = {
             mark.message
@@ -129,7 +124,7 @@ class ChatMasks:
         elif not any(match.end() == len(ending) for match in self._added.finditer(ending)):
             problem = "the token that ends it would not be trained on"
         if problem:
-            raise ChatRefused(f"{chat.named(turn)}: {problem}", reason)
+            raise chat.refused(turn, problem, reason)
 
     # --- delimiting turns
 
@@ -151,7 +146,7 @@ class ChatMasks:
             header, length, closing = self._delimiters[key]
             start, last = max(low + header, last), behind + length
             if closing and last != len(chat.text):
-                raise ChatRefused(f"{chat.named(turn)}: nothing ends it")
+                raise chat.refused(turn, "nothing ends it")
             spans[turn] = [(start, last + len(closing))]
         return spans, closing
 
@@ -159,10 +154,9 @@ class ChatMasks:
         """Return how much of the text between the message before and the turn is its header."""
         header = max(self._prompted(chat, turn, gap), self._headed(chat, gap))
         if header < 0:
-            raise ChatRefused(
-                f"{chat.named(turn)}: the template opens it with {_shown(gap)}, and its generation "
-                "prompt is another text"
-            )
+            shown = _shown(gap)
+            problem = f"the template opens it with {shown}, and its generation prompt otherwise"
+            raise chat.refused(turn, problem)
         return header
 
     def _prompted(self, chat: MarkedChat, turn: int, gap: str) -> int:
@@ -176,7 +170,7 @@ class ChatMasks:
             reply, _, _ = self._around_probe(chat, turn, {"role": ASSISTANT}).partition(PROBE)
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
                 opening = reply or opening  # else what it says begins with a blank, no header
-        shared = _shared(gap, opening)
+        shared = len(_shared(gap, opening))
         if shared in (len(gap), len(opening)):
             return shared
         # They part within, as <think></think> and <think>\n do: back to the end of the header.
@@ -187,7 +181,7 @@ class ChatMasks:
         """Return the end of a header in the gap: what the prompt prints after a user's turn."""
         user = self.template.adapted([{"role": "user", "content": PROBE}])
         bare, prompt = self._openings(chat, user) or ("", "")
-        header = prompt[_shared(prompt, bare) :]
+        header = prompt.removeprefix(_shared(prompt, bare))
         role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
         known = next((text for text in (header, role + "\n") if text.strip() and text in gap), None)
         return -1 if known is None else gap.rindex(known) + len(known)
@@ -197,7 +191,7 @@ class ChatMasks:
         is_last = turn == len(chat.messages) - 1
         ended = self._tail(chat, chat.messages[: turn + 1])
         continued = self._if_continued(chat, turn) if is_last else following
-        alike = ended[: _shared(ended, continued)] if continued or not is_last else ended
+        alike = _shared(ended, continued) if continued or not is_last else ended
         if end := self._shared_end(alike):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -217,9 +211,10 @@ class ChatMasks:
             return following.index(self._stop) + len(self._stop), ""
         if one is None and two is None and is_last and not ended.strip():
             return len(following), self._stop  # no turn of this template has an end
-        raise ChatRefused(
-            f"{chat.named(turn)}: no special token ends it, so the model would never learn to "
-            f"stop (after its words comes {_shown(continued or ended)})"
+        raise chat.refused(
+            turn,
+            "no special token ends it, so the model would never learn to stop (after its words "
+            f"comes {_shown(continued or ended)})",
         )
 
     def _shared_end(self, shared: str) -> int:
@@ -261,7 +256,7 @@ class ChatMasks:
         self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
     ) -> str:
         """Return what is printed behind the words of the last of some messages."""
-        given = Chat(messages, chat.chat.tools, chat.chat.options)
+        given = replace(chat.chat, messages=messages)
         return chat.tail(self.template.render(given, generation_prompt))
 
 
@@ -276,13 +271,13 @@ def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
         for message in given.messages[max(turn - 1, 0) : turn + 2]
     ]
     is_last = turn == len(given.messages) - 1
-    return turn == 0, is_last, bool(given.tools), repr((kinds, given.options))
+    return turn == 0, is_last, bool(given.tools), repr((kinds, given.template_options))
 
 
-def _shared(one: str, two: str) -> int:
-    """Return the length of the common beginning of two strings."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(two)))
+def _shared(one: str, two: str) -> str:
+    """Return the common beginning of two strings."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))
+    return "".join(letter for letter, _ in alike)
 
 
 def _pattern(tokens: set[str]) -> re.Pattern[str]:

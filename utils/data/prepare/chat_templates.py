@@ -8,41 +8,27 @@ plain rendering: then nothing but that information was added.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from utils.data.prepare.documents import ChatDocument, Message
+from utils.data.prepare.records import Location
+from utils.data.prepare.rows import UnusableRowError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
 
 # What a template may raise on a conversation it was not written for (roles out of order, ...).
 RENDERING_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 # The names that a message's reasoning goes by; templates read the first and the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+PROBE = Location("a probe")  # where a chat is from that tries a template out
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class ChatRefused(ValueError):
-    """A conversation that cannot be trained on; `reason` is the name it is counted under."""
-
-    def __init__(self, message: str, reason: str = "template_refused"):
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Chat:
-    """What a template is given: messages in its own form, tools, and more variables."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] | None = None
-    options: Mapping[str, Any] | None = None
 
 
 class ChatTemplate:
@@ -64,18 +50,22 @@ class ChatTemplate:
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 
-    def render(self, chat: Chat, generation_prompt: bool = False) -> str:
+    def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
         """Return the rendering; raises one of RENDERING_ERRORS when the template refuses it."""
         return str(self._compiled.render(**self._given(chat, generation_prompt)))
 
-    def render_with_markers(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+    def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
         """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         return _render_with_assistant_indices(self._compiled, **self._given(chat, False))
 
-    def _given(self, chat: Chat, generation_prompt: bool) -> dict[str, Any]:
-        options = {name: value for name, value in (chat.options or {}).items() if value is not None}
+    def _given(self, chat: ChatDocument, generation_prompt: bool) -> dict[str, Any]:
+        options = {
+            name: value
+            for name, value in (chat.template_options or {}).items()
+            if value is not None
+        }
         return {
             **self._variables,
             "documents": None,
@@ -123,7 +113,7 @@ class ChatTemplate:
         for content in ("x", [{"type": "text", "text": "x"}]):
             question = {"role": "user", "content": content}
             try:
-                return self.render(Chat([question, {"role": "assistant", **reply}]))
+                return self.render(ChatDocument([question, {"role": "assistant", **reply}], PROBE))
             except RENDERING_ERRORS:
                 continue
         return ""
@@ -147,6 +137,7 @@ MARKS = re.compile("[\U00100000-\U0010ffff]")
 # Templates look for tags in a text and split it there: marks stand around the text between them.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
+LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
 
 
 class Mark(NamedTuple):
@@ -165,44 +156,48 @@ class MarkedChat:
 
     Marks stand around texts, around tags at the edges of a text, and before an empty text; a
     template that looks at such edges, or for empty texts, renders another text then, and the chat
-    is refused. `expected`: how many marks of each (message, kind) the rendering must show. `indices`:
-    where each mark is. `own`: the numbers of each message's marks.
+    is refused. `expected`: how many marks of each (message, kind) the rendering must show.
+    `indices`: where each mark is. `own`: the numbers of each message's marks.
     """
 
-    def __init__(self, template: ChatTemplate, chat: Chat, text: str):
+    def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
         if MARKS.search(text):
-            raise ChatRefused("it holds characters of Unicode's private-use plane 16")
+            raise UnusableRowError(
+                "template_refused", "it holds characters of Unicode's private-use plane 16"
+            )
         self.chat = chat
         self._has_markers = template.has_markers
         self.expected: Counter[tuple[int, int]] = Counter()
         self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
         try:
-            rendering = template.render(Chat(self.messages, chat.tools, chat.options))
+            rendering = template.render(replace(chat, messages=self.messages))
         except RENDERING_ERRORS:
             rendering = ""  # the template refuses the marks, not the chat
         self.text, self.marks = self._find(rendering)
         if self.text != text:
-            raise ChatRefused(
-                "the template prints other text where marks are put around the messages'"
+            raise UnusableRowError(
+                "template_refused",
+                "the template prints other text where marks are put around the messages'",
             )
         self.indices = [mark.at for mark in self.marks]
         self.own: dict[int, list[int]] = {}
         for number, mark in enumerate(self.marks):
             self.own.setdefault(mark.message, []).append(number)
 
-    def named(self, index: int) -> str:
-        """Return the name of a message for an error."""
-        return f"message {index} ({self.chat.messages[index]['role']})"
+    def refused(
+        self, index: int, problem: str, reason: str = "template_refused"
+    ) -> UnusableRowError:
+        """Return the error for a message that cannot be trained on."""
+        role = self.chat.messages[index]["role"]
+        return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def around(self, message: int) -> tuple[int, int, int, int]:
         """Return indices of `text`: end of the text before a message, its own start, end, the next.
 
-        Raises ChatRefused for a message of which nothing is printed.
+        Raises UnusableRowError for a message of which nothing is printed.
         """
         if message not in self.own:
-            raise ChatRefused(
-                f"{self.named(message)}: nothing of it is printed", "content_left_out"
-            )
+            raise self.refused(message, "nothing of it is printed", "content_left_out")
         first, last = self.own[message][0], self.own[message][-1]
         before = (m.at for m in reversed(self.marks[:first]) if m.message != NOBODY)
         behind = (m.at for m in self.marks[last + 1 :] if m.message != NOBODY)
@@ -293,7 +288,7 @@ class MarkedChat:
     def drops_thinking(self) -> bool:
         """Tell whether reasoning was left out of a turn that others follow, as many templates do.
 
-        Raises ChatRefused where any other text of a message, or a tool, is not in the rendering.
+        Raises UnusableRowError where another text of a message, or a tool, is not in the rendering.
         """
         found = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if found[key] < expected]
@@ -301,28 +296,23 @@ class MarkedChat:
             is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
             if kind != REASONING or not is_past:
                 what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-                raise _left_out(f"{self.named(index)}: ", f"its {what}", what)
+                reason = f"{what.replace(' ', '_')}_left_out"
+                raise self.refused(index, LEFT_OUT.format(f"its {what}"), reason)
         for index, message in enumerate(self.chat.messages):
             for call in message.get("tool_calls") or []:
                 arguments = call["function"]["arguments"]  # as a string they are marked as a whole
                 keys = arguments if isinstance(arguments, Mapping) else ()
                 for word in map(str, (call["function"]["name"], *keys)):
                     if word not in self.text:
-                        what = f"{word!r} of its calls"
-                        raise _left_out(f"{self.named(index)}: ", what, "tool calls")
+                        problem = LEFT_OUT.format(f"{word!r} of its calls")
+                        raise self.refused(index, problem, "tool_calls_left_out")
         for tool in self.chat.tools or []:
             name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
             if isinstance(name, str) and name not in self.text:
-                raise _left_out("", f"the tool {name!r}", "tools")
+                problem = LEFT_OUT.format(f"the tool {name!r}")
+                raise UnusableRowError("tools_left_out", problem)
         return bool(left_out)
 
 
 def _mark(index: int, kind: int) -> str:
     return chr(FIRST_MARK + index * KINDS + kind)
-
-
-def _left_out(where: str, what: str, kind: str) -> ChatRefused:
-    return ChatRefused(
-        f"{where}the chat template leaves out {what} (--chat_template takes one that prints it)",
-        f"{kind.replace(' ', '_')}_left_out",
-    )

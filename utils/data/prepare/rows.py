@@ -43,14 +43,6 @@ FUNCTION_CALL = "function_call"  # LLaMA-Factory's turn whose value is a call, o
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking")
 
-# Names met in published datasets, for the hint of what to type.
-_THEIR_NAMES: dict[str, tuple[str, ...]] = {
-    "prompt": ("question", "query", "problem", "instruction", "prompt", "input", "user"),
-    "completion": ("answer", "response", "output", "solution", "completion", "target", "assistant"),
-    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
-    "text": ("content", "body", "document", "article", "raw_content", "code"),
-}
-
 
 class UnusableRowError(ValueError):
     """A row that cannot become a document; `reason` is the name it is counted under."""
@@ -136,21 +128,11 @@ def naming_hint(columns: Sequence[str]) -> str:
             "of preference data the chosen answers can be trained on: --columns chosen=messages, "
             "or chosen=completion where they are texts"
         )
-    spelled = {name.lower(): name for name in columns}
-    found = {
-        ours: next((spelled[name] for name in names if name in spelled), None)
-        for ours, names in _THEIR_NAMES.items()
-    }
-    question, answer = found["prompt"], found["completion"]
-    if question and answer:
-        context = f" {spelled['context']}=input" if "context" in spelled else ""
-        return (
-            f"for a prompt and its completion give --columns {question}=prompt {answer}=completion,"
-            f" for chats --columns {question}=instruction {answer}=output{context}"
-        )
-    if ours := next((name for name in ("messages", "text") if found[name]), None):
-        return f"give --columns {found[ours]}={ours}"
-    return "name yours, as in --columns question=prompt answer=completion or body=text"
+    return (
+        "name yours: --columns question=prompt answer=completion for a prompt and its completion, "
+        "question=instruction context=input answer=output for chats, or conversation=messages, "
+        "or body=text"
+    )
 
 
 def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:

@@ -78,14 +78,14 @@ class DocumentTokenizer:
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
         """Tokenize documents in order; one that cannot be rendered is a BadRow."""
-        kinds = {
+        kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
             ChatDocument: self._chats,
         }
         found = {}
         for kind, tokenize in kinds.items():
-            own: Any = [document for document in documents if isinstance(document, kind)]
+            own = [document for document in documents if isinstance(document, kind)]
             found[kind] = iter(tokenize(own) if own else [])
         return [next(found[type(document)]) for document in documents]
 
@@ -120,8 +120,9 @@ class DocumentTokenizer:
             except UnusableRowError as error:
                 masked.append(BadRow(error.reason, str(error), document.location))
         texts = [chat.text for chat in masked if isinstance(chat, MaskedChat)]
+        texts = texts or [""]  # a tokenizer takes no empty list
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = zip(encoded["input_ids"], encoded.get("offset_mapping", []), strict=True)
+        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [
             chat if isinstance(chat, BadRow) else self._trained(document, chat, *next(tokens))
             for document, chat in zip(documents, masked, strict=True)
@@ -282,16 +283,16 @@ class GigatokenEncoder:
         encoded: Any = self._fast.encode_batch(list(texts))
         ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
         found = np.split(awkward.to_numpy(awkward.flatten(encoded)), ends[:-1])
-        if special_tokens and (self._before or self._behind):
-            return [np.array([*self._before, *ids, *self._behind]) for ids in found]
+        if special_tokens and (self._before.size or self._behind.size):
+            return [np.concatenate([self._before, ids, self._behind]) for ids in found]
         return found
 
 
-def _surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def _surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[np.ndarray, np.ndarray]:
     """Return the special tokens that the tokenizer puts before and behind a text."""
     (bare,), (full,) = encode(tokenizer, ["a"], False), encode(tokenizer, ["a"], True)
     for before in range(len(full) - len(bare) + 1):
         behind = before + len(bare)
         if np.array_equal(full[before:behind], bare):
-            return full[:before].tolist(), full[behind:].tolist()
+            return full[:before], full[behind:]
     raise ValueError("the tokenizer's special tokens change what stands between them")

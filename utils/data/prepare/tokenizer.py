@@ -9,17 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from jinja2 import TemplateError
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.prepare.chat_masks import ChatMasks
-from utils.data.prepare.chat_templates import RENDERING_ERRORS, ChatRefused, ChatTemplate
-from utils.data.prepare.documents import refuse_bad_row, texts_of
+from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS
+from utils.data.prepare.documents import ChatDocument, Message, refuse_bad_row, texts_of
 from utils.data.prepare.plan import TRAIN, PreparationPlan
 from utils.data.prepare.records import BadRow
-from utils.data.prepare.tokenization import render
+from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.units import is_held_out, read_documents
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import (
@@ -41,14 +39,14 @@ NO_CHAT_TEMPLATE = (
 # Chats of which a template must be able to train on one: some take no second turn, or no tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
-CALLS = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALLS: list[Message] = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": LOOK}]
-PROBES: Sequence[tuple[Any, Any]] = (
-    ([*TURN, *TURN], None),
-    (TURN, None),
-    (TURN, TOOLS),
-    (CALLS, TOOLS),
+PROBES = (
+    ChatDocument([*TURN, *TURN], PROBE),
+    ChatDocument(TURN, PROBE),
+    ChatDocument(TURN, PROBE, TOOLS),
+    ChatDocument(CALLS, PROBE, TOOLS),
 )
 
 
@@ -140,14 +138,13 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> N
     """Add tokens that text is cut at as they are written, with nothing stripped around them."""
     from transformers import AddedToken
 
-    vocabulary = tokenizer.get_vocab() if words else {}
-    known = [word for word in words if word in vocabulary]
-    if known:
-        logger.info("add_tokens: %s: a token already", ", ".join(known))
+    known = tokenizer.get_vocab() if words else {}
     new = [AddedToken(word, normalized=False) for word in words if word not in known]
-    if new:
+    if words:
         tokenizer.add_tokens(new)
-        logger.info("add_tokens: %d new, ids up to %d", len(new), len(tokenizer) - 1)
+        logger.info(
+            "add_tokens: %d of %d are new, ids up to %d", len(new), len(words), len(tokenizer) - 1
+        )
 
 
 # --- the chat template
@@ -201,16 +198,13 @@ def attach_training_template(
         )
 
 
-def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, loss mask) of a chat that the template can train on; raises ChatRefused."""
-    masks = ChatMasks(tokenizer)
-    refusals = []
-    for messages, tools in PROBES:
-        try:
-            return render(tokenizer, masks, messages, tools)
-        except ChatRefused as refused:
-            refusals.append(refused)
-    raise refusals[0]
+def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
+    """Return a chat that the template can train on; raises ValueError, with why not."""
+    found = DocumentTokenizer(tokenizer)(PROBES)
+    for probe in found:
+        if isinstance(probe, TokenizedDocument):
+            return probe
+    raise ValueError(str(found[0]))
 
 
 def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -245,11 +239,12 @@ def read_chat_template(path: str) -> str:
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return where the loss masks of chats come from: "template" markers, or "derived"."""
-    return "template" if ChatTemplate(tokenizer).has_markers else "derived"
+    is_marked = GENERATION.search(str(tokenizer.chat_template))
+    return "template" if is_marked else "derived"
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the id of the last token that is trained on in a chat, which ends generation."""
-    ids, mask = _trained_probe(tokenizer)
-    trained = ids[mask.astype(bool)].tolist()
+    probe = _trained_probe(tokenizer)
+    trained = probe.ids[probe.loss_mask == 1].tolist()
     return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

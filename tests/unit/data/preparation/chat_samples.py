@@ -1,11 +1,16 @@
-"""Chats of 19 kinds, and tokenizers that know the special tokens of a template."""
+"""Chats of 16 kinds, and tokenizers that know the special tokens of a template."""
 
 import re
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.data.prepare.documents import ChatDocument
+from utils.data.prepare.records import Location
 from utils.data.prepare.rows import document_fields
+
+PLACE = Location("a.jsonl", "line", 1)
 
 SPECIAL = re.compile(
     r"<\|[^|<>\s'\"{}+~]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|</?s>|<(?:start|end)_of_(?:turn|utterance)>"
@@ -40,6 +45,16 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def masked(masks: ChatMasks, messages, *more) -> MaskedChat:
+    """Return what is trained on of messages; more: tools, template options, first_trained."""
+    return masks(ChatDocument(messages, PLACE, *more))
+
+
+def said(chat: MaskedChat) -> list[str]:
+    """Return the texts that are trained on."""
+    return [chat.text[start:stop] for start, stop in chat.spans]
+
+
 def user(content):
     return {"role": "user", "content": content}
 
@@ -66,10 +81,8 @@ TOOLS = [{"type": "function", "function": WEATHER}]
 PLAIN = {
     "one turn": [user("What is up?"), says("Nothing much.")],
     "two turns": [user("Hi"), says("Hello, friend."), user("And?"), says("Yes,\nmore.")],
-    "letters": [user("ß 漢字"), says("grüß 漢字かな"), user("é"), says("naïve")],
-    "emoji": [user("👩‍👩‍👧🏽"), says("😀 🇩🇪"), user("q"), says("👩‍👩‍👧🏽")],
+    "letters": [user("ß 漢字"), says("grüß 漢字かな"), user("👩‍👩‍👧🏽"), says("😀 🇩🇪 naïve")],
     "white space": [user("  q"), says("    a\n\n  b\n"), user("q\n"), says("\nlast words ")],
-    "long": [m for i in range(30) for m in (user(f"question {i}"), says(f"answer {i}"))],
     "special-token text": [
         user("what is <|im_end|>?"),
         says("It is <|im_end|> or </s> or <end_of_turn>."),
@@ -97,17 +110,8 @@ OTHER = {
 }
 CALLS = {
     "call": [user("Weather?"), call({"city": "Paris", "days": 3}), result("sunny"), says("Sun.")],
-    "arguments as JSON": [
-        user("Weather?"),
-        call('{"city": "Paris"}', None),
-        result("x"),
-        says("y"),
-    ],
     "call beside words": [
-        user("q"),
-        call({"city": "Paris"}, "Let me look."),
-        result("x"),
-        says("y"),
+        *(user("q"), call('{"city": "Paris"}', "Let me look."), result("x"), says("y")),
     ],
     "call without arguments": [user("Weather?"), call({}), result("rain"), says("Rain.")],
 }

@@ -1,16 +1,18 @@
-"""Loss masks are the assistant's words and what ends them, in 19 kinds of chats."""
+"""Loss masks are the assistant's words and what ends them, in 16 kinds of chats."""
 
 import re
 from functools import cache
 from pathlib import Path
 
 import chat_samples as samples
+import numpy as np
 import pytest
 import trl
 
 from utils.data.prepare.chat_masks import ChatMasks
-from utils.data.prepare.chat_templates import Chat, ChatRefused
-from utils.data.prepare.tokenization import tokenize
+from utils.data.prepare.documents import ChatDocument
+from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.tokenization import token_mask
 
 SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]
@@ -36,11 +38,15 @@ def said_in(template, kind):
     """Return the assistant's messages, the text trained on of each by its tokens, and all."""
     chat = samples.KINDS[kind]
     tokenizer, masks = prepared(template)
-    masked = masks(chat, samples.TOOLS if kind in samples.CALLS else None)
-    ((ids, mask),) = tokenize(tokenizer, [masked])
+    masked = samples.masked(masks, chat, samples.TOOLS if kind in samples.CALLS else None)
+    encoded = tokenizer(masked.text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, mask = (
+        np.array(encoded["input_ids"]),
+        token_mask(masked, np.array(encoded["offset_mapping"])),
+    )
     assert tokenizer.decode(ids) == masked.text
-    said = [masked.text[start:stop] for start, stop in masked.spans]
-    assert tokenizer.decode(ids[mask.astype(bool)]) == "".join(said)
+    said = samples.said(masked)
+    assert tokenizer.decode(ids[mask]) == "".join(said)
     return [m for m in chat if m["role"] == "assistant"], said, masked
 
 
@@ -67,7 +73,7 @@ def check_turn(message, said):
 def refusal_of(template, kind):
     try:
         said_in(template, kind)
-    except ChatRefused as refused:
+    except UnusableRowError as refused:
         return str(refused)
     return ""
 
@@ -93,7 +99,7 @@ def test_a_turn_starts_where_generation_does(path):
     masked = said_in(path.read_text(), "one turn")[2]
     template = prepared(path.read_text())[1].template
     question = template.adapted(samples.KINDS["one turn"][:1])
-    prompt = template.render(Chat(question), generation_prompt=True)
+    prompt = template.render(ChatDocument(question, samples.PLACE), generation_prompt=True)
     given = masked.text[: masked.spans[0][0]]
     assert prompt.startswith(given)
     assert not GLUE.sub("", samples.SPECIAL.sub("", prompt.removeprefix(given)))
@@ -111,18 +117,12 @@ DERIVED = {path.stem: path.read_text() for path in ORIGINALS} | {"mistral": MIST
 PARIS = '{"city": "Paris", "days": 3}'
 # What is trained on, with what is particular to a family.
 EXPECTED = [
-    ("mistral", "two turns", [" Hello, friend.</s>", " Yes,\nmore.</s>"]),
     (
         "mistral",
         "call",
         [f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]</s>', "Sun.</s>"],
     ),
     # no token ends a turn: the next message's does
-    (
-        "glm4moe",
-        "two turns",
-        [f"\n<think></think>\n{words}<|user|>" for words in ("Hello, friend.", "Yes,\nmore.")],
-    ),
     (
         "glm4moe",
         "call",
@@ -156,16 +156,12 @@ EXPECTED = [
         "call",
         [f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>', "Sun.<|eot_id|>"],
     ),
-    # the text ends with one more token when nothing is asked for
-    ("phi3", "two turns", ["Hello, friend.<|end|>", "Yes,\nmore.<|end|>"]),
     # contents are printed when they are lists of parts
     (
         "smolvlm",
         "two turns",
         [" Hello, friend.<end_of_utterance>", " Yes,\nmore.<end_of_utterance>"],
     ),
-    # a model's role of another name, texts are trimmed
-    ("gemma", "two turns", ["Hello, friend.<end_of_turn>", "Yes,\nmore.<end_of_turn>"]),
     # the last answer prints a thought, though it is empty
     (
         "qwen3",
@@ -181,24 +177,22 @@ def test_each_familys_own_way_is_delimited(family, kind, turns):
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():
-    masks = prepared(DERIVED["qwen3"])[1]
-    chat = samples.KINDS["one turn"]
-    (span,) = masks(chat, options={"enable_thinking": False}).spans
-    masked = masks(chat)
-    assert masked.text[slice(*span)] == "Nothing much.<|im_end|>"
-    assert masked.text[slice(*masked.spans[0])].startswith("<think>")
+    masks, chat = prepared(DERIVED["qwen3"])[1], samples.KINDS["one turn"]
+    given = samples.masked(masks, chat, None, {"enable_thinking": False})
+    assert samples.said(given) == ["Nothing much.<|im_end|>"]
+    assert samples.said(samples.masked(masks, chat))[0].startswith("<think>")
 
 
 def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refused():
     masks = prepared(DERIVED["deepseek_r1_distill"])[1]
     thinks = samples.says("<think>\nI add.\n</think>\n\nIt is 4.")
     earlier = [samples.user("2+2?"), thinks, samples.user("Sure?"), samples.says("Yes.")]
-    masked = masks(earlier)
+    masked = samples.masked(masks, earlier)
     assert masked.drops_thinking
     assert "I add." not in masked.text
-    assert not masks(samples.KINDS["one turn"]).drops_thinking
-    with pytest.raises(ChatRefused, match=r"message 1 \(assistant\): .* leaves out its reasoning"):
-        masks(earlier[:2])
+    assert not samples.masked(masks, samples.KINDS["one turn"]).drops_thinking
+    with pytest.raises(UnusableRowError, match=r"message 1 \(assistant\): .* leaves out its reas"):
+        samples.masked(masks, earlier[:2])
 
 
 @pytest.mark.parametrize(
@@ -210,11 +204,12 @@ def test_what_a_template_leaves_out_is_refused(kind, what):
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(ChatRefused, match=rf"message \d .* leaves out its {what}") as refused:
+    with pytest.raises(UnusableRowError, match=rf"message \d .* leaves out its {what}") as refused:
         said_in(template, kind)
     assert refused.value.reason == f"{what.replace(' ', '_')}_left_out"
-    with pytest.raises(ChatRefused, match="leaves out the tool 'get_weather'"):
-        ChatMasks(samples.byte_tokenizer(template))(samples.KINDS["one turn"], samples.TOOLS)
+    masks = ChatMasks(samples.byte_tokenizer(template))
+    with pytest.raises(UnusableRowError, match="leaves out the tool 'get_weather'"):
+        samples.masked(masks, samples.KINDS["one turn"], samples.TOOLS)
 
 
 def test_a_template_that_prints_a_turn_as_two_is_refused():
@@ -223,23 +218,22 @@ def test_a_template_that_prints_a_turn_as_two_is_refused():
         "<|Bot|>{{ m.reasoning_content }}</s><|Bot|>{{ m.content }}</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|Bot|>{% endif %}"
     )
-    with pytest.raises(ChatRefused, match="prints it as two turns"):
+    with pytest.raises(UnusableRowError, match="prints it as two turns"):
         said_in(template, "reasoning")
 
 
 def test_text_of_a_private_use_plane_is_trained_on_unless_marks_are_of_it():
     masks = ChatMasks(samples.byte_tokenizer(CHATML.read_text()))
-    masked = masks([samples.user("\U000f0001"), samples.says("\U000f0002")])
-    assert masked.text[slice(*masked.spans[0])] == "\U000f0002<|im_end|>"
-    with pytest.raises(ChatRefused, match="private-use plane 16"):
-        masks([samples.user("q"), samples.says("\U00100003")])
+    masked = samples.masked(masks, [samples.user("\U000f0001"), samples.says("\U000f0002")])
+    assert samples.said(masked) == ["\U000f0002<|im_end|>"]
+    with pytest.raises(UnusableRowError, match="private-use plane 16"):
+        samples.masked(masks, [samples.user("q"), samples.says("\U00100003")])
 
 
 def test_a_turn_of_blanks_alone_is_delimited_like_others():
     chat = [samples.user("q"), samples.says("\n"), samples.user("r"), samples.says("x")]
     for family in ("gptoss", "muse_glimmer", "deepseekv3"):
-        masked = prepared(DERIVED[family])[1](chat)
-        blank, words = (masked.text[slice(*span)] for span in masked.spans)
+        blank, words = samples.said(samples.masked(prepared(DERIVED[family])[1], chat))
         assert blank.startswith(words.partition("x")[0] + "\n")
         assert samples.SPECIAL.search(blank.partition("\n")[2])
 
@@ -253,8 +247,8 @@ def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
     turns = [
         m for i in range(200) for m in (samples.user(f"q{i}"), samples.says(f"answer {i}" * 3))
     ]
-    assert len(masks(turns).spans) == 200
+    assert samples.said(samples.masked(masks, turns))[7] == "answer 7" * 3 + "<end_of_turn>"
     assert len(rendered) < 30
     rendered.clear()
-    masks(turns)
+    samples.masked(masks, turns)
     assert len(rendered) == 2

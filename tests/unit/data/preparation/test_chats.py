@@ -1,12 +1,15 @@
 from pathlib import Path
 
+import numpy as np
 import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
-from utils.data.prepare.chat_templates import ChatRefused
-from utils.data.prepare.tokenization import render, tokenize
+from utils.data.prepare.chat_masks import MaskedChat
+from utils.data.prepare.documents import ChatDocument
+from utils.data.prepare.records import Location
+from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.tokenization import DocumentTokenizer, token_mask
 from utils.data.prepare.tokenizer import (
     attach_training_template,
     end_of_turn_id,
@@ -22,30 +25,10 @@ END_NOT_TRAINED = (
 )
 
 
-def rendered(tokenizer, messages, first_trained=0):
-    """Return the ids, the mask and the decoded text that is trained on."""
-    masks = ChatMasks(tokenizer)
-    ((ids, mask),) = tokenize(tokenizer, [masks(messages, first_trained=first_trained)])
-    return ids.tolist(), mask.tolist(), tokenizer.decode(ids[mask.astype(bool)])
-
-
-CONVERSATIONS = [
-    ("q", "first answer", "q2\n", "    second\n\nanswer\n"),
-    ("ß 漢字", "\U0001f600"),
-    ("q", "", "q", "not empty"),
-    ("a" * 300, "b c " * 200, "d", "e", "f", "g"),
-]
-
-
-@pytest.mark.parametrize("contents", CONVERSATIONS)
-def test_chatml_trains_the_answers_and_their_ends_and_nothing_else(contents):
-    tokenizer = samples.chatml_tokenizer()
-    messages = samples.chat(*contents, system="you are terse")["messages"]
-    ids, _, trained = rendered(tokenizer, messages)
-    answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
-    assert trained == "".join(answers)
-    everything = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert tokenizer.decode(ids) == everything
+def trained_on(tokenizer, messages):
+    """Return the decoded text that is trained on."""
+    (found,) = DocumentTokenizer(tokenizer)([ChatDocument(messages, Location("a.jsonl"))])
+    return tokenizer.decode(found.ids[found.loss_mask == 1])
 
 
 def test_an_answer_of_weight_zero_is_not_trained_on():
@@ -53,7 +36,7 @@ def test_an_answer_of_weight_zero_is_not_trained_on():
     messages = samples.chat("q", "bad answer", "q2", "good answer")["messages"]
     messages[1]["weight"] = 0
     messages[3]["weight"] = 1
-    assert rendered(tokenizer, messages)[2] == "good answer<|im_end|>"
+    assert trained_on(tokenizer, messages) == "good answer<|im_end|>"
 
 
 @pytest.mark.parametrize("markers", [True, False])
@@ -78,7 +61,7 @@ def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog
     assert "derived from its renderings" in caplog.text
     assert tokenizer.chat_template == WITHOUT_MARKERS
     messages = samples.chat("q", "a", "r", "b")["messages"]
-    assert rendered(tokenizer, messages)[2] == "a<|im_end|>b<|im_end|>"
+    assert trained_on(tokenizer, messages) == "a<|im_end|>b<|im_end|>"
 
 
 def test_no_chat_template_is_refused_with_one_to_take():
@@ -117,12 +100,12 @@ def test_a_broken_or_missing_template_file_is_named(tmp_path):
         read_chat_template(str(tmp_path))
 
 
-def test_a_token_across_the_header_and_the_words_of_a_turn_is_refused():
-    tokenizer = samples.chatml_tokenizer()
-    token = max((t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii()), key=len)
-    assert len(token) > 2
-    (found,) = tokenize(tokenizer, [MaskedChat(token, [(1, len(token))])])
-    assert isinstance(found, ChatRefused)
-    assert found.reason == "straddled"
-    with pytest.raises(ChatRefused):
-        render(tokenizer, lambda *_: MaskedChat(token, [(0, 1)]), None)
+def test_a_token_across_the_edge_of_a_turn_is_refused_but_for_blanks():
+    """The text "A\n b" of a header, a line break and a turn " b" or "b"; offsets of tokens."""
+    chat = MaskedChat("A\n bc", [(2, 5)])
+    for offsets, mask in ([(0, 1), (1, 3), (3, 5)], [0, 0, 1]), ([(0, 2), (2, 5)], [0, 1]):
+        assert token_mask(chat, np.array(offsets)).tolist() == mask
+    for spans, offsets in ([(3, 5)], [(0, 5)]), ([(3, 4)], [(0, 3), (3, 5)]):
+        with pytest.raises(UnusableRowError, match="one token holds the") as refused:
+            token_mask(MaskedChat(chat.text, spans), np.array(offsets))
+        assert refused.value.reason == "straddled"

@@ -113,24 +113,10 @@ def test_a_weight_of_a_message_and_thinking_are_kept():
     assert message(role="assistant", content="a", loss_weight=0.0)["weight"] == 0
 
 
-@pytest.mark.parametrize(
-    ("columns", "hint"),
-    [
-        (
-            ["Question", "answer"],
-            "--columns Question=prompt answer=completion, for chats --columns "
-            "Question=instruction answer=output",
-        ),
-        (["instruction", "context", "response"], "response=output context=input"),
-        (["conversation"], "--columns conversation=messages"),
-        (["content"], "--columns content=text"),
-        (["input_ids"], "--train_data"),
-        (["prompt", "chosen", "rejected"], "--columns chosen=messages"),
-        (["x"], "as in --columns"),
-    ],
-)
-def test_unknown_columns_come_with_what_to_type(columns, hint):
-    assert hint in naming_hint(columns)
+def test_unknown_columns_come_with_what_to_type():
+    assert "--train_data" in naming_hint(["input_ids"])
+    assert "--columns chosen=messages" in naming_hint(["prompt", "chosen", "rejected"])
+    assert "--columns question=prompt answer=completion" in naming_hint(["x"])
 
 
 def test_a_column_takes_another_name_and_the_place_of_its_owner():

@@ -1,6 +1,5 @@
 """The same rows give the same tokens from every kind of file that can hold them."""
 
-import copy
 import csv
 import json
 
@@ -83,33 +82,12 @@ def as_csv(folder, rows):
     return folder / "a.csv"
 
 
-def as_sharegpt(folder, rows):
-    """The same turns under ShareGPT's names, the calls as JSON texts."""
-    return samples.write_jsonl(folder / "share.jsonl", [_shared(row) for row in rows])
-
-
-def _shared(row):
-    names = {"user": "human", "assistant": "gpt"}
-    turns = []
-    for message in copy.deepcopy(row["messages"]):
-        calls = message.get("tool_calls")
-        turn = {"from": names[message.pop("role")], "value": message.pop("content")}
-        if calls:
-            functions = [call["function"] for call in calls]
-            turn = {"from": "function_call", "value": json.dumps(functions)}
-        turns.append(turn | {k: v for k, v in message.items() if k != "tool_calls"})
-    return {"conversations": turns, "tools": json.dumps(row.get("tools", []))}
-
-
 def _with_all_columns(rows):
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 
 
-WRITERS = [
-    *(as_json, as_struct_parquet, as_struct_folder, as_json_parquet, as_json_folder, as_csv),
-    as_sharegpt,
-]
+WRITERS = (as_json, as_struct_parquet, as_struct_folder, as_json_parquet, as_json_folder, as_csv)
 
 
 def documents(source):
@@ -168,7 +146,7 @@ ANSWERED = [
 ]
 
 
-def test_the_same_data_in_eight_kinds_of_file_gives_one_token_dataset(tmp_path):
+def test_the_same_data_in_seven_kinds_of_file_gives_one_token_dataset(tmp_path):
     tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer")
     rows = in_one_order(ANSWERED)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
@@ -185,7 +163,7 @@ def test_the_same_data_in_eight_kinds_of_file_gives_one_token_dataset(tmp_path):
         described = json.loads((folder / "out" / "train" / "stoker.json").read_text())
         fingerprints[write.__name__] = described["fingerprint"]
         assert described["statistics"]["documents"] == 2
-    assert len(fingerprints) == 8
+    assert len(fingerprints) == 7
     assert len(set(fingerprints.values())) == 1, fingerprints
 
 
@@ -194,5 +172,5 @@ def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
     rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}]
     expected = documents(as_jsonl(tmp_path, rows))
     assert '{"city": null}' in expected[0]
-    for write in (as_json, as_json_parquet, as_json_folder, as_csv, as_sharegpt):
+    for write in (as_json, as_json_parquet, as_json_folder, as_csv):
         assert documents(write(tmp_path, rows)) == expected
