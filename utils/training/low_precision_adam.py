@@ -7,12 +7,12 @@ takes AdamW's step on some of its rows, with torch's fused kernel or compiled wi
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, zeros
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
@@ -20,31 +20,25 @@ from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
 from utils.training.low_precision_states import (
-    BITS_LOST,
-    MANTISSA_BITS_LOST,
+    SCALE,
+    State,
     block_size,
-    decode,
-    encode,
+    keep,
+    moment,
     multipliers,
     noise,
-    period,
     random_words,
-    round_to_bfloat16_,
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-SCALE = "_scale"  # ends the name of a moment's scales, one for each block of 8-bit codes
 FIRST_SCALES = MOMENTS[0] + SCALE  # in no state of torch's AdamW
 # Of a compiled call: it takes the host some 0.1 ms, and these 2**25 elements the device as long.
 COMPILED_PERIODS = 8
 KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
 # Of compiled and plain code, relative: products are contracted, and a few elements round otherwise.
 TOLERANCE = 1e-3
-# Tensors by name: weight, gradient, the moments and, of 8-bit codes, their scales.
-State = dict[str, torch.Tensor]
 Group = dict[str, Any]
-Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # both moments and the weight, float32
+Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
@@ -79,51 +73,45 @@ class LowPrecisionAdamW(AdamW):
     @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # Trainer gives none
         """Take a step."""
-        assert closure is None
         self.steps += 1
-        weights = self._weights()
-        trained = [weight for weight in weights if weight.grad is not None]
         if self.noise_table is None:
             periods = COMPILED_PERIODS if self.compiled else 1
-            self.noise_table = NoiseTable(self.seed, weights, periods)
-        for weight in trained:
-            if not self.state[weight]:
-                self.state[weight].update(self._new_state(weight))
-        if trained:
-            torch._foreach_add_([self.state[weight]["step"] for weight in trained], 1)
+            self.noise_table = NoiseTable(self.seed, self._weights(), periods)
         table = self.noise_table.multipliers(self.steps)
         for group in self.param_groups:
-            own = [weight for weight in group["params"] if weight.grad is not None]
-            steps = [self.state[weight]["step"] for weight in own]
+            trained = [weight for weight in group["params"] if weight.grad is not None]
+            if not trained:
+                continue
+            for weight in trained:
+                if not self.state[weight]:
+                    self.state[weight].update(self._new_state(weight))
+            steps = [self.state[weight]["step"] for weight in trained]
+            torch._foreach_add_(steps, 1)
             numbers = step_numbers(group, steps) if self.compiled else steps
-            for weight, its_numbers in zip(own, numbers, strict=True):
+            for weight, its_numbers in zip(trained, numbers, strict=True):
                 self._update(weight, group, its_numbers, table)
 
-    def _weights(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
 
-    def _new_state(self, weight: torch.Tensor) -> State:
+    def _new_state(self, weight: Tensor) -> State:
         state = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
         block = block_size(weight.shape) if self.kept_as == "int8" else None
-        for name in MOMENTS:
-            if block is not None:
-                state[name] = torch.zeros_like(weight, dtype=CODES[name])
-                # One dimension more than the weight has: no other state has such a shape.
-                shape = (*weight.shape[:-1], weight.shape[-1] // block, 1)
-                state[name + SCALE] = _zeros(shape, weight)
-            else:
-                kept = torch.bfloat16 if self.kept_as == "bfloat16" else torch.float32
-                state[name] = torch.zeros_like(weight, dtype=kept)
+        if block is None:
+            kept = torch.bfloat16 if self.kept_as == "bfloat16" else torch.float32
+            return state | {name: torch.zeros_like(weight, dtype=kept) for name in MOMENTS}
+        for name, codes in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
+            state[name] = torch.zeros_like(weight, dtype=codes)
+            # One dimension more than the weight has: no other state has such a shape.
+            scales = weight[..., ::block].unsqueeze(-1)
+            state[name + SCALE] = torch.zeros_like(scales, dtype=torch.float32)
         return state
 
-    def _update(
-        self, weight: torch.Tensor, group: Group, numbers: torch.Tensor, table: torch.Tensor
-    ) -> None:
+    def _update(self, weight: Tensor, group: Group, numbers: Tensor, table: Tensor) -> None:
         assert weight.grad is not None
         assert self.noise_table is not None
-        state = {name: value for name, value in self.state[weight].items() if name != "step"}
         unit, rounding = _unit(weight), self.stochastic_rounding
-        rows = _in_rows({"weight": weight, "gradient": weight.grad, **state}, unit)
+        rows = _in_rows({"weight": weight, "gradient": weight.grad, **self.state[weight]}, unit)
         words = random_words(weight.device, unit)
         for span in self.noise_table.spans[weight]:
             part = {name: value[span.rows] for name, value in rows.items()}
@@ -146,82 +134,46 @@ class LowPrecisionAdamW(AdamW):
                 self.state[weight] = self._converted(weight, state_dict["state"][name])
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
-    def _converted(self, weight: torch.Tensor, saved: State) -> State:
+    def _converted(self, weight: Tensor, saved: State) -> State:
         """Return a saved state as this optimizer keeps it, rounded to the nearest."""
         state = self._new_state(weight)
-        same = state.keys() == saved.keys() and all(
-            state[name].dtype == saved[name].dtype for name in state
-        )
-        if same:
-            return {name: value.to(weight.device) for name, value in saved.items()}
+        saved = {name: value.to(weight.device) for name, value in saved.items()}
+        types, saved_types = ({k: v.dtype for k, v in each.items()} for each in (state, saved))
+        if types == saved_types:
+            return saved
         assert not isinstance(weight, DTensor), "sharded states are loaded as they were saved"
         state["step"].copy_(saved["step"])
-        unit = _unit(weight)
-        new, old = (
-            _in_rows({k: v.to(weight.device) for k, v in each.items() if k != "step"}, unit)
-            for each in (state, saved)
-        )
+        new, old = (_in_rows(each, _unit(weight)) for each in (state, saved))
         for name in MOMENTS:
             keep(moment(old, name).clone(), new, name, None)
         return state
 
 
 def update(
-    part: State,
-    formula: Callable[..., Values],
-    words: torch.Tensor,
-    factors: torch.Tensor,
-    stochastic_rounding: bool,
+    part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
     """Take the step of `formula` on (rows, unit) elements; scales are (rows,), words (rows, unit).
 
-    `factors` are for both moments and for the weight.
+    `factors` are for both moments and for the weight; `rounding`: it is rounded at random, too.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
     for name, value, factor in zip((*MOMENTS, "weight"), values, factors.unbind(), strict=True):
-        at_random = name in MOMENTS or stochastic_rounding
+        at_random = name in MOMENTS or rounding
         keep(value, part, name, partial(noise, words, factor) if at_random else None)
 
 
 def _update_periods(
-    part: State,
-    numbers: torch.Tensor,
-    start: torch.Tensor,
-    table: torch.Tensor,
-    words: torch.Tensor,
-    stochastic_rounding: bool,
+    part: State, numbers: Tensor, start: Tensor, table: Tensor, words: Tensor, rounding: bool
 ) -> None:
     """Take the step on rows that may span several periods; this is what is compiled."""
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
-    update(part, formula, words[at % len(words)], factors, stochastic_rounding)
+    update(part, formula, words[at % len(words)], factors, rounding)
 
 
-def moment(part: State, name: str) -> torch.Tensor:
-    """Return a moment, or the weight, in float32: the kept tensor itself if it is so."""
-    if name + SCALE in part:
-        return decode(part[name], part[name + SCALE])
-    return part[name].float()
-
-
-def keep(
-    values: torch.Tensor, part: State, name: str, random: Callable[[int], torch.Tensor] | None
-) -> None:
-    """Round float32 values to how they are kept, without noise to the nearest; overwrites them."""
-    kept = part[name]
-    if name + SCALE in part:
-        added = 2 ** (BITS_LOST - 1) if random is None else random(BITS_LOST)
-        encode(values, kept, part[name + SCALE], added)
-        return
-    if kept.dtype != torch.float32 and random is not None:
-        round_to_bfloat16_(values, random(MANTISSA_BITS_LOST))
-    if kept is not values:
-        kept.copy_(values)
-
-
-def _fused_formula(group: Group, taken: torch.Tensor, *values: torch.Tensor) -> Values:
+def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
     """Take torch's step in place; it is the `taken`-th."""
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
@@ -233,11 +185,8 @@ def _fused_formula(group: Group, taken: torch.Tensor, *values: torch.Tensor) -> 
     return first, second, weight
 
 
-def _plain_formula(numbers: torch.Tensor, *values: torch.Tensor) -> Values:
-    """Return what the step makes, in the order of Loshchilov and Hutter 2019, algorithm 2.
-
-    "Decoupled Weight Decay Regularization"; torch's documentation has the same.
-    """
+def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
+    """Return what the step makes, in the order of Loshchilov and Hutter 2019, algorithm 2."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
     weight = weight * decay
@@ -247,14 +196,12 @@ def _plain_formula(numbers: torch.Tensor, *values: torch.Tensor) -> Values:
     return first, second, weight
 
 
-def step_numbers(group: Group, steps: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return (8,) float32 for each weight of a group, which takes so many steps with this one.
 
     The corrections are computed on the device, in float64 as by torch. Eight, for views must begin
     at multiples of 16 bytes: torch would copy others at each call.
     """
-    if not steps:
-        return ()
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
     same = (1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"])
@@ -269,7 +216,7 @@ class Span(NamedTuple):
     rows: slice
     period: int
     offset: int
-    start: torch.Tensor  # period and offset, on the device
+    start: Tensor  # period and offset, on the device
 
 
 class NoiseTable:
@@ -279,25 +226,28 @@ class NoiseTable:
     is its word, by its index in a period, times the multiplier of that period.
     """
 
-    def __init__(self, seed: int, weights: Sequence[torch.Tensor], periods: int):
+    def __init__(self, seed: int, weights: Sequence[Tensor], periods: int):
         self.seed, self.device = seed, weights[0].device
-        self.spans: dict[torch.Tensor, list[Span]] = {}
+        self.spans: dict[Tensor, list[Span]] = {}
         keys: list[tuple[int, int]] = []  # of each period: index of the weight, first element
         for index, weight in enumerate(weights):
-            unit = _unit(weight)
-            rows = period(self.device, unit)
+            unit, spans = _unit(weight), self.spans.setdefault(weight, [])
+            rows = len(random_words(self.device, unit))
             first = _first_element(weight) // unit
             end = first + _local(weight).numel() // unit
+            if first == end:  # a rank without rows of it
+                continue
             before = len(keys) - first // rows  # periods of other weights, less those not here
-            spans = self.spans[weight] = []
-            for start, stop in pairwise([*_multiples(first, end, periods * rows), end]):
+            stride = periods * rows
+            for begin in range(first // stride * stride, end, stride):
+                start, stop = max(begin, first), min(begin + stride, end)
                 place = before + start // rows, start % rows
                 on_device = torch.tensor(place).to(self.device)
                 spans.append(Span(slice(start - first, stop - first), *place, on_device))
-            keys += [(index, start // rows * rows * unit) for start in _multiples(first, end, rows)]
+            keys += [(index, at * unit) for at in range(first // rows * rows, end, rows)]
         self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
 
-    def multipliers(self, step: int) -> torch.Tensor:
+    def multipliers(self, step: int) -> Tensor:
         """Return (3, periods of all weights) int32; the device is not waited for."""
         numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
         table = torch.from_numpy(multipliers(self.seed, step, *self.keys, numbers))
@@ -306,14 +256,9 @@ class NoiseTable:
         return table.to(self.device, non_blocking=True)
 
 
-def _multiples(first: int, end: int, stride: int) -> list[int]:
-    """Return the start of a range and the multiples of `stride` in it."""
-    return sorted({first, *range(-(-first // stride) * stride, end, stride)}) if first < end else []
-
-
 @functools.cache
 def compiled_update(
-    words: torch.Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
+    words: Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
 ) -> Callable[..., None]:
     """Return the step compiled for a kind of weight: parts of these types, by name.
 
@@ -324,7 +269,13 @@ def compiled_update(
     # In one graph, unless compilation is turned off for the whole process (TORCHDYNAMO_DISABLE).
     whole = not torch._dynamo.config.disable
     compiled = torch.compile(_update_periods, dynamic=True, fullgraph=whole)
-    part = _made_up_part(words, types)
+    random = torch.Generator(words.device).manual_seed(0)
+    part: State = {}
+    for name, dtype in types:
+        shape = (len(words) + 7, words.shape[1])[: 1 if name.endswith(SCALE) else 2]
+        values = torch.rand(shape, generator=random, device=words.device)
+        # Codes of 30 to 127, for the smallest are rounded up or down by half.
+        part[name] = (values + 1e-3 if dtype.is_floating_point else values * 97 + 30).to(dtype)
     expected = {name: tensor.clone() for name, tensor in part.items()}
     numbers = torch.tensor((0.999, 0.9, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5), device=words.device)
     start = torch.tensor([1, 3], device=words.device)
@@ -343,43 +294,27 @@ def compiled_update(
     return compiled
 
 
-def _made_up_part(words: torch.Tensor, types: tuple[tuple[str, torch.dtype], ...]) -> State:
-    random = torch.Generator(words.device).manual_seed(0)
-    part: State = {}
-    for name, dtype in types:
-        shape = (len(words) + 7, words.shape[1])[: 1 if name.endswith(SCALE) else 2]
-        values = torch.rand(shape, generator=random, device=words.device)
-        # Codes of 30 to 127, for the smallest are rounded up or down by half.
-        part[name] = (values + 1e-3 if dtype.is_floating_point else values * 97 + 30).to(dtype)
-    return part
-
-
 def _in_rows(tensors: State, unit: int) -> State:
+    """Return all but the step as (rows, unit), and scales as (rows,)."""
     return {
         name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
+        if name != "step"
     }
 
 
-def _unit(weight: torch.Tensor) -> int:
+def _unit(weight: Tensor) -> int:
     return block_size(weight.shape) or 1
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _first_element(weight: torch.Tensor) -> int:
+def _first_element(weight: Tensor) -> int:
     """Return which element of the whole tensor this rank's first one is."""
     if not isinstance(weight, DTensor):
         return 0
     mesh, placements = weight.device_mesh, weight.placements
     _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     return offset[0] * (weight.numel() // weight.shape[0]) if offset else 0
-
-
-def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return float32 zeros, sharded as another tensor is."""
-    if isinstance(like, DTensor):
-        return zeros(*shape, device_mesh=like.device_mesh, placements=like.placements)
-    return torch.zeros(shape, device=like.device)

@@ -1,11 +1,20 @@
 """Rounding at random loses nothing on average, follows from its keys alone, and keeps what fits."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from utils.training import low_precision_states as eight_bit
-from utils.training.low_precision_states import multipliers, noise, random_words, round_to_bfloat16_
+from utils.training.low_precision_states import (
+    SCALE,
+    block_size,
+    keep,
+    moment,
+    multipliers,
+    noise,
+    random_words,
+)
 
 CPU = torch.device("cpu")
 COUNT = 2**15
@@ -20,13 +29,20 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def noise_of(count: int, *keys: int, bits: int = 16) -> torch.Tensor:
+def noise_of(shape: torch.Size, *keys: int):
     (factor,) = multipliers(*keys[:-1], np.array(keys[-1:], dtype=np.uint64)).tolist()
-    return noise(random_words(CPU, 1)[:count, 0], factor, bits)
+    return partial(noise, random_words(CPU, 1)[: shape.numel(), 0].view(shape), factor)
 
 
-def rounded(values: torch.Tensor, *keys: int) -> torch.Tensor:
-    return round_to_bfloat16_(values.clone(), noise_of(len(values), *keys))
+def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return values as they are kept: without keys they are rounded to the nearest."""
+    if kind != torch.bfloat16:
+        values = values.view(-1, 256)
+    part = {"m": torch.empty(values.shape, dtype=kind)}
+    if kind != torch.bfloat16:
+        part["m" + SCALE] = torch.empty(len(values))
+    keep(values.clone(), part, "m", noise_of(values.shape, *keys) if keys else None)
+    return moment(part, "m").view(-1)
 
 
 def test_the_mean_of_many_roundings_is_the_number_itself():
@@ -42,13 +58,20 @@ def test_the_mean_of_many_roundings_is_the_number_itself():
     assert errors.abs().max() < 5
 
 
-def test_neighbours_of_one_step_are_rounded_independently():
+def test_noise_is_independent_and_that_of_the_first_start():
     values = torch.full((COUNT,), 1 + 2**-9)  # a quarter of the way to the next bfloat16
     up = (rounded(values, 1, 2, 3) > 1).double()
     assert up.mean() == pytest.approx(0.25, abs=0.01)
     for distance in (1, 2, 64, 256, 384):
         together = (up[distance:] * up[:-distance]).mean()
         assert together == pytest.approx(0.25**2, abs=0.01), distance
+    first = noise_of(values.shape, 1, 2, 3)(16)
+    # Written down: a checkpoint may be older than this version.
+    assert first[:4].tolist() == [12434, 28981, 23699, 1304]
+    for keys in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
+        assert (first == noise_of(values.shape, *keys)(16)).double().mean() < 0.001
+    blocks, elements = random_words(CPU, 192).view(-1), random_words(CPU, 1).view(-1)
+    assert torch.equal(blocks, elements[: len(blocks)])
 
 
 def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour():
@@ -57,29 +80,7 @@ def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour():
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
     assert torch.equal(rounded(special, 5).nan_to_num(9), special.nan_to_num(9))
     values = torch.randn(COUNT)
-    result = rounded(values, 5)
-    assert torch.equal(result, result.bfloat16().float())
-    assert ((result - values).abs() <= values.abs() * 2**-7).all()
-
-
-def test_other_keys_are_other_noise_and_a_resumed_run_has_that_of_its_first_start():
-    first = noise_of(COUNT, 1, 2, 3)
-    # Written down: a checkpoint may be older than this version.
-    assert first[:4].tolist() == [12434, 28981, 23699, 1304]
-    for keys in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
-        assert (first == noise_of(COUNT, *keys)).double().mean() < 0.001
-    assert torch.equal(
-        random_words(CPU, 192).view(-1), random_words(CPU, 1)[: COUNT // 192 * 192, 0]
-    )
-
-
-def kept(values: torch.Tensor, kind: torch.dtype, added: torch.Tensor | int) -> torch.Tensor:
-    codes, scales = (
-        torch.empty(len(values) // 256, 256, dtype=kind),
-        torch.empty(len(values) // 256),
-    )
-    eight_bit.encode(values.clone().view(-1, 256), codes, scales, added)
-    return eight_bit.decode(codes, scales).view(-1)
+    assert ((rounded(values, 5) - values).abs() <= values.abs() * 2**-7).all()
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8])
@@ -87,12 +88,10 @@ def test_eight_bits_keep_a_sixteenth_at_worst_and_nothing_is_lost_on_average(kin
     values = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     values = values if kind == torch.int8 else values.square()
     large = values.abs() > values.abs().max() * 1e-4
-    nearest = kept(values, kind, 2**19)
+    nearest = rounded(values, kind=kind)
     assert ((nearest - values) / values)[large].abs().max() <= 1 / 16 + 1e-6
-    mean = 0
-    for step in range(REPEATS):
-        mean = mean + kept(values, kind, noise_of(4096, step, bits=20).view(-1, 256)).double()
-    errors = ((mean / REPEATS - values) / values)[large]
+    mean = sum(rounded(values, step, kind=kind).double() for step in range(REPEATS)) / REPEATS
+    errors = ((mean - values) / values)[large]
     assert errors.abs().max() < 0.01
     assert errors.mean().abs() < 5e-4
 
@@ -101,14 +100,14 @@ def test_the_largest_of_a_block_is_exact_and_a_second_moment_never_becomes_zero(
     values = torch.full((512,), 1e-12)
     values[3], values[300] = 3.7, 1e-3
     for kind in (torch.int8, torch.uint8):
-        result = kept(values, kind, 0)
+        result = rounded(values, kind=kind)
         assert result[3] == 3.7
         assert result[300] == torch.tensor(1e-3)
         assert bool((result > 0).all()) is (kind == torch.uint8)
-    assert torch.equal(kept(torch.zeros(512), torch.int8, 2**20 - 1), torch.zeros(512))
+    assert torch.equal(rounded(torch.zeros(512), 1, kind=torch.int8), torch.zeros(512))
 
 
 def test_blocks_divide_rows_so_that_shards_of_rows_keep_them_whole():
     shapes = {(1000, 384): 192, (4096, 4096): 256, (8, 100, 64): 64}
     shapes |= dict.fromkeys([(4096,), (10, 256), (400, 33)])
-    assert {shape: eight_bit.block_size(shape) for shape in shapes} == shapes
+    assert {shape: block_size(shape) for shape in shapes} == shapes
