@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
@@ -62,14 +63,14 @@ PLAIN = LogitTerms()
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     terms: LogitTerms = PLAIN,
     compiled: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
@@ -80,9 +81,10 @@ def linear_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     wanted = torch.is_grad_enabled()  # inside the function it never is
-    way = _Way(terms, wanted, compiled and device != "cpu")
+    compiled = compiled and device != "cpu"
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, way)
+        arguments = (hidden, weight, bias, targets, dtype, terms, wanted, compiled)
+        return _LinearCrossEntropy.apply(*arguments)
 
 
 @contextmanager
@@ -96,38 +98,18 @@ def buffers_alone() -> Iterator[None]:
         _computes = True
 
 
-def _sizes(device: str) -> Sizes:
-    return SIZES.get(device, SIZES["cuda"])
-
-
 def _whole(count: int, tile: int) -> int:
     return -(-count // tile) * tile
 
 
-def _chunk_rows(tokens: int, words: int, device: str, compiled: bool) -> int:
+def _chunk_rows(tokens: int, words: int, sizes: Sizes, compiled: bool) -> int:
     """Return how many tokens go through the head at a time: about as many in each chunk."""
-    sizes = _sizes(device)
     most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
     most = max(1, most // sizes.tile * sizes.tile)
     if compiled:
         return most  # whatever the tokens, so that one shape is compiled
-    chunks = -(-tokens // most)
-    rows = -(-tokens // chunks) if chunks else 1
-    return min(_whole(rows, sizes.tile), most)
-
-
-def _block_rows(rows: int, vocabulary: int, device: str) -> int:
-    """Return how many tokens' logits are in float32 at a time; a row is one thread's."""
-    return min(rows, max(torch.get_num_threads(), _sizes(device).block // vocabulary))
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a call computes: what happens to the logits, whether gradients are made, by what."""
-
-    terms: LogitTerms
-    gradients: bool
-    compiled: bool
+    chunks = max(1, -(-tokens // most))
+    return min(_whole(max(1, -(-tokens // chunks)), sizes.tile), most)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -135,21 +117,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @override
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
         dtype: torch.dtype,
-        way: _Way,
-    ) -> torch.Tensor:
+        terms: LogitTerms,
+        gradients: bool,
+        compiled: bool,
+    ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        needed = tuple(way.gradients and needs for needs in ctx.needs_input_grad)
+        needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
         if hidden.device.type == "cpu":  # oneDNN makes and keeps code for each number of tokens
             more = _whole(tokens, SIZES["cpu"].tile) - tokens
             hidden = functional.pad(hidden, (0, 0, 0, more))
             targets = functional.pad(targets, (0, more), value=IGNORED)
-        work = _Work(hidden.to(dtype), weight, bias, way, needed)
+        work = _Work(hidden.to(dtype), weight, bias, terms, needed, compiled)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_loss = targets != IGNORED
         targets = targets.clamp(min=0)
@@ -163,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = gradients
         if ctx.gradients is None:
             raise RuntimeError("this loss was differentiated before, and its gradients are gone")
@@ -174,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if own is None else own.mul_(scale).to(dtype)
             for own, dtype in zip(made, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 class _Work:
@@ -185,23 +169,27 @@ class _Work:
 
     def __init__(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        way: _Way,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        terms: LogitTerms,
         needed: tuple[bool, ...],
+        compiled: bool,
     ):
         device, self.vocabulary = hidden.device.type, len(weight)
-        words = _whole(self.vocabulary, _sizes(device).words)
-        self.hidden, self.scale, self.cap = hidden, way.terms.scale, way.terms.softcap
+        sizes = SIZES.get(device, SIZES["cuda"])
+        words = _whole(self.vocabulary, sizes.words)
+        self.hidden, self.scale, self.cap = hidden, terms.scale, terms.softcap
         self.weight = _with_zeros(weight, words, hidden.dtype)
         self.bias = None if bias is None else _with_zeros(bias, words, hidden.dtype) * self.scale
-        self.compiled, self.needed = way.compiled, any(needed)
-        self.chunk_rows = _chunk_rows(len(hidden), words, device, self.compiled)
+        self.compiled, self.needed = compiled, any(needed)
+        self.chunk_rows = _chunk_rows(len(hidden), words, sizes, compiled)
         self.logits = hidden.new_empty(self.chunk_rows, words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        shape = _block_rows(self.chunk_rows, self.vocabulary, device), self.vocabulary
-        self.buffers = [] if self.compiled else [zeros(shape) for _ in range(2)]
+        # Of tokens whose logits are in float32 at a time; a row is one thread's.
+        block = max(torch.get_num_threads(), sizes.block // self.vocabulary)
+        shape = min(self.chunk_rows, block), self.vocabulary
+        self.buffers = [] if compiled else [zeros(shape) for _ in range(2)]
         self.hidden_gradient = torch.empty_like(hidden) if needed[0] else None
         self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
         self.bias_gradient = zeros(words) if needed[2] else None
@@ -209,7 +197,7 @@ class _Work:
         product = needed[1] and hidden.dtype != torch.float32 and device != "cuda"
         self.product = torch.empty_like(self.weight) if product else None
 
-    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self) -> tuple[Tensor | None, ...]:
         """Return those of hidden states, weight and bias, of the vocabulary alone."""
         weight, bias = self.weight_gradient, self.bias_gradient
         if len(self.weight) != self.vocabulary:  # else no view, to which autograd adds in place
@@ -217,7 +205,7 @@ class _Work:
             bias = None if bias is None else bias[: self.vocabulary]
         return self.hidden_gradient, weight, bias
 
-    def chunk(self, rows: slice, targets: torch.Tensor, has_loss: torch.Tensor) -> torch.Tensor:
+    def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
         """Return the loss of each token (C,) and add up the gradients; targets (C,)."""
         hidden = self.hidden[rows]
         if self.scale != 1:
@@ -234,9 +222,7 @@ class _Work:
             self.bias_gradient += torch.mv(derivative.T, own[:, 0] * self.scale)
         return losses * has_loss
 
-    def _losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses (C,) and their derivatives by the logits (C, W)."""
         tokens = len(hidden)
         logits = torch.mm(hidden, self.weight.T, out=self.logits[:tokens])
@@ -252,7 +238,7 @@ class _Work:
         losses = compiled_softmax_derivative(own, targets, self.cap, self.needed)
         return losses[:tokens], logits
 
-    def _add_weight_gradient(self, derivative: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _add_weight_gradient(self, derivative: Tensor, hidden: Tensor) -> None:
         assert self.weight_gradient is not None
         if self.product is not None:
             self.weight_gradient += torch.mm(derivative.T, hidden, out=self.product)
@@ -266,12 +252,8 @@ class _Work:
 
 
 def softmax_derivative(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    buffers: list[torch.Tensor],
-    cap: float | None,
-    differentiate: bool,
-) -> torch.Tensor:
+    logits: Tensor, targets: Tensor, buffers: list[Tensor], cap: float | None, differentiate: bool
+) -> Tensor:
     """Return the losses (C,) of logits (C, V), which become their own derivatives, in place.
 
     buffers: two of float32 (B, V), for B tokens at a time.
@@ -295,8 +277,8 @@ def softmax_derivative(
 
 
 def compiled_softmax_derivative(
-    logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
-) -> torch.Tensor:
+    logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
+) -> Tensor:
     """Do the same in one compiled function; each shape of logits is compiled once.
 
     It reads the logits twice and writes them once. Raises ConfigurationError where the first tokens
@@ -312,30 +294,25 @@ def compiled_softmax_derivative(
     if before is not None:
         buffers = [torch.empty_like(before, dtype=torch.float32) for _ in range(2)]
         expected = softmax_derivative(before, targets[: len(before)], buffers, cap, differentiate)
-        pairs = [(losses, expected), (logits, before)] if differentiate else [(losses, expected)]
-        if any(_differ(found[: len(wanted)], wanted) for found, wanted in pairs):
-            raise ConfigurationError(
-                f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
-                f"wrongly for {logits.device.type}: set --compile false"
-            )
+        # What is not finite, as after a divergence, counts as 0 in both. Without gradients the
+        # logits are those of before.
+        for found, wanted in ((losses, expected), (logits, before)):
+            one, other = (v[: len(before)].float().nan_to_num(0, 0, 0) for v in (found, wanted))
+            if (one - other).norm() > TOLERANCE * other.norm():
+                raise ConfigurationError(
+                    f"--compile true: torch {torch.__version__} compiles the softmax of the loss "
+                    f"wrongly for {logits.device.type}: set --compile false"
+                )
         _checked.add(kind)
     return losses
 
 
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compare values; what is not finite, as after a divergence, counts as 0 in both."""
-    one, other = (values.float().nan_to_num(0, 0, 0) for values in (found, expected))
-    return bool((one - other).norm() > TOLERANCE * other.norm())
-
-
 @cache
-def _compiled() -> Callable[..., torch.Tensor]:
+def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_normalize, dynamic=False)
 
 
-def _normalize(
-    logits: torch.Tensor, targets: torch.Tensor, cap: float | None, differentiate: bool
-) -> torch.Tensor:
+def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
     """Return log(sum(exp(logits))) of each token (C,): a kernel that reads, one that writes."""
     wide = logits.float()
     if cap is not None:
@@ -350,7 +327,7 @@ def _normalize(
     return normalizer.squeeze(-1)
 
 
-def _with_zeros(values: torch.Tensor, words: int, dtype: torch.dtype) -> torch.Tensor:
+def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
     """Return (V, ...) as (words, ...) in a type; copied only where either differs."""
     if len(values) == words:
         return values.to(dtype)

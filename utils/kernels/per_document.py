@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from utils.kernels.cpu_products import by_onednn
@@ -22,7 +23,7 @@ class Documents(NamedTuple):
     No document is longer than `max_length`, nor than a row of `row_length` tokens.
     """
 
-    cu_seq_lens: torch.Tensor
+    cu_seq_lens: Tensor
     max_length: int
     row_length: int
 
@@ -34,23 +35,18 @@ class ScoreTerms(NamedTuple):
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
 
-    def plain(self, length: int) -> bool:
-        """Whether documents of this length need no more than a scale."""
-        windowed = self.window is not None and length > self.window
-        return self.softcap is None and self.sinks is None and not self.dropout and not windowed
+    def windowed(self, length: int) -> bool:
+        """Whether the window hides something in documents of this length."""
+        return self.window is not None and length > self.window
 
 
 # Its lengths are known only at run time: compiled layers call it as it is.
 @torch.compiler.disable
 def per_document_sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    terms: ScoreTerms,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
+) -> Tensor:
     """Run SDPA in documents that lie end to end, (tokens, heads, dim); one call for each length.
 
     Reads the lengths on the host, which waits for the device when `cu_seq_lens` is not on the CPU.
@@ -70,26 +66,24 @@ def per_document_sdpa(
     # split and cat have one backward node each; a slice per document would have a zero-filled
     # gradient of all tokens per document.
     pieces = [states.split(lengths) for states in (query, key, value)]
-    outputs: list[torch.Tensor] = [query] * len(lengths)
+    outputs: list[Tensor] = [query] * len(lengths)
     for length, members in alike.items():
-        rows, keys, values = (
+        rows = (
             torch.stack([_filled(part[document], length) for document in members]).transpose(1, 2)
             for part in pieces
         )
-        attended = causal_sdpa(rows, keys, values, terms).transpose(1, 2)
-        for document, output in zip(members, attended.unbind(), strict=True):
+        attended = causal_sdpa(*rows, terms=terms).transpose(1, 2)
+        for document, output in zip(members, attended, strict=True):
             outputs[document] = output[: lengths[document]]
     return torch.cat(outputs)
 
 
-def _filled(states: torch.Tensor, length: int) -> torch.Tensor:
+def _filled(states: Tensor, length: int) -> Tensor:
     more = length - len(states)
     return functional.pad(states, (0, 0, 0, 0, 0, more)) if more else states
 
 
-def causal_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
-) -> torch.Tensor:
+def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
     """Attend causally within each row: (rows, heads, length, dim), fewer kv heads allowed."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
@@ -102,7 +96,7 @@ def causal_sdpa(
         return attended.to(query.dtype)
     if blocked:
         return _blocked_attention(query, key, value, terms.scale)
-    windowed = terms.window is not None and length > terms.window
+    windowed = terms.windowed(length)
     mask = _visible(length, terms.window, query.device) if windowed else None
     grouped = query.shape[1] != key.shape[1]
     # CUDA has grouped heads in its half precision kernels alone: the rest would fall back to the
@@ -112,25 +106,18 @@ def causal_sdpa(
         repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     return functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=terms.dropout,
-        is_causal=mask is None,
-        scale=terms.scale,
-        enable_gqa=grouped and native,
-    )
+        query, key, value, attn_mask=mask, dropout_p=terms.dropout, is_causal=mask is None,
+        scale=terms.scale, enable_gqa=grouped and native,
+    )  # fmt: skip
 
 
-def _in_blocks(query: torch.Tensor, length: int, terms: ScoreTerms) -> bool:
+def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
+    plain = terms._replace(scale=None, window=None) == ScoreTerms() and not terms.windowed(length)
     computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
-    return computed and length <= BLOCKED_ON_CPU and terms.plain(length) and by_onednn()
+    return plain and computed and length <= BLOCKED_ON_CPU and by_onednn()
 
 
-def _blocked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> torch.Tensor:
+def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Do the same out of batched products, some queries at a time with all keys that they see.
 
     Where oneDNN multiplies, a step on packed chats takes 16 % less time so than by torch's kernel.
@@ -139,15 +126,13 @@ def _blocked_attention(
     # Few shapes: documents go together by powers of two, the largest first.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
     sizes: list[int] = []
-    while (left := len(query) - sum(sizes)) > 0:
+    while left := len(query) - sum(sizes):
         sizes.append(1 << (min(left, most).bit_length() - 1))
     splits = (states.split(sizes) for states in (query, key, value))
     return torch.cat([_attend_in_blocks(scale, *some) for some in zip(*splits, strict=True)])
 
 
-def _attend_in_blocks(
-    scale: float | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     rows, heads, length, dim = query.shape
     pairs = rows * key.shape[1]  # of a row and a key head, each with some query heads
     query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
@@ -166,9 +151,7 @@ def _attend_in_blocks(
     return torch.cat(outputs, 2).reshape(rows, heads, length, -1)
 
 
-def _explicit_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: ScoreTerms
-) -> torch.Tensor:
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
     """Attend with all scores in memory, as SDPA has neither soft caps nor sinks.
 
     Soft caps as in Gemma 2 (arXiv 2408.00118, section 2), sinks as in gpt-oss: one more logit per
@@ -188,7 +171,7 @@ def _explicit_attention(
     return functional.dropout(weights, terms.dropout).to(value.dtype) @ value
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """Return the (query, key) mask that is True where a query sees a key."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)

@@ -10,10 +10,11 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
@@ -53,9 +54,7 @@ class AttentionNeeds(NamedTuple):
     windows: bool = False
 
 
-KernelFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Documents, ScoreTerms], torch.Tensor
-]
+KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,9 @@ class VarlenKernel:
         return missing
 
 
+_ALL = frozenset({"dropout", "softcap", "sinks"})
 PER_DOCUMENT = VarlenKernel(
-    "per_document_sdpa",
-    "per-document SDPA",
-    frozenset({"dropout", "softcap", "sinks"}),
-    per_document_sdpa,
-    on_cuda_only=False,
+    "per_document_sdpa", "per-document SDPA", _ALL, per_document_sdpa, on_cuda_only=False
 )
 
 
@@ -101,22 +97,22 @@ def register_packed_varlen(kernel: VarlenKernel) -> None:
 
 def packed_varlen(  # noqa: PLR0913 - transformers' signature
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     kernel: VarlenKernel = PER_DOCUMENT,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend causally inside each document of a packed micro-batch.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens
@@ -129,7 +125,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     dtype = _compute_dtype(query, value)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
-        _warn_other_kernel(kernel.label, query.device.type, dtype)
+        _warn_slower(f"{kernel.label} does not run on {query.device.type} in {dtype}")
         kernel = PER_DOCUMENT
     needs = AttentionNeeds(0, softcap is not None, s_aux is not None, dropout)
     if missing := kernel.missing(needs):
@@ -151,7 +147,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
 
 
-def _compute_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
     """Choose autocast's dtype, or the narrower one of query and value.
 
     Rotary embeddings and norms kept in fp32 leave queries wider than values.
@@ -161,21 +157,13 @@ def _compute_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
     return value.dtype if query.dtype == torch.float32 else query.dtype
 
 
-@lru_cache(maxsize=8)
-def _warn_other_kernel(label: str, device_type: str, dtype: torch.dtype) -> None:
-    logger.warning(
-        "packed_varlen: %s does not run on %s in %s; per-document SDPA does, more slowly",
-        label,
-        device_type,
-        dtype,
-    )
+@cache
+def _warn_slower(reason: str) -> None:
+    logger.warning("packed_varlen: %s; per-document SDPA does, more slowly", reason)
 
 
 def _refuse_call(
-    module: torch.nn.Module,
-    causal: bool,
-    attention_mask: torch.Tensor | None,
-    lengths: tuple[int, int],
+    module: torch.nn.Module, causal: bool, attention_mask: Tensor | None, lengths: tuple[int, int]
 ) -> None:
     problems = (
         (not causal, "attends in both directions, but packed_varlen is causal; train a causal "
@@ -190,7 +178,7 @@ def _refuse_call(
             raise ConfigurationError(f"{type(module).__name__} {problem}")
 
 
-def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: torch.Tensor | None) -> None:
+def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: Tensor | None) -> None:
     restarts = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
     if module.training or restarts:
         raise ConfigurationError(
@@ -245,7 +233,7 @@ def _is_hopper() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
 
 
-def _import_function(module: str, name: str) -> Callable[..., torch.Tensor] | str:
+def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
     """Import a kernel; a string says that it is missing, or built for another torch."""
     try:
         return getattr(importlib.import_module(module), name)
@@ -269,13 +257,9 @@ def load_flash_attention(version: int) -> VarlenKernel | str:
 
 
 def _flash(
-    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    terms: ScoreTerms,
-) -> torch.Tensor:
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
+) -> Tensor:  # fmt: skip
     """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
     # The backward pass adds up with atomics unless asked not to.
@@ -306,12 +290,8 @@ def load_torch_varlen() -> VarlenKernel | str:
     grouped = {"enable_gqa": True} if asks else {}
 
     def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: Documents,
-        terms: ScoreTerms,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
+    ) -> Tensor:
         window = (-1 if terms.window is None else terms.window - 1, 0)
         ends, longest = documents.cu_seq_lens, documents.max_length
         return function(
@@ -336,21 +316,17 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
         return f"torch would take {backend.name} for a head dimension of {needs.head_dim}"
 
     def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: Documents,
-        terms: ScoreTerms,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
+    ) -> Tensor:
         rows = query.shape[0] // documents.row_length
         if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding each
             return packed.run(query, key, value, documents, terms)
-        query, key, value = (
-            states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
-            for states in (query, key, value)
+        states = (
+            each.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
+            for each in (query, key, value)
         )
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            attended = causal_sdpa(query, key, value, terms)
+            attended = causal_sdpa(*states, terms=terms)
         return attended.transpose(1, 2).flatten(0, 1)
 
     return VarlenKernel(ROW_SDPA, "SDPA by row, cuDNN first", frozenset(), run)
