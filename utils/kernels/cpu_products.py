@@ -12,9 +12,7 @@ from utils.support.host import cpu_fact
 # torch's words: float32 products exactly, or as oneDNN does them.
 _EXACT, _ONEDNN = "highest", "medium"
 _CACHE_LINE = 64  # bytes
-# glibc's variables by which a user decides about the heap, and mallopt's numbers for the same.
-_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's numbers of them for mallopt
 
 
 def settle_products(device: str) -> str | None:
@@ -26,8 +24,6 @@ def settle_products(device: str) -> str | None:
     """
     slow = (
         device == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and not has_amx()
         and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -47,7 +43,7 @@ def by_onednn() -> bool:
 
 
 def products_name() -> str:
-    """Return the name of the library that multiplies float32."""
+    """Return the name of the library that does."""
     return "oneDNN" if by_onednn() else "torch's default"
 
 
@@ -56,7 +52,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
     Otherwise the kernel clears hundreds of megabytes anew in each step: a tenth of its time.
     """
-    told = any(name in environment for name in _HEAP)
+    told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if told or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or mallopt is None:
         return False
@@ -76,6 +72,5 @@ def align_weights(model: nn.Module) -> None:
 
 def _keeps_every_bit() -> bool:
     values = torch.rand(2, 96, 384, generator=torch.Generator().manual_seed(0)) + 1
-    unit = torch.eye(384)
-    batched = torch.bmm(values, unit.expand(2, -1, -1))
-    return torch.equal(values[0] @ unit, values[0]) and torch.equal(batched, values)
+    unit = torch.eye(384).expand(2, -1, -1)
+    return torch.equal(values[0] @ unit[0], values[0]) and torch.equal(values @ unit, values)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ _computes = True
 _checked: set[tuple[object, ...]] = set()
 
 
-@dataclass(frozen=True)
-class LogitTerms:
+class LogitTerms(NamedTuple):
     """What a model does to the logits: multiply by `scale`, then cap * tanh(logits / cap)."""
 
     scale: float = 1.0
@@ -149,8 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = gradients
-        if ctx.gradients is None:
-            raise RuntimeError("this loss was differentiated before, and its gradients are gone")
+        assert ctx.gradients is not None, "this loss was differentiated before"
         # In place, as the weight's is large. Nobody else holds it then: autograd adds that of a
         # tied embedding to it, in place too.
         made, ctx.gradients = ctx.gradients, None
@@ -210,7 +208,19 @@ class _Work:
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
-        losses, derivative = self._losses(hidden, targets)
+        tokens = len(hidden)
+        derivative = torch.mm(hidden, self.weight.T, out=self.logits[:tokens])
+        if self.bias is not None:
+            derivative += self.bias
+        if self.compiled:
+            # The whole buffer, zeros behind the last token: one shape is compiled.
+            targets = functional.pad(targets, (0, self.chunk_rows - tokens))
+            self.logits[tokens:] = 0
+            logits = self.logits[:, : self.vocabulary]
+            losses = compiled_softmax_derivative(logits, targets, self.cap, self.needed)[:tokens]
+        else:
+            logits = derivative[:, : self.vocabulary]
+            losses = softmax_derivative(logits, targets, self.buffers, self.cap, self.needed)
         own = has_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:
             gradient = self.hidden_gradient[rows]
@@ -222,33 +232,15 @@ class _Work:
             self.bias_gradient += torch.mv(derivative.T, own[:, 0] * self.scale)
         return losses * has_loss
 
-    def _losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses (C,) and their derivatives by the logits (C, W)."""
-        tokens = len(hidden)
-        logits = torch.mm(hidden, self.weight.T, out=self.logits[:tokens])
-        if self.bias is not None:
-            logits += self.bias
-        if not self.compiled:
-            own = logits[:, : self.vocabulary]
-            return softmax_derivative(own, targets, self.buffers, self.cap, self.needed), logits
-        # The whole buffer, zeros behind the last token: one shape is compiled.
-        targets = functional.pad(targets, (0, self.chunk_rows - tokens))
-        self.logits[tokens:] = 0
-        own = self.logits[:, : self.vocabulary]
-        losses = compiled_softmax_derivative(own, targets, self.cap, self.needed)
-        return losses[:tokens], logits
-
     def _add_weight_gradient(self, derivative: Tensor, hidden: Tensor) -> None:
-        assert self.weight_gradient is not None
+        total = self.weight_gradient
+        assert total is not None
         if self.product is not None:
-            self.weight_gradient += torch.mm(derivative.T, hidden, out=self.product)
+            total += torch.mm(derivative.T, hidden, out=self.product)
         elif hidden.dtype == torch.float32:
-            self.weight_gradient.addmm_(derivative.T, hidden)
+            total.addmm_(derivative.T, hidden)
         else:
-            torch.addmm(
-                self.weight_gradient, derivative.T, hidden,
-                out_dtype=torch.float32, out=self.weight_gradient,
-            )  # fmt: skip
+            torch.addmm(total, derivative.T, hidden, out_dtype=torch.float32, out=total)
 
 
 def softmax_derivative(

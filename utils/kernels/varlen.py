@@ -26,7 +26,7 @@ from utils.kernels.per_document import (
     ScoreTerms,
     causal_sdpa,
     per_document_sdpa,
-)
+)  # fmt: skip
 
 # transformers looks for "flash", "sdpa" and "flex_attention" inside a name: it has none of them.
 NAME = "packed_varlen"
@@ -35,11 +35,9 @@ MAX_FLASH_HEAD_DIM = 256  # of FlashAttention 2, 3 and torch's copy of it
 # On Hopper torch would take FlashAttention 2 first, cuDNN's kernel being about twice as fast there
 # (transformers#48163).
 CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +119,18 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
-    _refuse_call(module, causal, attention_mask, (query.shape[2], key.shape[2]))
+    queries, keys = query.shape[2], key.shape[2]
+    if not causal or attention_mask is not None or queries != keys:
+        raise ConfigurationError(
+            f"{type(module).__name__} asks packed_varlen for more than causal attention inside "
+            f"marked documents (causal: {causal}, a mask: {attention_mask is not None}, {queries} "
+            f"queries for {keys} keys). Train with --attn_implementation sdpa; to generate, call "
+            "model.set_attn_implementation('sdpa')."
+        )
     dtype = _compute_dtype(query, value)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
-        _warn_slower(f"{kernel.label} does not run on {query.device.type} in {dtype}")
+        _warn_slower(kernel.label, query.device.type, dtype)
         kernel = PER_DOCUMENT
     needs = AttentionNeeds(0, softcap is not None, s_aux is not None, dropout)
     if missing := kernel.missing(needs):
@@ -134,15 +139,19 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             "compute; use --attn_implementation eager"
         )
     if cu_seq_lens_q is None:
-        _refuse_unmarked_packing(module, kwargs.get("position_ids"))
+        positions = kwargs.get("position_ids")
+        if module.training or (positions is not None and (positions.diff(dim=-1) != 1).any()):
+            raise ConfigurationError(
+                "packed_varlen was given no cu_seq_lens_q, so packed documents would see each "
+                "other; train on Stoker's packed batches, or use --attn_implementation sdpa"
+            )
         return causal_sdpa(query, key, value, terms).transpose(1, 2).contiguous(), None
     rows, heads, length, head_dim = query.shape
     value_dim = value.shape[-1]
     if kernel.on_cuda_only and value_dim != head_dim:
         value = functional.pad(value, (0, head_dim - value_dim))
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    longest = length if max_length_q is None else max_length_q
-    documents = Documents(cu_seq_lens_q, longest, row_length=length)
+    documents = Documents(cu_seq_lens_q, max_length_q or length, row_length=length)
     output = kernel.run(query, key, value, documents, terms)
     return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
 
@@ -158,33 +167,9 @@ def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
 
 
 @cache
-def _warn_slower(reason: str) -> None:
-    logger.warning("packed_varlen: %s; per-document SDPA does, more slowly", reason)
-
-
-def _refuse_call(
-    module: torch.nn.Module, causal: bool, attention_mask: Tensor | None, lengths: tuple[int, int]
-) -> None:
-    problems = (
-        (not causal, "attends in both directions, but packed_varlen is causal; train a causal "
-         "language model"),
-        (attention_mask is not None, "was given an attention mask, which packed_varlen does not "
-         "apply; mark documents by cu_seq_lens, or use --attn_implementation sdpa"),
-        (lengths[0] != lengths[1], f"has {lengths[0]} queries for {lengths[1]} keys: packed_varlen "
-         "has no key/value cache; call model.set_attn_implementation('sdpa') to generate"),
-    )  # fmt: skip
-    for holds, problem in problems:
-        if holds:
-            raise ConfigurationError(f"{type(module).__name__} {problem}")
-
-
-def _refuse_unmarked_packing(module: torch.nn.Module, position_ids: Tensor | None) -> None:
-    restarts = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
-    if module.training or restarts:
-        raise ConfigurationError(
-            "packed_varlen was given no cu_seq_lens_q, so packed documents would see each other; "
-            "train on Stoker's packed batches, or use --attn_implementation sdpa"
-        )
+def _warn_slower(label: str, device: str, dtype: torch.dtype) -> None:
+    what = "packed_varlen: %s does not run on %s in %s; per-document SDPA does, more slowly"
+    logger.warning(what, label, device, dtype)
 
 
 def find_kernels(
