@@ -20,10 +20,9 @@ KEY = "unlogged_aux_loss"  # in each checkpoint
 class ExpertBalance(MetricCallback):
     """Adds the term to each micro-batch's loss, and logs its mean over steps as `aux_loss`.
 
-    The term needs the assignments of the whole global batch. In one micro-batch a rank they are
-    summed over ranks as the loss is computed; with more of them a pass without gradients counts
-    them first. `aux_loss` is before its coefficient, as TRL logs it. Only a log waits for the
-    device. Checkpoints hold the steps that were not logged yet.
+    The term needs the assignments of the whole global batch: with several micro-batches a step, a
+    pass without gradients counts them first. `aux_loss` is before its coefficient, as TRL logs it.
+    Only a log waits for the device. Checkpoints hold the steps that were not logged yet.
     """
 
     def __init__(self, term: RouterTerm, trainer: "PackedTrainer"):
@@ -36,8 +35,8 @@ class ExpertBalance(MetricCallback):
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Take over what was not logged before."""
         sums, self.steps = saved.get(KEY, ([0.0], 0))
-        accelerator = self.accelerator
-        self.total = rank_share(sums, accelerator.process_index, accelerator.num_processes)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.total = rank_share(sums, rank, ranks)
 
     def resume_state(self) -> dict[str, Any]:
         """Return each rank's sum over the steps that were not logged, and their number."""
@@ -48,9 +47,8 @@ class ExpertBalance(MetricCallback):
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         self.tokens = self._over_ranks(torch.full((), tokens, device=self.device))
-        self.counted = None
-        if len(batches) > 1:
-            self.counted = self._over_ranks(sum(map(self._assignments, batches)))
+        several = len(batches) > 1
+        self.counted = self._over_ranks(sum(map(self._assignments, batches))) if several else None
 
     def _assignments(self, batch: Batch) -> Any:
         model: Any = self.trainer.model_wrapped
@@ -81,7 +79,6 @@ class ExpertBalance(MetricCallback):
         """Return the mean of the term since the last log."""
         if not self.steps:
             return {}
-        sums = self._by_rank()
-        mean = sum(sums) / len(sums) / self.steps
+        sums, steps = self._by_rank(), self.steps
         self.total, self.steps = 0.0, 0
-        return {"aux_loss": mean}
+        return {"aux_loss": sum(sums) / len(sums) / steps}

@@ -58,31 +58,30 @@ class InheritedOptimizer(TrainerCallback):
         if problem := _misfit(saved, fresh, optimizer):
             raise ConfigurationError(f"init_optimizer: {self.path}: {problem}")
         optimizer.load_state_dict({**fresh, "state": saved["state"]})
-        logger.info(
-            "optimizer: the state of %d tensors from %s, under this run's own schedule",
-            len(saved["state"]), self.path,
-        )  # fmt: skip
+        line = "optimizer: the state of %d tensors from %s, under this run's own schedule"
+        logger.info(line, len(saved["state"]), self.path)
 
 
 def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
     """Return why the saved state is no state of this optimizer and its parameters, if so."""
-    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (saved, fresh)]
-    if sizes[0] != sizes[1]:
-        return f"it is of groups of {sizes[0]} tensors, this run trains groups of {sizes[1]}."
-    keys = [set(each["param_groups"][0]) - {"initial_lr"} for each in (saved, fresh)]
-    if keys[0] != keys[1]:
-        other = ", ".join(sorted(keys[0] ^ keys[1]))
+    groups = [each["param_groups"] for each in (saved, fresh)]
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
+    if sizes != own_sizes:
+        return f"it is of groups of {sizes} tensors, this run trains groups of {own_sizes}."
+    keys, own_keys = (set(each[0]) - {"initial_lr"} for each in groups)
+    if other := ", ".join(sorted(keys ^ own_keys)):
         return f"it is of another kind of optimizer (they differ in {other}): set the same optim."
     torchs_own = not isinstance(getattr(optimizer, "optimizer", optimizer), LowPrecisionAdamW)
     if torchs_own and any(FIRST_SCALES in values for values in saved["state"].values()):
         return "it keeps Adam's moments in 8 bits: set optim_states, which reads them."
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
+        shape = parameter.shape
         for key, value in saved["state"].get(index, {}).items():
-            same_dimensions = isinstance(value, torch.Tensor) and value.dim() == parameter.dim()
-            if same_dimensions and value.shape != parameter.shape:
+            found = getattr(value, "shape", ())
+            if len(found) == len(shape) and found != shape:
                 return (
-                    f"{key} of tensor {index} has shape {tuple(value.shape)}, the tensor has "
-                    f"{tuple(parameter.shape)}: the architectures differ."
+                    f"{key} of tensor {index} has shape {tuple(found)}, the tensor has "
+                    f"{tuple(shape)}: the architectures differ."
                 )
     return None

@@ -1,4 +1,4 @@
-"""What a resumed run needs beyond the files that Trainer reads itself, as one object.
+"""What a resumed run needs beyond the files that Trainer reads itself.
 
 A rank's random states continue exactly where it has some. On another number of ranks nothing can
 continue exactly (dropout masks belong to micro-batches, and these are cut differently): all ranks
@@ -16,20 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
 from utils.checkpoints.files import read_manifest
-from utils.config.errors import ConfigurationError
 from utils.data.order import PADDING_SEQUENCE
 
 if TYPE_CHECKING:
@@ -44,10 +36,9 @@ class ResumeState(TrainerCallback):
     """Saves and restores the position in the data, losses not logged yet, and callbacks' state.
 
     As JSON in trainer_state.json. The order of samples is a pure function of the step
-    (utils/data/order.py), so the loader resumes by one assignment: no batch is read and skipped.
-    It stands before the callbacks whose state it restores: those with `resume_state()`, which
-    returns JSON for the next checkpoint, collective over ranks, and `resume_from(saved)`, which
-    gets what a checkpoint holds of all of them, nothing at a run's first start.
+    (utils/data/order.py): no batch is read and skipped. It stands before the callbacks whose state
+    it restores: `resume_state()` returns JSON for the next checkpoint, collective over ranks, and
+    `resume_from(saved)` gets what a checkpoint holds of all, nothing at a run's first start.
     """
 
     def __init__(self, trainer: "PackedTrainer"):
@@ -76,8 +67,7 @@ class ResumeState(TrainerCallback):
             if trainer.args.should_save:
                 folder = checkpoints.run_dir / checkpoints.directory(step).name
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        tokens = sum(_saved(state)["tokens"].values())
-        checkpoints.commit(step, tokens=tokens)
+        checkpoints.commit(step, tokens=sum(_saved(state)["tokens"].values()))
 
     def best_checkpoint(self) -> Path | None:
         """Return it by its name alone: the run directory may have moved since it was written."""
@@ -86,22 +76,20 @@ class ResumeState(TrainerCallback):
 
     def name_the_best(self) -> None:
         """Note that the evaluation which a stopped run owed found the checkpoint to be the best."""
-        step, extra = self.trainer.state.global_step, self.trainer.watch.extra_saves
-        if self.trainer.save_best and step in extra:
-            extra.remove(step)  # the uninterrupted run saves it for its own sake
-        if step not in extra:
-            best = str(self.trainer.checkpoints.directory(step))
-            self.trainer.state.best_model_checkpoint = best
+        state, extra = self.trainer.state, self.trainer.watch.extra_saves
+        if self.trainer.save_best and state.global_step in extra:
+            extra.remove(state.global_step)  # the uninterrupted run saves it for its own sake
+        if state.global_step not in extra:
+            best = self.trainer.checkpoints.directory(state.global_step)
+            state.best_model_checkpoint = str(best)
 
     def collect(self) -> None:
         """Put all of it into Trainer's state, which a save writes; collective over ranks."""
-        trainer = self.trainer
-        step = trainer.state.global_step
+        trainer, step = self.trainer, self.trainer.state.global_step
         loader: Any = trainer.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
         values: dict[str, Any] = {"tokens": dict(loader.tokens_seen.by_name)}
-        unlogged = step - trainer._globalstep_last_logged
-        if unlogged:
+        if unlogged := step - trainer._globalstep_last_logged:
             values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": self._unlogged_losses()}
         for callback in self._resumable():
             values |= callback.resume_state()
@@ -130,15 +118,15 @@ class ResumeState(TrainerCallback):
 
     def mean_loss(self) -> float:
         """Return the mean loss of the run's steps, over all its starts; collective over ranks."""
-        total, counted = 0.0, 0.0
-        for entry in self.trainer.state.log_history:
+        state, total, counted = self.trainer.state, 0.0, 0.0
+        for entry in state.log_history:
             if "loss" in entry:
                 total += entry["loss"] * (entry["step"] - counted)
                 counted = entry["step"]
-        if self.trainer.state.global_step > counted:  # steps that a stop leaves without a log
+        if state.global_step > counted:  # steps that a stop leaves without a log
             sums = self._unlogged_losses()
             total += sum(sums) / len(sums)
-        return total / max(self.trainer.state.global_step, 1)
+        return total / max(state.global_step, 1)
 
     def _unlogged_losses(self) -> list[float]:
         """Return each rank's sum of the losses since the last log."""
@@ -199,35 +187,6 @@ class DataEpochs(TrainerCallback):
             control.should_save |= args.save_strategy == SaveStrategy.EPOCH
 
 
-def describe_shards(trainer: Trainer, directory: Path) -> None:
-    """Write configuration and tokenizer beside FSDP's shards, where Trainer saves no model.
-
-    Without them a run could only resume where the model that it began with still is.
-    """
-    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if not trainer.is_fsdp_enabled or "FULL_STATE_DICT" in str(plugin.state_dict_type):
-        return
-    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    described = [model.config, trainer.processing_class]
-    if isinstance(model, PreTrainedModel) and model.can_generate():
-        described.append(model.generation_config)
-    for each in described:
-        each.save_pretrained(directory)
-
-
-def missing_tensors(model: Any, load_result: Any) -> list[str]:
-    """Return none, for those tied to one that was loaded are there; raises ConfigurationError."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    missing = [name for name in load_result.missing_keys if name not in tied]
-    if missing:
-        raise ConfigurationError(
-            f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it is "
-            "of another model, or of a version of Stoker that wrote experts under other names. "
-            "Start a run with another --output_dir and its final/ as --init_from."
-        )
-    return missing
-
-
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
     """Write the states of this rank, plain numbers and tensors alone, under Trainer's name for it.
 
@@ -250,15 +209,12 @@ def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> 
     """Restore the states of this rank, running no code of the file; derive them on other ranks."""
     ranks = read_manifest(checkpoint).world_size
     if ranks != args.world_size:
-        derive_random_states(args.seed, step, args.process_index)
+        _derive_random_states(args.seed, step, args.process_index)
         logger.info(
             "the checkpoint is of %d ranks, now there are %d: random states (dropout) are new, by "
             "seed %d, step %d and rank; samples and global batches stay the same",
-            ranks,
-            args.world_size,
-            args.seed,
-            step,
-        )
+            ranks, args.world_size, args.seed, step,
+        )  # fmt: skip
         return
     path = checkpoint / _file_name(args)
     states = torch.load(path, map_location="cpu", weights_only=True)
@@ -270,8 +226,7 @@ def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> 
         torch.get_device_module(args.device).set_rng_state(states["device"], args.device)
 
 
-def derive_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed every generator of this process by the run's seed, the step and the rank."""
+def _derive_random_states(seed: int, step: int, rank: int) -> None:
     words = np.random.SeedSequence([seed, step, rank]).generate_state(4, np.uint32).tolist()
     random.seed(words[0])
     np.random.seed(words[1])

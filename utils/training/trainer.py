@@ -34,9 +34,7 @@ from utils.training.optimizer import optimizer_of
 from utils.training.resume_state import (
     DataEpochs,
     ResumeState,
-    describe_shards,
     load_random_states,
-    missing_tensors,
     save_random_states,
 )
 from utils.training.zero_resharding import loadable_checkpoint
@@ -114,41 +112,30 @@ class PackedTrainer(Trainer):
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
         """Return the loader of the whole run; ResumeState sets where it starts."""
+        args = self.args
         return TrainLoader(
-            self.train_sequences,
-            self.sampler,
-            **self._workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            seed=self.args.seed,
-        )
+            self.train_sequences, self.sampler, num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory, prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers, seed=args.seed,
+        )  # fmt: skip
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader that visits each sequence of a split once, shared between the ranks."""
-        sequences = self.eval_splits[eval_dataset]
+        sequences, args = self.eval_splits[eval_dataset], self.args
         batches = eval_batches(
-            len(sequences),
-            self.args.per_device_eval_batch_size,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-        )
-        return eval_loader(sequences, batches, **self._workers)
-
-    @property
-    def _workers(self) -> dict[str, Any]:
-        return {
-            "num_workers": self.args.dataloader_num_workers,
-            "pin_memory": self.args.dataloader_pin_memory,
-        }
+            len(sequences), args.per_device_eval_batch_size,
+            rank=args.process_index, world_size=args.world_size,
+        )  # fmt: skip
+        workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
+        return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
         """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
         # All logits need no positions, and dense models no tokens by sequence: they stay here.
-        unused = set() if self.fused_head else {"loss_positions"}
-        unused |= set() if self.balance else {"sequence_tokens"}
-        used = {name: value for name, value in inputs.items() if name not in unused}
+        needed = {"loss_positions": self.fused_head, "sequence_tokens": self.balance is not None}
+        used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         made = model_inputs(used, self.args.device)
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
@@ -181,10 +168,8 @@ class PackedTrainer(Trainer):
         too: TRL's counts the tokens of one sequence only and waits for the device several times.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
-        inputs = {**inputs, "use_cache": False}
-        loss, outputs = Trainer.compute_loss(
-            self, model, inputs, True, num_items_in_batch.clamp(min=1)
-        )
+        inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
+        loss, outputs = Trainer.compute_loss(self, model, inputs, True, items)
         if self.balance is not None:
             loss = loss + self.balance.weighted(outputs)
         self.guard.take_loss(loss, num_items_in_batch)
@@ -224,11 +209,10 @@ class PackedTrainer(Trainer):
         output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
         loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
         loss = loss_sum / tokens
-        assert output.metrics is not None
-        output.metrics[f"{metric_key_prefix}_loss"] = loss
         perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 overflows at 709
-        output.metrics[f"{metric_key_prefix}_perplexity"] = perplexity
-        output.metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
+        figures = {"loss": loss, "perplexity": perplexity, "tokens": int(tokens)}
+        assert output.metrics is not None
+        output.metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return output
 
     @override
@@ -332,9 +316,17 @@ class PackedTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
         finally:
             vars(model).pop("save_pretrained", None)
-        if self.args.should_save:
-            (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-            describe_shards(self, directory)
+        if not self.args.should_save:
+            return
+        (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            # Shards, where Trainer saves no model: a run could only resume where the model that it
+            # began with still is.
+            bare.config.save_pretrained(directory)
+            self.processing_class.save_pretrained(directory)
+            if isinstance(bare, PreTrainedModel) and bare.can_generate():
+                bare.generation_config.save_pretrained(directory)
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
@@ -372,6 +364,16 @@ class PackedTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
-        missing = missing_tensors(self.model, load_result)
+        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns.
+
+        Those tied to one that was loaded are there.
+        """
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        if missing:
+            raise ConfigurationError(
+                f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it "
+                "is of another model, or of a version of Stoker that wrote experts under other "
+                "names. Start a run with another --output_dir and its final/ as --init_from."
+            )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

@@ -37,43 +37,29 @@ EXTRACTING, MERGING = 4, 8
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
     """Give the directory that this number of ranks loads, and let DeepSpeed load it within.
 
-    It is the checkpoint itself unless other ranks wrote it under ZeRO. Collective over ranks;
-    raises StorageError on all of them.
+    It is the checkpoint itself unless other ranks wrote it under ZeRO: then it is converted, into a
+    directory that is gone afterwards. Collective over ranks; raises StorageError on all of them.
     """
-    if checkpoint is None or not trainer.is_deepspeed_enabled:
+    here = trainer.args.world_size
+    ranks = here
+    if checkpoint is not None and trainer.is_deepspeed_enabled:
+        ranks = read_manifest(Path(checkpoint)).world_size
+    if checkpoint is None or ranks == here:
         yield checkpoint
         return
-    with universal_checkpoint(Path(checkpoint), trainer.args.world_size) as universal:
-        if universal is None:
-            yield checkpoint
-            return
-        plugin: Any = trainer.accelerator.state.deepspeed_plugin
-        config = plugin.deepspeed_config
-        config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
-        engine: Any = trainer.model_wrapped
-        if hasattr(engine, "_config"):  # it is DeepSpeed's already
-            engine._config.load_universal_checkpoint = True
-        yield str(universal)
-        engine = trainer.model_wrapped
-        if engine.zero_optimization_stage() == 3:
-            repair_stage_3(engine.optimizer.optimizer, universal)
-        config["checkpoint"]["load_universal"] = False
-        engine._config.load_universal_checkpoint = False
-
-
-@contextlib.contextmanager
-def universal_checkpoint(checkpoint: Path, world_size: int) -> Iterator[Path | None]:
-    """Convert a checkpoint for `world_size` ranks; None where it is of as many.
-
-    Collective over ranks; the directory is gone afterwards. Raises StorageError on all ranks.
-    """
-    ranks = read_manifest(checkpoint).world_size
-    if ranks == world_size:
-        yield None
-        return
-    scratch = checkpoint.with_name(RESHARDED + checkpoint.name)
-    on_rank_0(lambda: _convert(checkpoint, scratch, ranks, world_size))
-    yield scratch
+    scratch = Path(checkpoint).with_name(RESHARDED + Path(checkpoint).name)
+    on_rank_0(lambda: _convert(Path(checkpoint), scratch, ranks, here))
+    plugin: Any = trainer.accelerator.state.deepspeed_plugin
+    config = plugin.deepspeed_config
+    config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
+    engine: Any = trainer.model_wrapped
+    if hasattr(engine, "_config"):  # it is DeepSpeed's already
+        engine._config.load_universal_checkpoint = True
+    yield str(scratch)
+    engine = trainer.model_wrapped
+    if engine.zero_optimization_stage() == 3:
+        repair_stage_3(engine.optimizer.optimizer, scratch)
+    config["checkpoint"]["load_universal"] = engine._config.load_universal_checkpoint = False
     gathered(None)  # rank 0 may be done while others still read it
     on_rank_0(lambda: shutil.rmtree(scratch))
 
