@@ -20,7 +20,6 @@ from utils.kernels.linear_cross_entropy import (
 from utils.model.compilation import compiled_graphs
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
-WHOLE_TILES = 304  # words, where a GPU's tile is asked for
 LAYOUTS = ["of a CPU", "of a GPU", "compiled"]
 CAP = 5.0
 
@@ -35,16 +34,17 @@ def layout(monkeypatch, request):
     sizes = replace(SIZES["cpu"], rows=21, tile=1, block=5 * VOCABULARY, words=words)
     monkeypatch.setitem(SIZES, "cpu", sizes)
     if request.param == "compiled":
-        monkeypatch.setattr(module, "COMPILED_ROWS", 21)
         plainly = module._normalize
         monkeypatch.setattr(module, "_compiled", lambda: plainly)
-        plain = module._LinearCrossEntropy.apply
-        monkeypatch.setattr(
-            module._LinearCrossEntropy,
-            "apply",
-            lambda *arguments: plain(*arguments[:-1], replace(arguments[-1], compiled=True)),
-        )
-    return request.param
+        compile_on_a_cpu(monkeypatch)
+
+
+def compile_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(module, "COMPILED_ROWS", 21)
+    plain = module._LinearCrossEntropy.apply
+    monkeypatch.setattr(
+        module._LinearCrossEntropy, "apply", lambda *arguments: plain(*arguments[:-1], True)
+    )
 
 
 def made(dtype=torch.float32, with_bias=False):
@@ -78,28 +78,26 @@ def far(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def assert_as_in_fp64(tensors, targets, terms, **tolerances):
-    expected, expected_gradients = reference(tensors, targets, terms)
-    loss, gradients = fused(tensors, targets, terms=terms)
-    assert loss.dtype == torch.float32
-    assert far(loss, expected) < tolerances["loss"]
-    for tensor, actual, wanted in zip(tensors, gradients, expected_gradients, strict=True):
-        assert actual.dtype == tensor.dtype
-        assert far(actual, wanted) < tolerances["gradients"]
-
-
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(
-    "terms",
-    [LogitTerms(), LogitTerms(scale=0.3), LogitTerms(softcap=CAP), LogitTerms(1.7, CAP)],
-    ids=["plain", "scaled", "capped", "both"],
+    ("dtype", "terms"),
+    [
+        (torch.float32, LogitTerms()),
+        (torch.float32, LogitTerms(1.7, CAP)),
+        (torch.bfloat16, LogitTerms()),
+    ],
+    ids=["plain", "scaled and capped", "bf16"],
 )
-def test_loss_and_gradients_are_those_of_all_logits_in_fp64(terms, with_bias):
-    assert_as_in_fp64(*made(with_bias=with_bias), terms, loss=1e-6, gradients=2e-6)
-
-
-def test_in_half_precision_the_loss_is_still_summed_in_float32():
-    assert_as_in_fp64(*made(torch.bfloat16), PLAIN, loss=1e-3, gradients=1e-2)
+def test_loss_and_gradients_are_those_of_all_logits_in_fp64(dtype, terms, with_bias):
+    tensors, targets = made(dtype, with_bias)
+    expected, expected_gradients = reference(tensors, targets, terms)
+    loss, gradients = fused(tensors, targets, terms=terms)
+    half = dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert far(loss, expected) < (1e-3 if half else 1e-6)
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == dtype
+        assert far(actual, wanted) < (1e-2 if half else 2e-6)
 
 
 def test_under_autocast_the_float32_weight_keeps_a_float32_gradient():
@@ -155,48 +153,32 @@ def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no words of zeros, so no view
-def test_the_gradient_of_a_tied_embedding_is_added_in_place(monkeypatch):
-    made_by_head = []
+def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(monkeypatch):
+    pointers, works = [], []
     plain = module._Work.gradients
 
     def watched(work):
-        made_by_head.append(work.weight_gradient.data_ptr())
+        pointers.append(work.weight_gradient.data_ptr())
+        works.append(weakref.ref(work))
         return plain(work)
 
     monkeypatch.setattr(module._Work, "gradients", watched)
     (_, weight), targets = made()
     hidden = functional.embedding(targets.clamp(min=0), weight)
-    linear_cross_entropy(hidden, weight, targets).backward()
-    assert weight.grad.data_ptr() == made_by_head[0]
-
-
-def test_buffers_are_gone_when_the_call_is(monkeypatch):
-    tensors, targets = made()
-    works = []
-    plain = module._Work.__init__
-    monkeypatch.setattr(
-        module._Work,
-        "__init__",
-        lambda self, *arguments: works.append(weakref.ref(self)) or plain(self, *arguments),
-    )
     gc.disable()  # a cycle would keep them until it happens to run
     try:
-        linear_cross_entropy(*tensors, targets)
+        loss = linear_cross_entropy(hidden, weight, targets)
         assert [work() for work in works] == [None]
     finally:
         gc.enable()
+    loss.backward()
+    assert weight.grad.data_ptr() == pointers[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[1:2], indirect=True)
 def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
-    monkeypatch.setattr(module, "COMPILED_ROWS", 21)
-    plain = module._LinearCrossEntropy.apply
-    monkeypatch.setattr(
-        module._LinearCrossEntropy,
-        "apply",
-        lambda *arguments: plain(*arguments[:-1], replace(arguments[-1], compiled=True)),
-    )
+    compile_on_a_cpu(monkeypatch)
     (hidden, weight), targets = made()
     expected, expected_gradients = reference([hidden, weight], targets)
     before = compiled_graphs()
