@@ -12,18 +12,12 @@ import pytest
 import torch
 
 from utils.checkpoints.files import Manifest, write_manifest
-from utils.training.resume_state import (
-    derive_random_states,
-    load_random_states,
-    rank_share,
-    save_random_states,
-)
+from utils.training.resume_state import load_random_states, rank_share, save_random_states
 
 
-def arguments(rank: int = 0, world_size: int = 1, device: str = "cpu") -> SimpleNamespace:
-    return SimpleNamespace(
-        process_index=rank, world_size=world_size, seed=42, device=torch.device(device)
-    )
+def arguments(rank=0, world_size=1, device="cpu", seed=42) -> SimpleNamespace:
+    device = torch.device(device)
+    return SimpleNamespace(process_index=rank, world_size=world_size, seed=seed, device=device)
 
 
 def draws() -> tuple:
@@ -53,13 +47,11 @@ def commit(tmp_path):
 
 def test_saved_states_continue_exactly_on_as_many_ranks(commit, caplog):
     checkpoint = commit(2)
-    derive_random_states(1, 2, 3)
     draws()
     random.gauss(0, 1)  # leaves a second number behind, which is part of the state
     np.random.normal()
     save_random_states(checkpoint, arguments(1, 2))
     expected = draws(), np.random.normal()
-    derive_random_states(7, 7, 7)
     torch.serialization.clear_safe_globals()  # plain values: numpy's classes are not needed
     with caplog.at_level(logging.INFO):
         load_random_states(checkpoint, arguments(1, 2), 3)
@@ -73,24 +65,20 @@ def test_saved_states_continue_exactly_on_as_many_ranks(commit, caplog):
 
 
 def test_other_ranks_get_new_states_of_their_own(commit, caplog):
-    checkpoint = commit(4)
+    checkpoint, drawn = commit(4), [draws()]
     for rank in range(4):
         save_random_states(checkpoint, arguments(rank, 4))  # a file of rank 1, but not for this one
-    saved, drawn = draws(), {}
-    for rank, step in [(0, 3), (1, 3), (1, 4)]:
+    for rank, step, seed in [(0, 3, 42), (1, 3, 42), (1, 4, 42), (1, 3, 43), (1, 1, 42)]:
         with caplog.at_level(logging.INFO):
-            load_random_states(checkpoint, arguments(rank, 2), step)
-        drawn[rank, step] = draws()
+            load_random_states(checkpoint, arguments(rank, 2, seed=seed), step)
+        drawn.append(draws())
     assert "the checkpoint is of 4 ranks, now there are 2: random states" in caplog.text
-    torch.rand(5)
+    for kind in zip(*drawn, strict=True):
+        assert len({str(numbers) for numbers in kind}) == len(drawn)
     load_random_states(checkpoint, arguments(1, 2), 3)
-    assert draws() == drawn[1, 3], "the same resume twice"
-    for where in [(43, 3, 1), (42, 1, 3)]:
-        derive_random_states(*where)
-        drawn[where] = draws()
-    every = [saved, *drawn.values()]
-    for kind in zip(*every, strict=True):
-        assert len({str(numbers) for numbers in kind}) == len(every)
+    assert draws() == drawn[2], "the same resume twice"
+    sums = [[rank_share([1.0, 2.0], rank, ranks) for rank in range(ranks)] for ranks in (2, 3)]
+    assert sums == [[1.0, 2.0], [1.5] * 3], "unlogged losses keep their mean"
 
 
 @pytest.mark.gpu
@@ -101,8 +89,3 @@ def test_the_devices_states_continue_too(commit):
     expected = torch.rand(700, device=args.device).tolist()
     load_random_states(checkpoint, args, 3)
     assert torch.rand(700, device=args.device).tolist() == expected
-
-
-def test_sums_over_ranks_keep_their_mean_on_other_ranks():
-    assert [rank_share([1.0, 2.0], rank, 2) for rank in range(2)] == [1.0, 2.0]
-    assert [rank_share([1.0, 2.0], rank, 3) for rank in range(3)] == [1.5] * 3

@@ -1,12 +1,14 @@
 """ZeRO checkpoints of another number of ranks: converted aside, or a refusal that says the way."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from utils.checkpoints.files import Manifest, write_manifest
 from utils.config.errors import StorageError
 from utils.training import zero_resharding
-from utils.training.zero_resharding import repair_stage_3, universal_checkpoint
+from utils.training.zero_resharding import loadable_checkpoint, repair_stage_3
 
 
 @pytest.fixture
@@ -14,62 +16,55 @@ def checkpoint(tmp_path):
     directory = tmp_path / "checkpoint-3"
     (directory / "global_step3").mkdir(parents=True)
     (directory / "scheduler.pt").write_text("schedule")
-    facts = {
-        "run_id": "run", "step": 3, "samples": 24, "tokens": 1, "world_size": 2,
-        "strategy": "zero2", "global_batch_size": 8, "fingerprints": {}, "versions": {},
-        "time": "now", "files": {},
-    }  # fmt: skip
-    write_manifest(directory, Manifest(**facts))
+    write_manifest(directory, Manifest("run", 2, "zero2", 8, step=3, samples=24, tokens=1))
     return directory
 
 
-@pytest.fixture
-def convert(monkeypatch):
-    """Stand in for DeepSpeed's converter: a program of its own process."""
+def trainer_of(world_size: int) -> SimpleNamespace:
+    """A Trainer with DeepSpeed's engine at stage 2, as far as it is looked at."""
+    plugin = SimpleNamespace(deepspeed_config={})
+    return SimpleNamespace(
+        is_deepspeed_enabled=True,
+        args=SimpleNamespace(world_size=world_size),
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
+        model_wrapped=SimpleNamespace(_config=SimpleNamespace(), zero_optimization_stage=lambda: 2),
+    )
 
-    def stand_in(program: str) -> None:
-        monkeypatch.setattr(zero_resharding, "CONVERTER", program)
 
-    return stand_in
-
-
-def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(
-    checkpoint, convert, monkeypatch
-):
+def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(checkpoint, monkeypatch):
     """Rank 0 once took it away while others were still reading the scheduler."""
-    convert("raise SystemExit('not needed')")
-    with universal_checkpoint(checkpoint, 2) as directory:
-        assert directory is None, "as many ranks load the checkpoint itself"
-    convert("import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()")
-    leftover = checkpoint.with_name("resharded.checkpoint-3")
-    leftover.mkdir()
-    (leftover / "of a start that was killed").touch()
-    before = sorted(path.name for path in checkpoint.rglob("*"))
-    there_when_all_met = []
-    with universal_checkpoint(checkpoint, 4) as directory:
-        assert directory == leftover
-        assert sorted(path.name for path in directory.iterdir()) == ["global_step3", "scheduler.pt"]
-        monkeypatch.setattr(
-            zero_resharding, "gathered", lambda _: there_when_all_met.append(leftover.exists())
-        )
-    assert there_when_all_met == [True]
-    assert not leftover.exists()
-    assert sorted(path.name for path in checkpoint.rglob("*")) == before
-
-
-def test_a_conversion_that_fails_says_what_continues(checkpoint, convert):
-    convert("raise SystemExit('no room')")
+    monkeypatch.setattr(zero_resharding, "CONVERTER", "raise SystemExit('no room')")
+    with loadable_checkpoint(trainer_of(2), str(checkpoint)) as loadable:
+        assert loadable == str(checkpoint), "as many ranks load the checkpoint itself"
     with (
         pytest.raises(StorageError, match=r"for 4 ranks: no room\. 2 ranks resume"),
-        universal_checkpoint(checkpoint, 4),
+        loadable_checkpoint(trainer_of(4), str(checkpoint)),
     ):
         pass
+    program = "import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()"  # what DeepSpeed's would do
+    monkeypatch.setattr(zero_resharding, "CONVERTER", program)
+    scratch = checkpoint.with_name("resharded.checkpoint-3")
+    (scratch / "of a start that was killed").touch()
+    before = sorted(path.name for path in checkpoint.rglob("*"))
+    trainer, there_when_all_met = trainer_of(4), []
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    with loadable_checkpoint(trainer, str(checkpoint)) as loadable:
+        assert loadable == str(scratch)
+        assert sorted(path.name for path in scratch.iterdir()) == ["global_step3", "scheduler.pt"]
+        assert config["checkpoint"]["load_universal"]
+        assert trainer.model_wrapped._config.load_universal_checkpoint
+        monkeypatch.setattr(
+            zero_resharding, "gathered", lambda _: there_when_all_met.append(scratch.exists())
+        )
+    assert there_when_all_met == [True]
+    assert not scratch.exists()
+    assert not config["checkpoint"]["load_universal"]
+    assert sorted(path.name for path in checkpoint.rglob("*")) == before
 
 
 def test_stage_3_gets_each_groups_settings_and_a_step_of_its_own(tmp_path):
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    groups = [{"params": [parameters[0]]}, {"params": [parameters[1]]}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+    optimizer = torch.optim.AdamW([{"params": [one]} for one in parameters], weight_decay=0.1)
     shared = torch.tensor(3.0)
     for parameter in parameters:
         optimizer.state[parameter] = {"step": shared}
@@ -80,6 +75,6 @@ def test_stage_3_gets_each_groups_settings_and_a_step_of_its_own(tmp_path):
     repair_stage_3(optimizer, tmp_path)
     found = [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
     assert found == [(0.1, 0.5), (0.0, 0.25)]
-    assert [group["params"][0] is own for group, own in zip(groups, parameters, strict=True)]
+    assert [group["params"][0] for group in optimizer.param_groups] == parameters
     optimizer.state[parameters[0]]["step"] += 1
     assert optimizer.state[parameters[1]]["step"] == 3
