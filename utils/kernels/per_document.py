@@ -68,11 +68,11 @@ def per_document_sdpa(
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[Tensor] = [query] * len(lengths)
     for length, members in alike.items():
-        rows = (
+        rows, keys, values = (
             torch.stack([_filled(part[document], length) for document in members]).transpose(1, 2)
             for part in pieces
         )
-        attended = causal_sdpa(*rows, terms=terms).transpose(1, 2)
+        attended = causal_sdpa(rows, keys, values, terms).transpose(1, 2)
         for document, output in zip(members, attended, strict=True):
             outputs[document] = output[: lengths[document]]
     return torch.cat(outputs)

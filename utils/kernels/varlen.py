@@ -306,12 +306,12 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
         rows = query.shape[0] // documents.row_length
         if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding each
             return packed.run(query, key, value, documents, terms)
-        states = (
-            each.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
-            for each in (query, key, value)
+        query, key, value = (
+            states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
+            for states in (query, key, value)
         )
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            attended = causal_sdpa(*states, terms=terms)
+            attended = causal_sdpa(query, key, value, terms)
         return attended.transpose(1, 2).flatten(0, 1)
 
     return VarlenKernel(ROW_SDPA, "SDPA by row, cuDNN first", frozenset(), run)

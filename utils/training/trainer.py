@@ -212,7 +212,7 @@ class PackedTrainer(Trainer):
         perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 overflows at 709
         figures = {"loss": loss, "perplexity": perplexity, "tokens": int(tokens)}
         assert output.metrics is not None
-        output.metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": n for name, n in figures.items()})
         return output
 
     @override
@@ -323,10 +323,11 @@ class PackedTrainer(Trainer):
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Shards, where Trainer saves no model: a run could only resume where the model that it
             # began with still is.
-            bare.config.save_pretrained(directory)
-            self.processing_class.save_pretrained(directory)
+            described: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
-                bare.generation_config.save_pretrained(directory)
+                described.append(bare.generation_config)
+            for each in described:
+                each.save_pretrained(directory)
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
