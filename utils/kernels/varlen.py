@@ -119,7 +119,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys = (states.shape[2] for states in (query, key))
     if not causal or attention_mask is not None or queries != keys:
         raise ConfigurationError(
             f"{type(module).__name__} asks packed_varlen for more than causal attention inside "
@@ -146,8 +146,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
                 "other; train on Stoker's packed batches, or use --attn_implementation sdpa"
             )
         return causal_sdpa(query, key, value, terms).transpose(1, 2).contiguous(), None
-    rows, heads, length, head_dim = query.shape
-    value_dim = value.shape[-1]
+    (rows, heads, length, head_dim), value_dim = query.shape, value.shape[-1]
     if kernel.on_cuda_only and value_dim != head_dim:
         value = functional.pad(value, (0, head_dim - value_dim))
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
