@@ -32,6 +32,7 @@ AT_MOST = {
     "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
     "ffn_dim": WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
     "mamba_ngroups": 1, "chunk_size": 32, "mamba_chunk_size": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
 }  # fmt: skip
 # Of state-space layers: heads and their dimension, the ratio of inner to outer width.
 STATE_HEADS = (
@@ -92,10 +93,7 @@ def text_model_of(model: PreTrainedModel) -> Any:
 
 
 def experts_by_shape() -> AbstractContextManager[Any]:
-    """Within, experts multiply by the operator that transformers has for where torch has none.
-
-    It takes tensors without data of any type; what it makes is as large as what torch's makes.
-    """
+    """Within, experts multiply by transformers' own operator, which takes tensors without data."""
     return mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)
 
 
@@ -130,8 +128,7 @@ def build_probe_model(
 ) -> PreTrainedModel:
     """Build the model of a probe config in eval mode; the same weights every time.
 
-    The class is called by itself: from_config would shard the model under DeepSpeed ZeRO-3. Random
-    numbers are drawn on the CPU and its generator is put back.
+    from_config would shard it under ZeRO-3. The CPU's random generator is put back.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
@@ -175,12 +172,17 @@ def _run(model: torch.nn.Module) -> None:
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     config = copy.deepcopy(model_config)
     config.vocab_size = VOCABULARY
-    if hasattr(config, "vocab_size_per_layer_input"):  # Gemma 3n
-        config.vocab_size_per_layer_input = VOCABULARY
     config.pad_token_id = 0
     config.bos_token_id = config.eos_token_id = None
     _cut_layers(config)
-    _cut_widths(config)
+    for name, most in AT_MOST.items():
+        _at_most(config, name, most)
+    # As many experts as a token uses: with more, perturbed tokens would change how many tokens an
+    # expert gets and so, by rounding alone, what the other documents see.
+    per_token = first_set(config, EXPERTS_PER_TOKEN)
+    for name in EXPERTS:
+        if per_token and isinstance(getattr(config, name, None), int):
+            setattr(config, name, per_token)
     if cut_heads:
         _cut_heads(config)
         _cut_states(config)
@@ -206,20 +208,6 @@ def _cut_layers(config: PretrainedConfig) -> None:
         config.num_kv_shared_layers = 0
     for name, value in per_layer.items():
         setattr(config, name, value)
-
-
-def _cut_widths(config: PretrainedConfig) -> None:
-    """Narrow the MLPs and keep just as many experts as a token uses.
-
-    With more experts, perturbed tokens would change how many tokens an expert gets and so, by
-    rounding alone, what the other documents see.
-    """
-    for name, most in AT_MOST.items():
-        _at_most(config, name, most)
-    per_token = first_set(config, EXPERTS_PER_TOKEN)
-    for name in EXPERTS:
-        if per_token and isinstance(getattr(config, name, None), int):
-            setattr(config, name, per_token)
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
@@ -260,8 +248,9 @@ def _cut_states(config: PretrainedConfig) -> None:
 
 
 def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
+    """Cut a size, or those of each layer, if the configuration has it."""
     size = getattr(config, name, None)
     if isinstance(size, int):
         setattr(config, name, min(size, most))
-    elif isinstance(size, list):  # of each layer
+    elif isinstance(size, list):
         setattr(config, name, [min(each, most) for each in size])

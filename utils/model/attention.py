@@ -42,7 +42,7 @@ ROW_LENGTH = sum(ROWS[0])
 WINDOW = 4
 TOLERANCE = 1e-4
 RUN_ON_CPU = (NAME, "sdpa", "eager")
-# What to do about a leak: the first always helps, the second where layers are recurrent.
+# What to do about a leak: always, and where layers are recurrent.
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 KERNELS = (
     ", or install the kernels of its recurrent layers where it trains on GPUs "
@@ -89,12 +89,14 @@ def choose_isolated_attention(
         return choice, check_isolation(model_config, choice, device, dtype)
     except ConfigurationError as error:
         refusal = error
-    automatic, sdpa = requested in (None, "auto", NAME), _sdpa_computes(model_config)
+    automatic, sdpa = requested in (None, "auto"), _sdpa_computes(model_config)
     if whole_rows:
-        name = ("sdpa" if sdpa else "eager") if automatic else choice.name
+        name = choice.name
+        if automatic or name == NAME:
+            name = "sdpa" if sdpa else "eager"
         reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
         other = AttentionChoice(name, name, reason, batches="plain")
-    elif automatic and requested != NAME and choice.name == NAME and sdpa:
+    elif automatic and choice.name == NAME and sdpa:
         model_class = causal_lm_class(model_config).__name__
         reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
         other = AttentionChoice("sdpa", "sdpa", reason)
@@ -115,43 +117,41 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose the attention for packed training, or refuse; registers `packed_varlen` if chosen.
 
-    `requested` as in --attn_implementation; `dtype` is the type that training computes in;
-    `whole_rows`: no sequence holds more than one document. transformers would fetch a kernel that
-    is not installed from the Hub, or drop what a kernel does not compute: both are refused here.
-    Raises ConfigurationError.
+    `requested` as in --attn_implementation, where a flash kernel is `packed_varlen` through that
+    one; `dtype` is the type that training computes in; `whole_rows`: no sequence holds more than
+    one document. Raises ConfigurationError.
     """
     name = requested or "auto"
     model_class = causal_lm_class(model_config)
     needs = observe_attention(probe_config(model_config))
-    if name in ("auto", NAME) and needs is not None:
+    if needs is not None and name not in ("sdpa", "eager"):
         return _choose_packed(name, device_type, dtype, needs, whole_rows)
     if name == "auto":
         name = "sdpa" if model_class._supports_sdpa else "eager"
         why = f"{model_class.__name__} does not call attention through the AttentionInterface"
         return AttentionChoice(name, name, f"auto: {name}, as {why}; {MASK_COST}")
-    if name.startswith("flash"):
-        problem = _flash_problem(name, device_type, dtype, needs)
-        own = getattr(model_class, "_compatible_flash_implementations", None)
-        supported = model_class._supports_flash_attn and (not own or name in own)
-        how = "documents are kept apart by cu_seq_lens"
-    else:
-        problem, how = None, MASK_COST
-        supported = name == "eager" or (name == "sdpa" and _sdpa_computes(model_config))
-    if not supported:
-        problem = f"transformers' {model_class.__name__} does not support it"
-    if problem is not None:
-        raise ConfigurationError(
-            f"--attn_implementation {name}: {problem}: use auto, which takes the best kernel here."
-        )
-    return AttentionChoice(name, name, f"{name}: as requested; {how}")
+    if name == "eager" or (name == "sdpa" and _sdpa_computes(model_config)):
+        return AttentionChoice(name, name, f"{name}: as requested; {MASK_COST}")
+    raise ConfigurationError(
+        f"--attn_implementation {name}: transformers' {model_class.__name__} does not support it: "
+        "use auto."
+    )
 
 
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Take the best kernel for packed_varlen; say why when it is not one of the fast ones."""
+    """Take the best kernel for packed_varlen, or the one asked for."""
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
-    kernel = usable[0]
+    wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
+    if not wanted:
+        why = f" ({'; '.join(refusals)})" if refusals else ""
+        raise ConfigurationError(
+            f"--attn_implementation {name} cannot run on {device_type} here{why}: it needs an "
+            "NVIDIA GPU, its package built for this torch, and --bf16 true. Use auto, which takes "
+            "the best kernel here."
+        )
+    kernel = wanted[0]
     register_packed_varlen(kernel)
     where = device_type.upper()
     if kernel is PER_DOCUMENT and refusals:
@@ -164,20 +164,6 @@ def _sdpa_computes(model_config: PretrainedConfig) -> bool:
     needs = observe_attention(probe_config(model_config))
     lost = needs is not None and (needs.softcap or needs.sinks)
     return causal_lm_class(model_config)._supports_sdpa and not lost
-
-
-def _flash_problem(
-    name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None
-) -> str | None:
-    """Return why this package of FlashAttention cannot train the model here."""
-    if device_type != "cuda":
-        return f"it needs an NVIDIA GPU, and this run is on {device_type}"
-    usable, refusals = find_kernels(device_type, dtype, needs or AttentionNeeds(0))
-    if any(kernel.name == name for kernel in usable):
-        return None
-    own = ("flash kernels", f"FlashAttention {name[-1]}")
-    why = "; ".join(one for one in refusals if one.startswith(own))
-    return f"{why} (it needs its package, installed for this torch, and --bf16 true)"
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
@@ -233,9 +219,8 @@ def check_isolation(
     `use_cache` included) on `device` in `dtype`, the type that training computes in, and perturbs
     each document of a batch in turn. Then, where the attention also runs on the CPU, compares the
     logits with those of each document alone under eager attention, in fp32 and with windows cut
-    short. A kernel for sequences of one document is tried on those as well; the padding behind a
-    document may see it. The state of the random number generators stays as it was. Raises
-    ConfigurationError on a leak or a difference.
+    short. A kernel for sequences of one document is tried on those as well. Random generators stay
+    as they were. Raises ConfigurationError on a leak or a difference.
     """
     config = probe_config(model_config)
     model = build_probe_model(config, choice.name, device, dtype)
@@ -311,9 +296,8 @@ def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str)
         changed = (logits != reference).any(dim=-1)
         if not changed[row, start + 1 : stop].any():
             raise ConfigurationError(
-                f"{which}: a changed token left the later logits of its own document unchanged, so "
-                "nothing can be said about leaks between documents. Use --attn_implementation sdpa "
-                "or eager"
+                f"{which} passes nothing on: a changed token changed no later logits of its own "
+                "document, which proves nothing. Use --attn_implementation sdpa or eager"
             )
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False

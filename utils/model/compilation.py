@@ -42,11 +42,10 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Let activation checkpointing of `model`, once it is turned on, be the selective one.
+    """Let activation checkpointing of `model` be the selective one, once Trainer turns it on.
 
-    Trainer turns it on when training begins; before PEFT wraps the model and FSDP2 shards it, so
-    that it is theirs too. Products of experts with a bias (gpt-oss) are computed again:
-    transformers adds the bias in place, and what is kept must stay as it is.
+    Call it before PEFT wraps the model and FSDP2 shards it. Products of experts with a bias
+    (gpt-oss) are computed again: transformers adds the bias in place, which changes what is kept.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -90,16 +89,13 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's own limit
 COMPILERS = ["g++", "c++", "clang++", "gcc", "cc"]
-OLDEST = 8  # compute capability: Triton's code in bfloat16
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
     """Check that layers can be compiled; return the directory that keeps what was compiled.
 
-    That is $TORCHINDUCTOR_CACHE_DIR, or stoker/compiled below the user's cache directory. In a job
-    it is on the node's disk, and passed on by the launcher (utils/launch/caches.py).
-    `strategy` as in `LaunchFacts`. Raises ConfigurationError under ZeRO-3, and where there is no
-    C++ compiler, unless another host compiles.
+    In a job it is on the node's disk, and passed on by the launcher (utils/launch/caches.py).
+    Raises ConfigurationError under ZeRO-3, and without a C++ compiler unless another host compiles.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -126,8 +122,7 @@ def compile_layers(model: nn.Module) -> int:
     """Compile each layer of `model` when it first runs; return how many there are.
 
     Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
-    once more. Where torch would give up after too many of them and continue without compiling, it
-    raises instead.
+    once more. Torch raises where it would continue without compiling.
     """
     layers = marked_layers(model)
     if not layers:
@@ -146,11 +141,7 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def leave_length_open(tensor: torch.Tensor) -> None:
-    """Let layers be compiled for any length of this tensor's first dimension.
-
-    The one shape that is not static is that of the documents' boundaries; a bound for their lengths
-    is a number that is left open too.
-    """
+    """Let layers be compiled for any length of this tensor, the documents' boundaries."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
@@ -164,10 +155,9 @@ def choose_compilation(
 ) -> bool:
     """Log, and return, whether layers are compiled.
 
-    Left open, it is on where a GPU trains and nothing speaks against it, and a resumed run
-    keeps it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: this only
-    looks at a run that trains on another machine. Raises ConfigurationError where it is required
-    but unavailable.
+    Left open, it is on where a GPU trains and nothing speaks against it, and a resumed run keeps
+    it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: the run trains on
+    another machine. Raises ConfigurationError where it is required but unavailable.
     """
     compiled, why = settings.model.compile, ""
     if compiled is None:
@@ -199,8 +189,8 @@ def _by_default(
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
     """Return why layers are not compiled by default."""
-    if torch.cuda.get_device_capability()[0] < OLDEST:
-        return f"the GPU's compute capability is below {OLDEST}.0"
+    if torch.cuda.get_device_capability()[0] < 8:  # Triton's code in bfloat16
+        return "the GPU's compute capability is below 8.0"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if has_experts(config):

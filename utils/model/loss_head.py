@@ -1,13 +1,10 @@
-"""The loss of a model: its last layer with the cross-entropy, and the experts' term, apart.
+"""The loss of a model: its last layer with the cross-entropy, and the experts' term apart.
 
-The fused head computes the loss without making all logits.
-
-The load-balancing loss of experts comes in parts that add up to that of a whole global batch.
-transformers computes it of a micro-batch: E * sum over experts e of f_e * p_e, f_e being the
-assignments to e per token and p_e the mean router probability of e, over the tokens of all layers
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). That is no mean over tokens: micro-batches
-do not add up to their global batch. With the assignments of the whole global batch, which have no
-gradient, the rest is a sum over tokens, and any layout gives the same value and gradient.
+transformers computes the load-balancing loss of experts of a micro-batch: E * sum over experts e of
+f_e * p_e, f_e being the assignments to e per token and p_e the mean router probability of e, over
+the tokens of all layers (Switch Transformer, arXiv 2101.03961, equations 4 to 6). That is no mean
+over tokens: micro-batches do not add up to their global batch. With the assignments of the whole
+global batch, which have no gradient, the rest is a sum over tokens: any layout gives the same.
 """
 
 import copy
@@ -40,8 +37,7 @@ from utils.model.architecture import (
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
-# Architectures multiply (or divide) their logits under these names; a proof at the start of each
-# run finds those that do something else.
+# Architectures multiply (or divide) their logits under these names; the proof finds others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 # Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
@@ -60,10 +56,10 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """A loss, and with a router's term what a micro-batch has of it, each (experts,) float32.
+    """A loss, and with a router's term what a micro-batch has of it, without its padding.
 
-    `assignments` of its tokens, over all layers, and their summed `probabilities`. Padding is left
-    out. `layers` is how many layers route.
+    `assignments` of its tokens and their summed `probabilities`, each (experts,) float32, over all
+    layers; `layers` is how many layers route.
     """
 
     loss: torch.Tensor | None = None
@@ -83,11 +79,11 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Let `model(labels=...)` compute its loss so; before PEFT wraps it.
 
-        Fused, it does so a few tokens at a time, `compiled` on a GPU, and returns no logits; with
-        `loss_positions=find_loss_positions(labels)` no GPU has to be waited for. With
-        `sequence_tokens` (how many tokens of each row come before its padding) the router's part of
-        the loss comes apart; `count_only` leaves out the rest. Without them there is no such term,
-        whatever the configuration says; without labels nothing changes.
+        Fused, it does so a few tokens at a time, `compiled` on a GPU, and returns no logits; given
+        `loss_positions` (see `find_loss_positions`), no GPU has to be waited for. With
+        `sequence_tokens` the router's part of the loss comes apart (see `count_routed`);
+        `count_only` leaves out the rest. Without them there is no such term, whatever the
+        configuration says; without labels nothing changes.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -195,12 +191,11 @@ def choose_loss_head(
     adapted: bool = False,
     router: RouterTerm | None = None,
 ) -> LossHeadChoice:
-    """Choose how the loss is computed; that the fused head computes the same is proved here.
+    """Choose how the loss is computed, "auto", "fused" or "logits"; the fused head is proved here.
 
-    requested: "auto", "fused" or "logits". adapted: whether LoRA trains the last layer beside its
-    adapters. router: the term of its experts. Loss and gradients of both heads must agree to
-    rounding on a small random model of the architecture, in float32 on the CPU. Raises
-    ConfigurationError when "fused" is asked for and does not do.
+    adapted: whether LoRA trains the last layer beside its adapters. Loss and gradients of both
+    heads must agree to rounding on a small random model of the architecture, in float32 on the CPU.
+    Raises ConfigurationError when "fused" is asked for and does not do.
     """
     if requested == "logits":
         reason = "logits: as requested; those of all tokens are in memory"
@@ -232,10 +227,7 @@ def _problem(
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
     if worst < TOLERANCE:
         return None
-    return (
-        f"{name}'s loss is not the cross-entropy of its last layer alone (they differ by "
-        f"{worst:.1e})"
-    )
+    return f"{name}'s loss is not the cross-entropy of its last layer alone ({worst:.1e} off)"
 
 
 def _with_term(config: PretrainedConfig, router: RouterTerm | None) -> PretrainedConfig:
@@ -276,13 +268,14 @@ def _loss_and_gradients(
     made = model(input_ids=tokens, labels=labels, use_cache=False, **rows)
     loss = made.loss
     if apart is not None:
-        everything = made.layers * tokens.numel()
-        term = balance_loss(made.assignments, made.probabilities, everything)
+        routed = made.layers * tokens.numel()
+        term = balance_loss(made.assignments, made.probabilities, routed)
         loss = loss + apart.coefficient * term
     loss.backward()
+    zero = torch.zeros(())
     gradients = {
-        name: torch.zeros(()) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
+        name: zero if value.grad is None else value.grad.clone()
+        for name, value in model.named_parameters()
     }
     return {"loss": loss.detach(), **gradients}
 
@@ -317,13 +310,11 @@ def describe_term(term: RouterTerm | None, accumulation: int) -> str:
     """Return a line for the user about a model with experts."""
     if term is None:
         return "no load-balancing loss (a configuration asks for it by output_router_logits)"
-    line = f"load-balancing loss of each global batch, times {term.coefficient:g}, as aux_loss"
-    if accumulation > 1:
-        line += (
-            f"; an extra forward pass counts the assignments of a step's {accumulation} "
-            "micro-batches first: a larger per_device_train_batch_size needs none"
-        )
-    return line
+    again = ", after a pass that counts assignments (none with one micro-batch a step)"
+    return (
+        f"load-balancing loss of each global batch, times {term.coefficient:g}, as aux_loss"
+        f"{again if accumulation > 1 else ''}"
+    )
 
 
 def balance_loss(
@@ -347,11 +338,8 @@ def count_routed(
     """
     experts = router_logits[0].shape[-1]
     length = router_logits[0].numel() // experts // len(sequence_tokens)
-    real = (
-        (torch.arange(length, device=sequence_tokens.device) < sequence_tokens[:, None])
-        .flatten()
-        .float()
-    )
+    places = torch.arange(length, device=sequence_tokens.device)
+    real = (places < sequence_tokens[:, None]).flatten().float()
     assignments = torch.zeros(experts, dtype=torch.float32, device=real.device)
     probabilities = torch.zeros_like(assignments)
     for logits in router_logits:

@@ -72,7 +72,16 @@ def stage_of(settings: RunSettings) -> Path | None:
     """
     if settings.model.init_from is None:
         return None
-    return on_rank_0(lambda: _own_description(settings) or weights_directory(settings))
+
+    def find() -> Path:
+        output_dir = Path(str(settings.training.output_dir))
+        run_id = known_run_id(output_dir / PROVENANCE)
+        own = None
+        if run_id is not None and not settings.model.use_peft:
+            own = resume_point(output_dir, run_id, dry_run=True)
+        return own or weights_directory(settings)
+
+    return on_rank_0(find)
 
 
 def weights_directory(settings: RunSettings) -> Path:
@@ -109,8 +118,8 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
     """Return the directory that a start takes weights from; None without `--init_from`.
 
-    None too, with a log line, where that has no part in the run any more. Raises ConfigurationError
-    where it is not there, and for an optimizer that cannot be taken over.
+    None too where the run has weights of its own. Raises ConfigurationError where it is not there,
+    and for an optimizer that cannot be taken over.
     """
     model = settings.model
     if model.init_from is None:
@@ -142,15 +151,6 @@ def weights_origin(
     stays = ", which have to stay: checkpoints will hold adapters alone"
     logger.info("weights: from %s%s%s", directory, step, stays if settings.model.use_peft else "")
     return {"init_from": str(Path(str(settings.model.init_from)).absolute()), **origin}
-
-
-def _own_description(settings: RunSettings) -> Path | None:
-    """Return the run's own checkpoint that describes its model; None where there is none."""
-    output_dir = Path(str(settings.training.output_dir))
-    run_id = known_run_id(output_dir / PROVENANCE)
-    if run_id is None or settings.model.use_peft:
-        return None
-    return resume_point(output_dir, run_id, dry_run=True)
 
 
 def _recorded_directory(settings: RunSettings) -> Path | None:

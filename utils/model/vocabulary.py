@@ -38,8 +38,7 @@ def compare_with_model(
     Raises ConfigurationError where their ids mean other words, for the model would begin with other
     ones' embeddings.
     """
-    model = _model_directory(settings)
-    own = None if model is None else _own_tokenizer(model)
+    model, own = _own_tokenizer(settings)
     if own is None or model == directory:
         return
     if foreign := foreign_token(tokenizer, own):
@@ -58,12 +57,11 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer does not know: no row was trained for them.
+    """Return the ids that the model's own tokenizer, if it has one, does not know.
 
-    None where the model has no tokenizer beside it, and of a model from random weights.
+    No row was trained for them.
     """
-    model = _model_directory(settings)
-    own = None if model is None else _own_tokenizer(model)
+    _, own = _own_tokenizer(settings)
     if own is None:
         return []
     return sorted(set(tokenizer.get_vocab().values()) - set(own.get_vocab().values()))
@@ -134,15 +132,16 @@ def _gathered(value: torch.Tensor) -> Any:
     return zero.GatheredParameters([value], modifier_rank=0)
 
 
-def _model_directory(settings: RunSettings) -> str | None:
-    """Return where the weights come from, as far as a tokenizer may be there."""
+def _own_tokenizer(settings: RunSettings) -> tuple[str, PreTrainedTokenizerBase | None]:
+    """Return where the weights come from, and the tokenizer beside them if there is one."""
+    model = settings.model.model_name_or_path
     if settings.model.init_from is not None:
-        return stage_tokenizer(settings)
-    return settings.model.model_name_or_path
+        model = stage_tokenizer(settings)
+    return str(model), None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)
-def _own_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+def _load_own(model: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer beside a model's weights; None, logged, where none can be loaded."""
     directory = Path(model)
     if directory.is_dir() and not any(directory.glob("tokenizer*")):

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import SafetensorError
@@ -72,25 +73,20 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
         # There transformers looks for missing tensors alone, and raises on the first rank.
         on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
     model, problems = _load(path, exact, arguments)
-
-    def refuse() -> None:
-        if problems:
-            raise ConfigurationError(problems)
-
-    on_every_rank(refuse)  # where one rank alone reads the file (FSDP), it alone sees what is wrong
+    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
+    on_every_rank(lambda: _refuse(problems))
     return model
 
 
 def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
     """Raise what `load_strictly` would; of the weights' files just the headers are read."""
-    # from_pretrained is to forget for a while that ZeRO-3 splits what it builds. The setter takes
-    # the object alone, and who holds that differs by how DeepSpeed was set up.
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
+    # from_pretrained is to forget for a while that ZeRO-3 splits what it builds.
+    with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         _, problems = _load(path, exact, {**arguments, "device_map": "meta"})
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigurationError(problems)
 

@@ -103,7 +103,7 @@ def test_an_attention_that_passes_nothing_on_proves_nothing():
         return query.new_zeros(query.transpose(1, 2).shape), None
 
     AttentionInterface.register("blind", blind)
-    with pytest.raises(ConfigurationError, match="nothing can be said about leaks"):
+    with pytest.raises(ConfigurationError, match="which proves nothing"):
         check_isolation(config_of("llama"), "blind")
 
 
