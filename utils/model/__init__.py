@@ -1,6 +1,6 @@
 """What trains: the model from its configuration to the layers of one run.
 
-config, vocabulary      a configuration read strictly; the tokenizer beside the embedding
+config                  a configuration read strictly; the tokenizer beside the embedding
 weights, stages         what is loaded, and from which earlier run
 adapters                LoRA, and which weights train
 architecture            a small random model of the same architecture, to try things on

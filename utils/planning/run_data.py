@@ -20,8 +20,8 @@ from utils.data.tokenizers import (
     load_tokenizer,
     tokenizer_sha256,
 )
+from utils.model.config import compare_with_model, new_token_ids
 from utils.model.stages import stage_tokenizer
-from utils.model.vocabulary import compare_with_model, new_token_ids
 
 logger = logging.getLogger(__name__)
 
