@@ -34,20 +34,13 @@ def digests(*names):
     return {"sha256": {name: hashlib.sha256(name.encode()).hexdigest() for name in names}}
 
 
-def test_without_adapters_the_run_has_its_own(tmp_path):
-    assert of(use_peft=False, model_name_or_path=str(tmp_path)) is None
-
-
-@pytest.mark.parametrize("setting", ["model_name_or_path", "init_from"])
-def test_a_directory_goes_by_its_safetensors(setting, tmp_path):
+def test_a_directory_goes_by_its_safetensors_or_what_is_loaded_without(tmp_path):
+    assert of(use_peft=False, model_name_or_path=str(tmp_path)) is None, "the run has its own"
     names = ("model-1.safetensors", "model-2.safetensors")
     found = directory(tmp_path / "base", "config.json", "pytorch_model.bin", *names)
-    assert of(**{setting: str(found)}) == digests(*names)
-
-
-def test_a_directory_without_safetensors_goes_by_what_is_loaded_then(tmp_path):
-    found = directory(tmp_path / "base", "pytorch_model.bin", "training_args.bin")
-    assert of(model_name_or_path=str(found)) == digests("pytorch_model.bin")
+    assert of(model_name_or_path=str(found)) == of(init_from=str(found)) == digests(*names)
+    older = directory(tmp_path / "older", "pytorch_model.bin", "training_args.bin")
+    assert of(model_name_or_path=str(older)) == digests("pytorch_model.bin")
     assert of(model_name_or_path=str(directory(tmp_path / "empty", "config.json"))) is None
 
 
@@ -64,14 +57,11 @@ def hub(tmp_path, monkeypatch):
     return repository
 
 
-def test_a_model_of_the_hub_goes_by_its_commit(hub):
+def test_a_model_of_the_hub_goes_by_its_commit(hub, monkeypatch, caplog):
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[0]}
     (hub / "refs" / "main").write_text(COMMITS[1])
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[1]}
     assert of(model_name_or_path="some/model", model_revision=COMMITS[0]) == {"commit": COMMITS[0]}
-
-
-def test_a_commit_that_is_not_known_is_logged(hub, monkeypatch, caplog):
     monkeypatch.setattr(module, "cached_file", lambda *_, **__: "/somewhere/config.json")
     assert of(model_name_or_path="some/model") is None
     assert "some/model: its commit is not known" in caplog.text

@@ -1,11 +1,8 @@
 """Where layers cannot be compiled is known, and said, before anything starts."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.errors import ConfigurationError
@@ -20,34 +17,20 @@ from utils.model.compilation import (
 )
 
 
-def test_the_cache_outlives_the_job(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, "/scratch/mine")
-    assert prepare_compilation("ddp") == Path("/scratch/mine")
-    monkeypatch.delenv(CACHE_VARIABLE)
+def test_where_layers_cannot_be_compiled_is_said_before_anything_starts(monkeypatch, tmp_path):
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert prepare_compilation("ddp") == tmp_path / "stoker" / "compiled"
-
-
-def test_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler, and there is no g\+\+"):
-        prepare_compilation("single")
-    monkeypatch.setenv("CXX", "my-g++")
-    with pytest.raises(ConfigurationError, match=r"there is no my-g\+\+ here"):
-        prepare_compilation("single")
-    assert prepare_compilation("single", compiles_here=False), "a login node asks nobody"
-
-
-def test_zero_3():
+    assert prepare_compilation("ddp") == tmp_path / "stoker" / "compiled", "it outlives the job"
     with pytest.raises(ConfigurationError, match="ZeRO-3 gathers weights in hooks"):
         prepare_compilation("zero3")
-
-
-def test_a_model_without_layers_that_transformers_marks():
     with pytest.raises(ConfigurationError, match="Linear is not built of layers"):
         compile_layers(nn.Linear(2, 2))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CXX", "my-g++")
+    with pytest.raises(ConfigurationError, match=r"compiler, and there is no my-g\+\+ here"):
+        prepare_compilation("single")
+    assert prepare_compilation("single", compiles_here=False), "a login node asks nobody"
 
 
 @torch.library.custom_op("stoker_tests::sums", mutates_args={})
@@ -85,40 +68,22 @@ class Layer(GradientCheckpointingLayer):
         return states + sums(self.linear(states), ends, kwargs["max_length_q"]).relu()
 
 
-@pytest.fixture
-def group_of_one():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "fsdp2"])
-def test_layers_are_compiled_once_for_any_number_of_documents_and_length(sharded, request):
+def test_layers_are_compiled_once_for_any_number_of_documents_and_length():
     torch.manual_seed(0)
     model, plain = Layer(), Layer()
     plain.load_state_dict(model.state_dict())
     compile_layers(model)
-    if sharded:
-        fully_shard(model, mesh=request.getfixturevalue("group_of_one"))
     before = compiled_graphs()
     for ends in ([0, 12], [0, 3, 12], [0, 1, 2, 7, 12], [0, 5, 12]):
         boundaries, results = torch.tensor(ends), []
         leave_length_open(boundaries)
         states = torch.randn(12, 4, requires_grad=True)
-        bound = longest_segment(boundaries, 12)
         for trained in (model, plain):
-            states.grad = None
-            trained.zero_grad()
+            bound = longest_segment(boundaries, 12)
             found = trained(states, boundaries, max_length_q=bound)
-            found.sum().backward()
-            gradients = [one.grad for one in trained.parameters()]
-            whole = [
-                one.full_tensor() if sharded and trained is model else one for one in gradients
-            ]
-            results.append([found, states.grad, *whole])
+            wanted = (states, *trained.parameters())
+            results.append([found, *torch.autograd.grad(found.sum(), wanted)])
         torch.testing.assert_close(*results)
     assert compiled_graphs() == before + 1
 

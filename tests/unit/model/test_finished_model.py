@@ -17,11 +17,6 @@ PUBLISHED = {
         "bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
         "temperature": 0.9, "top_p": 0.6,
     },
-    # Qwen3 0.6B Base: greedy by choice
-    "qwen3_base": {
-        "bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643,
-        "max_new_tokens": 2048,
-    },
     # Gemma 3 1B
     "gemma3": {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
@@ -83,15 +78,6 @@ def test_what_is_never_valid_is_refused_with_the_file(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"generation_config\.json cannot be read"):
         generation_settings(settings, config)
-
-
-def test_a_model_from_scratch_generates_with_a_cache():
-    config = LlamaConfig(eos_token_id=5)
-    config.use_cache = False  # as it is while training
-    made, _ = generation_settings(_settings(model_config="model.json"), config)
-    assert made.use_cache is not False
-    assert made.eos_token_id == 5
-    assert config.use_cache is False
 
 
 def test_a_stop_is_added_once():

@@ -20,21 +20,20 @@ from utils.model.attention import (
     choose_isolated_attention,
 )
 
-LLAMA_8B = {
-    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 32,
-}  # fmt: skip
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA_8B = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 # At their published sizes, which the probe cuts, but for the first (tests/published has more).
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=64),
     "llama_8b": lambda: transformers.LlamaConfig(**LLAMA_8B),
     "gemma2": transformers.Gemma2Config,
-    "gemma3": transformers.Gemma3TextConfig,
     "gpt2": transformers.GPT2Config,
     "gpt_oss": transformers.GptOssConfig,
     "deepseek_v3": transformers.DeepseekV3Config,
 }
+
+
+FAST = ("llama", "gpt2", "falcon", "small_next")  # the others with `slow`
 
 
 def config_of(name):
@@ -53,14 +52,10 @@ def _registered():
     register_packed_varlen(PER_DOCUMENT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama", torch.float32), ("llama", torch.bfloat16), ("gpt2", torch.float32)]
-    + [
-        pytest.param(name, dtype, marks=pytest.mark.slow)
-        for name in CONFIGS
-        for dtype in (torch.float32, torch.bfloat16)
-    ],
+    "name",
+    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS],
 )
 def test_packed_varlen_keeps_documents_apart(name, dtype):
     assert check_isolation(config_of(name), dtype=dtype) == 7
@@ -130,10 +125,7 @@ def chosen(config, *, whole_rows, requested="auto"):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("falcon", "small_next") else pytest.mark.slow)
-        for name in NOT_PACKED
-    ],
+    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NOT_PACKED],
 )
 def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
     with pytest.raises(ConfigurationError, match="set --packing none") as refusal:
@@ -148,14 +140,12 @@ def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
 
 @pytest.mark.slow
 def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
-    choice, _ = chosen(transformers.Llama4TextConfig(), whole_rows=False)
+    config = transformers.Llama4TextConfig(use_cache=False)
+    with pytest.raises(ConfigurationError, match=r"computes other logits than eager .*set --pack"):
+        check_isolation(config)
+    choice, _ = chosen(config, whole_rows=False)
     assert (choice.name, choice.batches) == ("sdpa", "packed")
-
-
-def test_llama_4_is_not_packed_where_its_temperature_would_count_from_another_document():
-    config = transformers.Llama4TextConfig()
     check_row_positions(config, 8191)
-    check_row_positions(config_of("llama"), 1 << 20)
     with pytest.raises(ConfigurationError, match=r"from token 8,192 of a sequence.*packing none"):
         check_row_positions(config, 8192)
 
@@ -193,23 +183,11 @@ def test_kernels_with_boundaries_let_recurrent_layers_be_packed(monkeypatch):
     assert documents == 7
 
 
-def test_masks_blinded_by_the_cache_are_refused():
+def test_masks_blinded_by_the_cache_and_what_cannot_be_built_are_refused():
     config = config_of("llama")
     config.use_cache = True
     with pytest.raises(ConfigurationError, match="see each other"):
         check_isolation(config, "sdpa")
-
-
-@pytest.mark.slow
-def test_an_attention_that_computes_something_else_is_refused():
-    # Llama 4 attends in chunks, which are in its masks alone.
-    config = transformers.Llama4TextConfig(use_cache=False)
-    with pytest.raises(ConfigurationError, match=r"computes other logits than eager .*set --pack"):
-        check_isolation(config)
-
-
-def test_a_config_that_cannot_be_built_is_refused():
-    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4)
     config.hidden_act = "no such activation"
     with pytest.raises(ConfigurationError, match=r"no small model could be built .*KeyError"):
         check_isolation(config, "eager")
@@ -242,23 +220,19 @@ def test_the_probe_keeps_what_attention_sees():
     assert sum(p.numel() for p in build_probe_model(probe, "eager").parameters()) < 5e6
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("llama_8b", AttentionNeeds(128)),
-        ("gemma2", AttentionNeeds(256, softcap=True, windows=True)),
-        ("gpt_oss", AttentionNeeds(64, sinks=True, windows=True)),
-        ("gpt2", AttentionNeeds(64, dropout=0.1)),
-    ],
-)
-def test_what_a_model_asks_of_its_attention_is_seen(name, needs):
-    assert observe_attention(probe_config(config_of(name))) == needs
+def test_what_a_model_asks_of_its_attention_is_seen():
+    for name, needs in {
+        "llama_8b": AttentionNeeds(128),
+        "gemma2": AttentionNeeds(256, softcap=True, windows=True),
+        "gpt_oss": AttentionNeeds(64, sinks=True, windows=True),
+        "gpt2": AttentionNeeds(64, dropout=0.1),
+    }.items():
+        assert observe_attention(probe_config(config_of(name))) == needs
 
 
 def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
     """Padding may see the document of its row; no row may see another."""
-    choice, _ = chosen(config_of("llama"), whole_rows=True)
-    assert (choice.name, choice.batches) == (NAME, "packed"), "it can be packed, so it is"
+    assert chosen(config_of("llama"), whole_rows=True)[0].batches == "packed", "it can be, so it is"
     check_isolation(config_of("llama"), kernel="row_sdpa")
     logits = module._logits
 

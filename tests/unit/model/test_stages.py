@@ -99,27 +99,20 @@ def test_what_is_no_stage_is_refused_with_the_way_out(name, tmp_path):
         find_stage(str(directory))
 
 
-def test_a_runs_own_checkpoint_takes_the_place_of_the_stage(tmp_path):
-    stage = model_directory(tmp_path / "stage", *WHOLE, "tokenizer.json")
-    run = run_directory(tmp_path / "run")
-    assert stage_of(settings(stage, run)) == stage
-    assert stage_tokenizer(settings(stage, run)) == str(stage)
-    own = checkpoint(run / "checkpoint-3", *WHOLE)
-    assert stage_of(settings(tmp_path / "gone", run)) == own
-    assert stage_tokenizer(settings(tmp_path / "gone", run)) is None
-    assert stage_of(settings(stage, run, use_peft=True)) == stage
-    assert stage_of(settings(None, run)) is None
-
-
 DESCRIBED = (*WHOLE, "tokenizer.json", "pytorch_model_fsdp_0/x")
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
-def test_a_damaged_checkpoint_of_its_own_describes_nothing(name, tmp_path, caplog):
+def test_a_runs_own_checkpoint_takes_the_place_of_the_stage_if_it_is_whole(name, tmp_path, caplog):
+    stage = model_directory(tmp_path / "stage", *WHOLE, "tokenizer.json")
     run, gone = run_directory(tmp_path / "run"), tmp_path / "gone"
+    assert stage_of(settings(None, run)) is None
+    assert stage_of(settings(stage, run)) == stage
+    assert stage_tokenizer(settings(stage, run)) == str(stage)
     older, newest = (checkpoint(run / f"checkpoint-{step}", *DESCRIBED) for step in (3, 6))
     (newest / "model.safetensors").write_text("Model.safetensors")  # no tensors are read for it
     assert stage_of(settings(gone, run)) == newest
+    assert stage_of(settings(stage, run, use_peft=True)) == stage
     (newest / name).write_text((newest / name).read_text()[::-1])
     assert stage_of(settings(gone, run)) == older
     assert stage_tokenizer(settings(gone, run)) == str(older)
