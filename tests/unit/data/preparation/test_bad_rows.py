@@ -22,32 +22,18 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("reason", ["malformed_json", "wrong_type"])
-def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path, tokenizer, reason):
-    line, message = BAD_LINES[reason]
-    good = samples.text_source(tmp_path / "a.jsonl", 100).read_bytes().splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_bytes(b"".join([*good[:77], line + b"\n", *good[77:]]))
-    with pytest.raises(ConfigurationError, match=rf"a\.jsonl:78: {message}.*--on_bad_row skip"):
-        samples.prepare(
-            sources=[tmp_path / "a.jsonl"],
-            output_dir=tmp_path / "out",
-            tokenizer_name_or_path=tokenizer,
-            format="text",
-        )
-
-
-def test_bad_rows_are_skipped_counted_and_shown(tmp_path, tokenizer, caplog):
+def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, tokenizer, caplog):
     caplog.set_level(logging.INFO)
-    good = samples.text_source(tmp_path / "a.jsonl", 100).read_bytes().splitlines(keepends=True)
+    source = samples.text_source(tmp_path / "a.jsonl", 100)
+    good = source.read_bytes().splitlines(keepends=True)
+    settings = {"sources": [source], "output_dir": tmp_path / "out", "format": "text"}
+    for line, message in BAD_LINES.values():
+        source.write_bytes(b"".join([*good[:77], line + b"\n", *good[77:]]))
+        with pytest.raises(ConfigurationError, match=rf"a\.jsonl:78: {message}.*--on_bad_row skip"):
+            samples.prepare(**settings, tokenizer_name_or_path=tokenizer)
     bad = [line + b"\n" for line, _ in BAD_LINES.values()]
-    (tmp_path / "a.jsonl").write_bytes(b"".join([*bad, *good, *bad[:2]]))
-    samples.prepare(
-        sources=[tmp_path / "a.jsonl"],
-        output_dir=tmp_path / "out",
-        tokenizer_name_or_path=tokenizer,
-        format="text",
-        on_bad_row="skip",
-    )
+    source.write_bytes(b"".join([*bad, *good, *bad[:2]]))
+    samples.prepare(**settings, tokenizer_name_or_path=tokenizer, on_bad_row="skip")
     assert len(samples.rows(tmp_path / "out" / "train")) == 100
     content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
     dropped = Counter(dict.fromkeys(BAD_LINES, 1))

@@ -27,13 +27,11 @@ def row(*messages, **more):
     ("document_format", "fields", "reason", "message"),
     [
         ("text", {"text": None}, "missing_field", "no 'text', which the format text needs"),
-        ("text", {"text": ["a"]}, "wrong_type", "'text' must be a string, found list"),
         ("text", {"text": ""}, "empty", "'text' has no text"),
         ("text", {"text": "a\ud800"}, "invalid_utf8", "half a surrogate pair at character 1"),
         ("messages", {"text": "a"}, "missing_field", r"needs (columns found: text)"),
         ("messages", {"messages": "a"}, "wrong_type", "must be a list of messages, found str"),
         ("messages", row(), "empty", "'messages' has no messages"),
-        ("messages", row("a"), "wrong_type", "message 0 of 'messages' must be an obj"),
         ("messages", row({"role": "user"}), "missing_field", "has no 'content'"),
         ("messages", row({"content": "a"}), "missing_field", "has no 'role'"),
         ("messages", row({"role": "user", "content": 3}), "wrong_type", "string, found int"),
@@ -60,7 +58,6 @@ def row(*messages, **more):
             "'history' must hold",
         ),
         ("prompt_completion", {}, "missing_field", "no 'prompt' and no 'completion'"),
-        ("prompt_completion", {"prompt": 1, "completion": "a"}, "wrong_type", "'prompt' must be"),
         ("prompt_completion", {"prompt": "a", "completion": " "}, "empty", "'completion' has no"),
         (
             "prompt_completion",

@@ -10,20 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from utils.data.prepare.units import UnitWorker
-from utils.data.prepare.workspace import partial_name
+from utils.data.prepare.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("small_units")
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(tmp_path, source, workers_for_little):
-    settings = {"sources": [source], "train_tokenizer": 300, "validation_fraction": 0.2}
-    samples.prepare(**settings, output_dir=tmp_path / "one")
-    samples.prepare(**settings, output_dir=tmp_path / "two", num_proc=2)
-    written = samples.data_bytes(tmp_path / "one")
-    assert sum(name.startswith("train/data-") for name in written) > 3
-    assert written == samples.data_bytes(tmp_path / "two")
 
 
 @pytest.mark.parametrize("document_format", ["text", "prompt_completion"])
@@ -62,33 +51,23 @@ def test_shards_merged_are_the_undivided_preparation(tmp_path, source, tokenizer
 
 
 def test_an_interrupted_preparation_is_continued(tmp_path, source, tokenizer, monkeypatch):
-    units_done = 4
     settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
     samples.prepare(**settings, output_dir=tmp_path / "whole")
-    calls = []
-    original = UnitWorker.run
+    finish, finished = Workspace.finish, []
 
-    def interrupted(self, unit):
-        calls.append(unit.index)
-        if len(calls) > units_done:
-            draft = partial_name(self.workspace.unit_file(unit.index, "train"))
-            draft.write_bytes(b"half a file")
+    def interrupted(self, unit, counts):
+        if len(finished) == 4:
+            assert self.unit_file(unit, "train").exists()
+            finished.append(None)
             raise KeyboardInterrupt
-        return original(self, unit)
+        finished.append(unit)
+        finish(self, unit, counts)
 
-    monkeypatch.setattr(UnitWorker, "run", interrupted)
+    monkeypatch.setattr(Workspace, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         samples.prepare(**settings, output_dir=tmp_path / "out")
-    monkeypatch.setattr(UnitWorker, "run", original)
-    again = []
-
-    def counted(self, unit):
-        again.append(unit.index)
-        return original(self, unit)
-
-    monkeypatch.setattr(UnitWorker, "run", counted)
     samples.prepare(**settings, output_dir=tmp_path / "out")
-    assert again[0] == units_done
+    assert finished[:6] == [0, 1, 2, 3, None, 4]
     assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "out")
 
 

@@ -10,38 +10,24 @@ from utils.config.errors import ConfigurationError
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-def test_a_finished_preparation_is_not_done_again(tmp_path, source, tokenizer):
-    settings = {
-        "sources": [source],
-        "output_dir": tmp_path / "out",
-        "tokenizer_name_or_path": tokenizer,
-    }
-    assert not samples.prepare(**settings).is_finished
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    assert samples.prepare(**settings, num_proc=2).is_finished
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-
-
-@pytest.mark.parametrize("change", ["settings", "sources", "tokenizer"])
-def test_another_dataset_in_the_output_directory_is_not_written_over(
-    tmp_path, source, tokenizer, change
-):
+def test_a_finished_preparation_is_not_done_again_nor_written_over(tmp_path, source, tokenizer):
     settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
-    samples.prepare(**settings, output_dir=tmp_path / "out")
-    if change == "settings":
-        settings["validation_fraction"] = 0.5
-    elif change == "sources":
-        samples.text_source(source, 201)
-    else:
-        samples.tiny_tokenizer().save_pretrained(tmp_path / "other")
-        config = json.loads((tmp_path / "other" / "tokenizer_config.json").read_text())
-        config["eos_token"] = "<|im_end|>"
-        (tmp_path / "other" / "tokenizer_config.json").write_text(json.dumps(config))
-        settings["tokenizer_name_or_path"] = str(tmp_path / "other")
-    before = samples.data_bytes(tmp_path / "out")
-    with pytest.raises(ConfigurationError, match="holds tokenizer, train, which was not made"):
-        samples.prepare(**settings, output_dir=tmp_path / "out")
-    assert samples.data_bytes(tmp_path / "out") == before
+    out = tmp_path / "out"
+    assert not samples.prepare(**settings, output_dir=out).is_finished
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert samples.prepare(**settings, output_dir=out, num_proc=2).is_finished
+    samples.tiny_tokenizer().save_pretrained(tmp_path / "other")
+    config = tmp_path / "other" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<|im_end|>"}))
+    more = samples.text_source(tmp_path / "more.jsonl", 201)
+    for changed in (
+        {"validation_fraction": 0.5},
+        {"sources": [more]},
+        {"tokenizer_name_or_path": str(tmp_path / "other")},
+    ):
+        with pytest.raises(ConfigurationError, match="holds tokenizer, train, which was not made"):
+            samples.prepare(**{**settings, **changed}, output_dir=out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_unfinished_work_of_other_settings_is_not_mixed_in(tmp_path, source, tokenizer):

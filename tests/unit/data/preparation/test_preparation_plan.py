@@ -16,18 +16,15 @@ def text(tmp_path):
     return samples.text_source(tmp_path / "a.jsonl", 5)
 
 
-def test_another_text_column_can_be_named(tmp_path):
+def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
     assert plan(source, columns=["body=text"]).settings.document_format == "text"
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no known format.*\(columns: body\)"):
         plan(source)
-
-
-def test_a_record_that_fits_two_formats_needs_a_choice(tmp_path):
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": "a", **samples.chat("q", "a")}])
+    both = samples.write_jsonl(tmp_path / "b.jsonl", [{"text": "a", **samples.chat("q", "a")}])
     with pytest.raises(ConfigurationError, match="could be text or messages: choose one with"):
-        plan(source)
-    assert plan(source, format="messages").settings.document_format == "messages"
+        plan(both)
+    assert plan(both, format="messages").settings.document_format == "messages"
 
 
 def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
@@ -42,7 +39,6 @@ def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
         ("name=", "give NAME=PATH"),
         ("Big Name=x.jsonl", "use lower-case letters"),
         ("validation=x.jsonl", "none of train, tokenizer, validation"),
-        ("other=gone.jsonl", "other: gone.jsonl: no such file or folder"),
     ],
 )
 def test_evaluation_sources_that_cannot_be_used_are_refused(text, given, message):
@@ -50,12 +46,9 @@ def test_evaluation_sources_that_cannot_be_used_are_refused(text, given, message
         plan(text, eval_sources=[given], validation_fraction=0.1)
 
 
-def test_a_file_for_training_and_evaluation_is_refused(text):
+def test_all_paths_are_checked_at_once(text):
     with pytest.raises(ConfigurationError, match=r"a\.jsonl: is given for both train and other"):
         plan(text, eval_sources=[f"other={text}"])
-
-
-def test_all_paths_are_checked_at_once(text):
     with pytest.raises(ConfigurationError) as caught:
         plan(text, "gone.jsonl", "none*.txt", eval_sources=["b=gone2.jsonl"], chat_template="c.jin")
     joined = "\n".join(caught.value.problems)
@@ -64,13 +57,10 @@ def test_all_paths_are_checked_at_once(text):
     assert len(caught.value.problems) == 4
 
 
-def test_a_file_of_blank_lines_is_an_empty_source(tmp_path):
+def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigurationError, match="train: empty source: no record in its files"):
         plan(tmp_path / "a.jsonl")
-
-
-def test_a_first_record_that_is_broken_stops_at_once_unless_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text('{oops\n{"text": "a"}\n')
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON"):
         plan(tmp_path / "a.jsonl")

@@ -33,13 +33,6 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path):
     assert str(found[1].location).endswith("a.jsonl:4")
 
 
-def test_a_text_file_that_is_not_utf8_is_a_bad_row_with_the_byte(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-    (bad,) = read(tmp_path / "a.txt")
-    assert bad.reason == "invalid_utf8"
-    assert str(bad).endswith("a.txt: not UTF-8 at byte 3")
-
-
 @pytest.mark.parametrize("text", ["line of text ß\n" * 300, "ß" * 2500, "a" * 1024, "ab\n" * 341])
 def test_a_very_long_text_file_is_cut_without_losing_a_character(tmp_path, monkeypatch, text):
     monkeypatch.setattr(records, "LARGEST_DOCUMENT_BYTES", 1024)
@@ -66,19 +59,6 @@ def test_a_json_array_is_read(tmp_path, text):
     assert str(found[2].location).endswith("a.json record 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
-        ("[" * 100_000, "recursion"),
-    ],
-)
-def test_a_broken_json_array_is_refused(tmp_path, text, message):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=message):
-        read(tmp_path / "a.json")
-
-
 def test_csv_is_read_with_quotes_line_ends_and_places(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes('\ufefftext,n\r\n"a, ""b""\nc",1\r\nß,2\r\nshort\r\n'.encode())
@@ -89,7 +69,19 @@ def test_csv_is_read_with_quotes_line_ends_and_places(tmp_path):
     assert str(bad).endswith("a.csv:5: 1 cells where the header names 2 columns")
 
 
-def test_csv_that_is_broken_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text('text\n"a" b\n')
-    with pytest.raises(ConfigurationError, match=r"a\.csv:2: malformed CSV"):
-        read(tmp_path / "a.csv")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'text\n"a" b\n', r"a\.csv:2: malformed CSV"),
+        ("a.json", b'[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
+        ("a.json", b"[" * 100_000, "recursion"),
+    ],
+)
+def test_files_that_cannot_be_read_to_their_end_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=message):
+        read(tmp_path / name)
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+    (bad,) = read(tmp_path / "a.txt")
+    assert bad.reason == "invalid_utf8"
+    assert str(bad).endswith("a.txt: not UTF-8 at byte 3")

@@ -57,35 +57,17 @@ def test_a_weight_says_how_often_each_document_is_written(tmp_path, tokenizer, t
     assert not set(held_out) & set(written)
 
 
-def test_filters_keep_rows_and_are_counted_without_being_faults(tmp_path, tokenizer, two):
-    out = tmp_path / "out"
-    kept = {"language": "en", "score": {"min": 3}}
-    samples.prepare(
-        sources=[{"path": two[0], "filter": kept}],
-        output_dir=out,
-        tokenizer_name_or_path=tokenizer,
-    )
-    assert len(samples.rows(out / "train")) == 40
-    described = json.loads((out / "train" / "stoker.json").read_text())
-    assert described["preparation"]["sources"]["dropped"] == {"filtered": 160}
-
-
 @pytest.mark.parametrize("cap", [50, 3000])
-def test_a_cap_is_never_exceeded_and_nearly_reached(tmp_path, tokenizer, two, small_units, cap):
+def test_a_cap_is_never_exceeded_and_nearly_reached(
+    tmp_path, tokenizer, two, small_units, monkeypatch, cap
+):
+    monkeypatch.setattr(plan_module, "LEAST_TOKENS_OF_A_UNIT", 200)
     out = tmp_path / "out"
-    plan_module.LEAST_TOKENS_OF_A_UNIT, kept = 200, plan_module.LEAST_TOKENS_OF_A_UNIT
-    try:
-        samples.prepare(
-            sources=[{"path": two[0], "max_tokens": cap}],
-            output_dir=out,
-            tokenizer_name_or_path=tokenizer,
-        )
-    finally:
-        plan_module.LEAST_TOKENS_OF_A_UNIT = kept
-    rows = samples.rows(out / "train")
-    longest = max(map(len, rows))
-    assert cap - 15 * longest <= sum(map(len, rows)) <= cap
-    assert sum(map(len, rows)) > 0.5 * cap
+    source = {"path": two[0], "max_tokens": cap}
+    samples.prepare(sources=[source], output_dir=out, tokenizer_name_or_path=tokenizer)
+    lengths = [len(row) for row in samples.rows(out / "train")]
+    assert cap - 15 * max(lengths) <= sum(lengths) <= cap
+    assert sum(lengths) > 0.5 * cap
 
 
 @pytest.mark.slow
@@ -110,39 +92,30 @@ def test_a_mixture_is_the_same_however_the_work_is_divided(
 
 
 def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
+    shares = [{"conversations": [{"from": "human", "value": "q"}]}]
     samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
-    samples.write_jsonl(
-        tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "q"}]}]
-    )
+    samples.write_jsonl(tmp_path / "b.jsonl", shares)
     samples.write_jsonl(tmp_path / "c.jsonl", [{"question": "q", "answer": "a"}])
-    columns = {"question": "instruction", "answer": "output"}
-    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "abc"]
-    sources[2]["columns"] = columns
+    both = {"instruction": "i", "output": "o", "text": "t"}  # what comes before decides
+    samples.write_jsonl(tmp_path / "d.jsonl", [both])
+    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "abcd"]
+    sources[2]["columns"] = {"question": "instruction", "answer": "output"}
     settings = plan(sources).settings
     assert settings.document_format == "messages"
-    assert [rows.row_format for rows in settings.sources] == ["messages", "sharegpt", "alpaca"]
+    formats = [rows.row_format for rows in settings.sources]
+    assert formats == ["messages", "sharegpt", "alpaca", "alpaca"]
     sources[2]["columns"] = {"question": "prompt", "answer": "completion"}
     with pytest.raises(ConfigurationError, match=r"makes prompt_completion, but .* messages"):
         plan(sources)
-
-
-def test_what_comes_before_decides_where_a_row_fits_two_formats(tmp_path):
-    samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
-    both = {"instruction": "i", "output": "o", "text": "t"}
-    samples.write_jsonl(tmp_path / "b.jsonl", [both])
-    sources = [{"path": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
-    assert plan(sources).settings.sources[1].row_format == "alpaca"
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are path"),
-        ({"path": "a", "name": "b"}, "unknown key 'name': known are path"),
         ({"path": "a", "filter": {"score": {"least": 3}}}, "give a value, a list of values, or"),
         ({"weight": 2}, "needs a path"),
         ({"path": "a", "weight": 0}, "weight is 0: give a number above 0"),
-        ({"path": "a", "weight": "2"}, "weight is '2': give a number"),
         ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
         ({"path": "a", "columns": {"x": "y"}}, "columns: x=y: give THEIRS=OURS"),
@@ -165,21 +138,19 @@ def test_the_documented_recipe_is_read():
     assert (test.split, test.paths) == ("gsm8k", ("data/gsm8k/test.jsonl",))
 
 
-def test_a_filter_on_a_column_that_is_not_there_is_refused_before_any_work(two):
+def test_a_filter_without_its_column_and_a_file_in_two_entries_are_refused(two):
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no 'lang', which the filter"):
         plan([{"path": two[0], "filter": {"lang": "en"}}])
-
-
-def test_a_file_in_two_entries_needs_a_weight_instead(two):
     with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
         plan([{"path": two[0]}, {"path": two[0]}])
 
 
-def test_a_recipe_and_flags_say_the_same(tmp_path, tokenizer, two):
+def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
+    kept = {"language": "en", "score": {"min": 3}}
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(
             {
-                "sources": [{"path": two[0], "filter": {"language": "en"}}],
+                "sources": [{"path": two[0], "filter": kept}],
                 "eval_sources": [{"name": "other", "path": two[1]}],
                 "tokenizer_name_or_path": tokenizer,
                 "output_dir": str(tmp_path / "out"),
@@ -187,7 +158,9 @@ def test_a_recipe_and_flags_say_the_same(tmp_path, tokenizer, two):
         )
     )
     assert main(["--config", str(tmp_path / "recipe.yaml")]) == 0
-    assert len(samples.rows(tmp_path / "out" / "train")) == 100
+    assert len(samples.rows(tmp_path / "out" / "train")) == 40
+    described = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())
+    assert described["preparation"]["sources"]["dropped"] == {"filtered": 160}
     assert len(samples.rows(tmp_path / "out" / "other")) == 200
     samples.write_jsonl(tmp_path / "qa.jsonl", [{"question": "q", "answer": "a"}])
     flags = ["--sources", str(tmp_path / "qa.jsonl"), "--output_dir", str(tmp_path / "qa")]
@@ -210,19 +183,21 @@ def hub_folder(folder, splits):
 
 
 def taken(found, split="train"):
-    return [file.path.rsplit("/", 1)[1][: -len("-of-00000.parquet")] for file in found[split]]
+    return [file.path.rsplit("/", 1)[1].removesuffix(".parquet") for file in found[split]]
 
 
 def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
     folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c", "validation": "d"})
+    samples.text_source(tmp_path / "hub" / "data" / "train.jsonl", 3)  # once more
     with caplog.at_level("WARNING"):
         found = plan([folder], eval_sources=[f"test={folder}", f"validation={folder}"]).sources
-    assert taken(found) == ["train-00000", "train-00001"]
-    assert taken(found, "test") == ["test-00000"]
-    assert taken(found, "validation") == ["validation-00000"]
+    assert taken(found) == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert taken(found, "test") == ["test-00000-of-00001"]
+    assert taken(found, "validation") == ["validation-00000-of-00001"]
     assert "split train is taken; not used: test, validation" in caplog.text
     assert f"--eval_sources NAME={folder}" in caplog.text
     assert "1 x README" in caplog.text
+    assert "in several formats (.parquet, .jsonl) .parquet is taken" in caplog.text
 
 
 def test_splits_of_other_names_are_named_by_the_user(tmp_path):
@@ -230,57 +205,38 @@ def test_splits_of_other_names_are_named_by_the_user(tmp_path):
     with pytest.raises(ConfigurationError, match=r"has no split 'train'; .* test_sft, train_sft"):
         plan([folder])
     found = plan([{"path": folder, "split": "train_sft"}]).sources
-    assert taken(found) == ["train_sft-00000"]
+    assert taken(found) == ["train_sft-00000-of-00001"]
     with pytest.raises(ConfigurationError, match="has no split 'gone'"):
         plan([{"path": folder, "split": "gone"}])
 
 
 def test_a_folder_of_one_split_or_of_none_is_taken_whole(tmp_path):
     alone = hub_folder(tmp_path / "one", {"test": "ab"})
-    assert len(plan([alone]).sources["train"]) == 2
     no_splits = hub_folder(tmp_path / "two", {"books": "ab", "wiki": "c"})
-    assert len(plan([no_splits]).sources["train"]) == 3
-    folder = tmp_path / "plain"
-    folder.mkdir()
+    (tmp_path / "plain").mkdir()
     for name in ("train.jsonl", "more.jsonl", "notes.txt"):
-        samples.text_source(folder / name, 3)
-    assert len(plan([str(folder)]).sources["train"]) == 3
+        samples.text_source(tmp_path / "plain" / name, 3)
+    for folder, number in ((alone, 2), (no_splits, 3), (str(tmp_path / "plain"), 3)):
+        assert len(plan([folder]).sources["train"]) == number
 
 
-def test_plain_names_and_folders_tell_splits_too(tmp_path):
-    for name in ("alpaca_train.jsonl", "alpaca_test.jsonl", "extra.jsonl"):
-        samples.text_source(tmp_path / name, 3)
-    found = plan([str(tmp_path)]).sources["train"]
-    assert [file.path.rsplit("/", 1)[1] for file in found] == ["alpaca_train.jsonl"]
-    for name in ("train", "dev"):
-        (tmp_path / "tree" / name).mkdir(parents=True)
-        samples.text_source(tmp_path / "tree" / name / "x.jsonl", 3)
-    found = plan([str(tmp_path / "tree")], eval_sources=[f"validation={tmp_path / 'tree'}"]).sources
-    assert [file.path.split("/")[-2] for files in found.values() for file in files] == [
-        "train",
-        "dev",
-    ]
-
-
-def test_a_split_that_is_published_in_several_formats_is_taken_once(tmp_path, caplog):
-    folder = hub_folder(tmp_path / "hub", {"train": "ab", "test": "c"})
-    for name in ("train", "test"):
-        samples.text_source(tmp_path / "hub" / "data" / f"{name}.jsonl", 3)
-    with caplog.at_level("WARNING"):
-        found = plan([folder]).sources
-    assert taken(found) == ["train-00000", "train-00001"]
-    assert "in several formats (.parquet, .jsonl) .parquet is taken" in caplog.text
-
-
-def test_of_a_dataset_dict_the_train_split_is_taken(tmp_path, caplog):
+def test_plain_names_folders_and_a_dataset_dict_tell_splits_too(tmp_path):
+    for name in ("names/alpaca_train", "names/alpaca_test", "names/extra", "tree/train/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        samples.text_source(tmp_path / f"{name}.jsonl", 3)
+    (tmp_path / "tree" / "dev").mkdir()
+    samples.text_source(tmp_path / "tree" / "dev" / "x.jsonl", 3)
     table = datasets.Dataset.from_dict({"text": ["a"]})
-    both = datasets.DatasetDict({"train": table, "test": table})
+    both = datasets.DatasetDict({"train": table, "train_sft": table, "validation": table})
     both.save_to_disk(str(tmp_path / "dict"))
-    given = str(tmp_path / "dict")
-    with caplog.at_level("WARNING"):
-        found = plan([given], eval_sources=[f"test={given}"]).sources
-    assert [file.path.rsplit("/", 1)[1] for files in found.values() for file in files] == [
-        "train",
-        "test",
-    ]
-    assert "split train is taken; not used: test" in caplog.text
+    assert taken(plan([str(tmp_path / "names")]).sources) == ["alpaca_train.jsonl"]
+    for name, ends in (
+        ("tree", ["train/x.jsonl", "dev/x.jsonl"]),
+        ("dict", ["train", "validation"]),
+    ):
+        folder = tmp_path / name
+        found = plan([str(folder)], eval_sources=[f"validation={folder}"]).sources
+        (files,) = zip(*found.values(), strict=True)
+        assert [Path(file.path).relative_to(folder).as_posix() for file in files] == ends
+    named = plan([{"path": str(tmp_path / "dict"), "split": "train_sft"}]).sources["train"]
+    assert [Path(file.path).name for file in named] == ["train_sft"]

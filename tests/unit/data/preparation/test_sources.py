@@ -44,10 +44,13 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.weird").write_text("x")
     os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.json").write_text('{\n "text": "a"\n}')
+    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
     table = datasets.Dataset.from_dict({"text": ["a"]})
     both = datasets.DatasetDict({"test": table, "test_sft": table})
     both.save_to_disk(str(tmp_path / "dict"))
     given = ["gone.jsonl", "*.none", "empty.jsonl", "folder", "x.weird", "pipe.txt", "dict"]
+    given += ["a.json", "b.parquet"]
     _, problems = list_sources([str(tmp_path / name) for name in given], "auto")
     expected = [
         "no such file or folder",
@@ -57,6 +60,8 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
         "neither text nor records",
         "not a regular file",
         "has no split 'train'; its files are of test, test_sft",
+        "neither text nor records",
+        "is a pointer of Git LFS",
     ]
     for name, problem, part in zip(given, problems, expected, strict=True):
         assert problem.startswith(str(tmp_path / name))
@@ -79,11 +84,3 @@ def test_suffix_and_beginning_tell_the_kind(tmp_path, name, text, kind):
     (tmp_path / name).write_text(text)
     ((file,), _) = list_sources([str(tmp_path / name)], "auto")
     assert (file.kind, file.compression) == (kind, None)
-
-
-def test_other_json_and_pointers_of_git_lfs_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text('{\n "text": "a"\n}')
-    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
-    _, problems = list_sources([str(tmp_path / name) for name in ("a.json", "b.parquet")], "auto")
-    assert "a.json: neither text nor records" in problems[0]
-    assert "b.parquet: is a pointer of Git LFS" in problems[1]
