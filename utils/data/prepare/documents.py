@@ -81,28 +81,23 @@ def content_digest(document: Document, seed: int) -> int:
     """Return 64 bits of a keyed hash of what the document says, wherever it stands."""
     if isinstance(document, TextDocument):
         content = document.text
+    elif isinstance(document, ChatDocument):
+        content = json.dumps([document.messages, document.tools], sort_keys=True, default=str)
     else:
-        parts = (
-            [document.messages, document.tools]
-            if isinstance(document, ChatDocument)
-            else [document.prompt, document.completion]
-        )
-        content = json.dumps(parts, sort_keys=True, default=str)
+        content = json.dumps([document.prompt, document.completion])
     key = seed.to_bytes(16, "little", signed=True)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=key).digest(), "big")
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the strings a document holds (of messages: their contents), in order."""
+    """Return the strings a document holds (of messages: what they say and call), in order."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):
         return [document.prompt, document.completion]
     texts: list[str] = []
     for message in document.messages:
-        texts.append(message["content"])
-        if reasoning := message.get("reasoning_content"):
-            texts.append(reasoning)
+        texts += [message["content"], message.get("reasoning_content") or ""]
         if calls := message.get("tool_calls"):
             texts.append(json.dumps(calls, ensure_ascii=False))
     return texts

@@ -46,10 +46,7 @@ LEAST_TOKENS_OF_A_UNIT = 1 << 13
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of one source; `index` counts over all sources, as `source` does.
-
-    `max_tokens`: the unit ends before the document that would go beyond it.
-    """
+    """Consecutive file parts of one source; it ends before a document beyond `max_tokens`."""
 
     index: int
     split: str
@@ -61,10 +58,9 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What decides the output of a unit, besides the tokenizer and the files.
+    """What decides the output of a unit, besides tokenizer and files.
 
-    `sources` says how the rows of each are read; template_date: what a chat template prints for
-    today's date.
+    template_date: what a chat template prints for today's date.
     """
 
     document_format: str
@@ -122,11 +118,9 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
         sources.setdefault(source.split, []).extend(files)
-    every_file = [file for files in sources.values() for file in files]
-    template_date = arguments.template_date
-    if template_date is None:  # shards that run on two days agree on that of the newest file
-        newest = max(file.mtime_ns for file in every_file)
-        template_date = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
+    # Shards that run on two days agree on the day of the newest file.
+    newest = max(file.mtime_ns for files in sources.values() for file in files)
+    day = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
     settings = UnitSettings(
         document_format=document_format,
         sources=tuple(rows),
@@ -135,13 +129,10 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         sequence_length=arguments.sequence_length,
         validation_fraction=arguments.validation_fraction,
         seed=arguments.seed,
-        template_date=None if document_format == "text" else template_date,
+        template_date=None if document_format == "text" else arguments.template_date or day,
     )
     size_mib = sum(unit.size for unit in units) / 2**20
-    logger.info(
-        f"{document_format}: {len(every_file):,} files, {size_mib:.1f} MiB in {len(units):,} "
-        "work units"
-    )
+    logger.info(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
     return PreparationPlan(sources, units, settings, is_chat)
 
 
@@ -159,12 +150,8 @@ def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[So
     found = []
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
-        files, faults = list_sources(
-            source.paths,
-            source.format,
-            source.from_split or source.split,
-            is_named=source.from_split is not None,
-        )
+        split, is_named = source.from_split or source.split, source.from_split is not None
+        files, faults = list_sources(source.paths, source.format, split, is_named=is_named)
         problems.extend(f"{source.split}: {fault}" for fault in faults)
         found.append((source, files))
         for file in files:
@@ -240,13 +227,11 @@ def _decide_formats(
 ) -> tuple[str, list[RowSettings], bool]:
     """Return the format of all documents, how the rows of each source are read, and if they chat.
 
-    The first record of a source decides where its format is "auto"; all have to give documents of
-    one format. Raises ConfigurationError with every source that does not.
+    Raises ConfigurationError with every source that gives documents of no or another format.
     """
     problems: list[str] = []
     rows: list[RowSettings] = []
-    document_format = decided_by = ""
-    is_chat = False
+    document_format, decided_by, is_chat = "", None, False
     for number, (source, _) in enumerate(sources):
         parts = [part for unit in units if unit.source == number for part in unit.parts]
         try:
@@ -259,9 +244,8 @@ def _decide_formats(
         made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
         prompt = renamed(record.fields, source.columns).get("prompt")
         is_chat |= made == "messages" or isinstance(prompt, list)
-        if not document_format:
-            document_format, decided_by = made, str(record.location)
-        elif made != document_format:
+        document_format, decided_by = document_format or made, decided_by or record.location
+        if made != document_format:
             problems.append(
                 f"{record.location}: the format {read.row_format} makes {made}, but {decided_by} "
                 f"makes {document_format}, and one dataset holds one kind: prepare them apart, or "
@@ -293,11 +277,10 @@ def _row_settings(
     """
     row_format = source.format
     if row_format == "auto":
-        fields = renamed(record.fields, source.columns)
-        found = detect_formats(fields)
+        found = detect_formats(renamed(record.fields, source.columns))
         same = [name for name in found if DOCUMENT_FORMATS.get(name, name) == document_format]
         if len(same or found) != 1:
-            raise ConfigurationError(_format_problem(record, sorted(fields), same or found))
+            raise ConfigurationError(_format_problem(record, source, same or found))
         (row_format,) = same or found
     read = RowSettings(row_format, source.columns, source.filters, source.weight, source.max_tokens)
     for document in parse_documents(record, read):
@@ -312,9 +295,10 @@ def _row_settings(
     return read
 
 
-def _format_problem(record: Record, columns: Sequence[str], found: Sequence[str]) -> str:
+def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
     if found:
         return f"{record.location}: could be {' or '.join(found)}: choose one with --format"
+    columns = sorted(renamed(record.fields, source.columns))
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
         f"{record.location}: no known format (columns: {', '.join(columns) or 'none'}): "
