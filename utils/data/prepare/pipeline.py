@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -106,21 +106,16 @@ class Preparation:
         backend = choose_backend(wanted, tokenizer, settings.document_format)
         worker = UnitWorker(tokenizer, backend, settings, self.workspace)
         run_units(left, worker, self.arguments.num_proc)
-        if shards > 1:
-            logger.info("shard %d/%d is complete", index, shards)
 
     def _is_last(self) -> bool:
         """Return whether this process has to assemble: it is no shard, or the last of an array."""
         if self.arguments.shard is None:
             return True
         index, shards = shard_of(self.arguments)
+        logger.info("shard %d/%d is complete", index, shards)
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
             return self.workspace.is_last_of_array(array, index, shards)
-        logger.info(
-            "when every shard is complete, run the same settings with --merge %d in place of "
-            "--shard",
-            shards,
-        )
+        logger.info("when all are, run the same settings with --merge %d, not --shard", shards)
         return False
 
     def _assemble(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -146,14 +141,13 @@ class Preparation:
         found = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
         counts = {index: count for index, count in found.items() if count is not None}
         missing = Counter(index % shards for index in found.keys() - counts.keys())
-        if missing:
-            raise ConfigurationError(
-                [
-                    f"shard {shard}/{shards} is incomplete, {number} of its work units are "
-                    f"missing: run it (again) with --shard {shard}/{shards}"
-                    for shard, number in sorted(missing.items())
-                ]
-            )
+        problems = [
+            f"shard {shard}/{shards} is incomplete, {number} of its work units are missing: run it "
+            f"(again) with --shard {shard}/{shards}"
+            for shard, number in sorted(missing.items())
+        ]
+        if problems:
+            raise ConfigurationError(problems)
         return counts
 
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
@@ -181,9 +175,9 @@ class Preparation:
     ) -> None:
         """Make a dataset of the files of a split: layout, statistics and stoker.json."""
         folder = self.output_dir / split
-        files = self._move_files(split, counts)
         features = token_features(id_type(tokenizer), self.plan.settings.document_format)
-        write_layout(folder, files, features, self.digest)
+        units = [index for index in counts if counts[index].documents[split]]
+        self._move_files(folder, units, features)
         columns = open_columns(folder)
         figures = split_figures(split, total, np.diff(columns[TOKENS].offsets))
         example = decoded_example(columns, tokenizer)
@@ -224,20 +218,31 @@ class Preparation:
             f"{lengths['p99']:,}, max {lengths['max']:,}; fingerprint {dataset.fingerprint[:16]}"
         )
 
-    def _move_files(self, split: str, counts: Mapping[int, UnitCounts]) -> list[str]:
-        """Move the Arrow files of a split to its folder, in the order of the units.
+    def _move_files(self, folder: Path, units: Sequence[int], features: dict[str, Any]) -> None:
+        """Move the Arrow files of a split to its folder, in order, and make it one of `datasets`.
 
-        Safe to repeat: a file that an interrupted run has moved already stays.
+        Safe to repeat: a file that an interrupted run has moved already stays. Each split has a
+        fingerprint of its own, by which `datasets` keys its caches.
         """
-        units = [unit for unit in sorted(counts) if counts[unit].documents[split]]
-        folder = self.output_dir / split
         folder.mkdir(parents=True, exist_ok=True)
         names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
         for unit, name in zip(units, names, strict=True):
-            source = self.workspace.unit_file(unit, split)
+            source = self.workspace.unit_file(unit, folder.name)
             if source.exists():
                 source.replace(folder / name)
-        return names
+        fingerprint = hashlib.sha256(f"{self.digest} {folder.name}".encode()).hexdigest()
+        info = {
+            **{"citation": "", "description": "", "features": features},
+            **{"homepage": "", "license": ""},
+        }
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": fingerprint[:16],
+            **{"_format_columns": None, "_format_kwargs": {}, "_format_type": None},
+            **{"_output_all_columns": False, "_split": None},
+        }
+        for name, content in (("dataset_info.json", info), ("state.json", state)):
+            (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _origin(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
         """Return where the documents of a split come from and what was left out on the way.
@@ -258,26 +263,7 @@ class Preparation:
         }
 
 
-def write_layout(folder: Path, files: list[str], features: dict[str, Any], digest: str) -> None:
-    """Write dataset_info.json and state.json, which make the Arrow files a `datasets` folder.
-
-    Each split has a fingerprint of its own: `datasets` keys its caches by it.
-    """
-    info = {
-        **{"citation": "", "description": "", "features": features},
-        **{"homepage": "", "license": ""},
-    }
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": file} for file in files],
-        "_fingerprint": hashlib.sha256(f"{digest} {folder.name}".encode()).hexdigest()[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    for name, content in (("dataset_info.json", info), ("state.json", state)):
-        (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+# --- the report
 
 
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:

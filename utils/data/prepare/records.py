@@ -39,8 +39,7 @@ class FilePart:
 class Location:
     """The file of a record, and its line (from 1) or row (from 0).
 
-    `number` counts from byte `offset` of the file, where the part starts: the line number in the
-    file is computed only when it is shown.
+    A line is counted from byte `offset` of the file on; those before it only when it is shown.
     """
 
     path: str
@@ -88,38 +87,39 @@ def cut(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 
     Raises ArrowException, OSError or ValueError when the file cannot be opened.
     """
+    total = step = 1  # the whole file
+    if file.kind == "parquet":
+        yield from _row_groups(file, part_bytes)
+        return
     if file.kind == "jsonl" and file.compression is None:
-        for start in range(0, file.size, part_bytes):
-            stop = min(start + part_bytes, file.size)
-            yield FilePart(file, start, stop, stop - start)
-    elif file.kind == "parquet":
-        metadata = pq.read_metadata(file.path)
-        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        start = size = 0
-        for index, group in enumerate(groups):
-            own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-            if size and size + own > part_bytes:
-                yield FilePart(file, start, index, size)
-                start, size = index, 0
-            size += own
-        if groups:
-            yield FilePart(file, start, len(groups), size)
+        total, step = file.size, part_bytes
     elif file.kind == "datasets":
-        rows = len(_load_folder(file.path))
-        rows_per_part = max(1, rows * part_bytes // max(file.size, 1))
-        for start in range(0, rows, rows_per_part):
-            stop = min(start + rows_per_part, rows)
-            yield FilePart(file, start, stop, file.size * (stop - start) // rows)
-    else:
-        yield FilePart(file, 0, 1, file.size)
+        total = len(_load_folder(file.path))
+        step = max(1, total * part_bytes // max(file.size, 1))
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        yield FilePart(file, start, stop, file.size * (stop - start) // total)
+
+
+def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+    metadata = pq.read_metadata(file.path)
+    start = size = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+        if size and size + own > part_bytes:
+            yield FilePart(file, start, index, size)
+            start, size = index, 0
+        size += own
+    if metadata.num_row_groups:
+        yield FilePart(file, start, metadata.num_row_groups, size)
 
 
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the records of a part in order.
+    """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
 
-    columns: the columns of Parquet files and datasets folders to read, None for all; a text file
-    gives records with one field, the first of them. Memory is bounded except for JSON arrays, which
-    are loaded whole. Raises ConfigurationError when the file is damaged.
+    columns: those of Parquet files and datasets folders to read, None for all; a text file gives
+    records with one field, the first of them. Only JSON arrays are loaded whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -153,8 +153,7 @@ def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 
 def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
-    path = part.file.path
-    with open_source(path, part.file.compression) as stream:
+    with open_source(part.file.path, part.file.compression) as stream:
         position = number = 0
         if part.start:
             # The line that runs across the cut belongs to the part before this one.
@@ -167,7 +166,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
                 return
             number, position = number + 1, position + len(line)
             if line.strip():
-                yield _parse_line(line, Location(path, "line", number, offset))
+                yield _parse_line(line, Location(part.file.path, "line", number, offset))
 
 
 def _parse_line(line: bytes, location: Location) -> Record | BadRow:
@@ -269,10 +268,10 @@ def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return an Arrow value as the JSON it was made from.
+    """Return an Arrow value as the JSON it was made from, with `Json()` features decoded.
 
-    `Json()` features of `datasets` are decoded. Keys of a struct that are null are left out: Arrow
-    gives every row the keys of all rows, and a null that was written looks the same.
+    Keys of a struct that are null are left out: Arrow gives every row the keys of all rows, and a
+    null that was written looks the same.
     """
     if value is None:
         return None

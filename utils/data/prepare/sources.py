@@ -66,12 +66,11 @@ class SourceFile:
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
 ) -> tuple[list[SourceFile], list[str]]:
-    """Expand files, folders (recursive) and globs, in the order given, sorted inside each.
+    """Return the files of paths in the order given, sorted in each, and what is wrong with paths.
 
     Of a folder (or pattern) whose file names tell several splits, as on the Hub, `split` is taken;
     `is_named`: the user named it, so that nothing else will do. A file that two paths reach is
-    taken once. Unknown suffixes are read as text only under `document_format` "text". Returns the
-    files and what is wrong with the paths; logs what is skipped.
+    taken once. Unknown suffixes are read only under `document_format` "text". Logs what is skipped.
     """
     files: dict[str, SourceFile] = {}  # by real path
     problems: list[str] = []

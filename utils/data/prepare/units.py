@@ -48,11 +48,10 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
-    """Prepare all units, in at most `num_proc` processes; the result does not depend on it.
+    """Prepare all units, in at most `num_proc` processes; little work is done in this one.
 
-    Little work is done in this process, by as many threads of the tokenizer. Raises
-    ConfigurationError with the first fault of the sources, or when a worker was killed; units that
-    were finished by then stay finished.
+    Raises ConfigurationError with the first fault of the sources, or when a worker was killed;
+    units that were finished by then stay finished.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -137,8 +136,7 @@ class UnitWorker:
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write the documents of a unit, one file a split, and count them.
 
-        Raises ConfigurationError at a bad row (on_bad_row "error"), at an over-long document
-        (on_overlong "error") and when a source file is damaged.
+        Raises ConfigurationError at a document that is refused, and at a damaged file.
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -238,11 +236,7 @@ def read_documents(unit: WorkUnit, settings: UnitSettings) -> Iterator[Document 
 
 
 def is_held_out(document: Document, settings: UnitSettings) -> bool:
-    """Tell whether a document goes to the validation split.
-
-    Depends on its content and the seed alone: not on order, shard or process count, and equal
-    documents always fall on the same side.
-    """
+    """Tell whether a document goes to the validation split: its content and the seed decide."""
     return _is_drawn(document, settings.validation_fraction, settings.seed)
 
 
@@ -265,10 +259,7 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
 
 
 class TokenFileWriter:
-    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone.
-
-    The file has its name once it is finished.
-    """
+    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone."""
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
         self._path, self._draft = path, partial_name(path)

@@ -68,8 +68,8 @@ class Workspace:
     def is_prepared(self, used_tokenizer: str | None) -> bool:
         """Return whether the output directory holds the finished result of this very preparation.
 
-        False for an empty directory and for unfinished work. Raises ConfigurationError when
-        anything else is in it, for nothing is overwritten; but `used_tokenizer` may lie there.
+        Raises ConfigurationError when it holds anything else than unfinished work; but
+        `used_tokenizer` may lie there.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
