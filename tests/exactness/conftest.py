@@ -22,6 +22,7 @@ from kill_fixtures import (  # noqa: F401 - as below
     resuming,
     slots,
     starts,
+    stock,
 )
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     _one_thread_and_a_private_cache,

@@ -87,7 +87,7 @@ class Ending:
 
 
 class Starts:
-    """Starts pretrain.py through killed_child.py; its output goes to `scratch` for a moment."""
+    """Starts programs of killed_child.py; what they print goes to `scratch` for a moment."""
 
     def __init__(self, scratch: Path):
         self.scratch = scratch
@@ -97,19 +97,21 @@ class Starts:
         # The server does not get its parent's sys.path before it imports (Python 3.11).
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, FOLDERS))
 
-    def run(self, argv: Sequence[str], **options: Any) -> Ending:
-        """Run it to its end; `strace` among the options are flags to trace it with."""
-        with self.running(argv, **options) as child:
+    def run(self, program: str, argv: Sequence[str], **options: Any) -> Ending:
+        """Run a program to its end; `strace` among the options are flags to trace it with."""
+        with self.running(program, argv, **options) as child:
             pass
         return child.ending
 
     @contextlib.contextmanager
     def running(
-        self, argv: Sequence[str], strace: Sequence[str] | None = None, **options: Any
+        self, program: str, argv: Sequence[str], strace: Sequence[str] | None = None, **options: Any
     ) -> Iterator["Child"]:
-        """Run it until the block ends and it too."""
+        """Run a program until the block ends and the program too."""
         self.count += 1
-        child = Child(self.context, self.scratch / f"start-{self.count}", argv, options)
+        child = Child(
+            self.context, self.scratch / f"{program}-{self.count}", program, argv, options
+        )
         with child.traced(strace):
             child.go()
             yield child
@@ -121,9 +123,10 @@ class Starts:
         argv: Sequence[str],
         strace: Mapping[int, Sequence[str]] | None = None,
         config: str = "multi_gpu",
+        program: str = "stoker",
         **options: Any,
     ) -> Iterator[list["Child"]]:
-        """Run it in two ranks until the block ends and both; `strace` is by rank.
+        """Run a program in two ranks until the block ends and both; `strace` is by rank.
 
         `config` is of accelerate_configs. A rank whose peer is gone ends by itself: nobody kills it
         here.
@@ -136,7 +139,7 @@ class Starts:
             for rank in range(2):
                 env = rank_environment(arguments, own, rank, 2, port)
                 flags = (strace or {}).get(rank)
-                running = self.running(argv, strace=flags, env=env, **options)
+                running = self.running(program, argv, strace=flags, env=env, **options)
                 children.append(stack.enter_context(running))
             yield children
 
@@ -144,10 +147,10 @@ class Starts:
 class Child:
     """One start."""
 
-    def __init__(self, context: Any, files: Path, argv: Sequence[str], options: dict):
+    def __init__(self, context: Any, files: Path, program: str, argv: Sequence[str], options: dict):
         self.output, self.trace = files.with_suffix(".out"), files.with_suffix(".trace")
         theirs, self.signal = context.Pipe()
-        arguments = (theirs, str(self.output), list(argv), options)
+        arguments = (theirs, str(self.output), program, list(argv), options)
         self.process = context.Process(target=killed_child.child, args=arguments)
         with _ONE_READER:
             self.process.start()

@@ -52,23 +52,23 @@ def command(workspace) -> Callable[..., list[str]]:
 def resuming(starts, command, slots) -> Scene:
     """Checkpoints of steps 2 and 4, killed in step 6; the start saves that, rotates, exports."""
     whole, prepared = slots / "whole", slots / "prepared"
-    ending = starts.run(command(whole))
+    ending = starts.run("stoker", command(whole))
     assert ending.exit_code == ExitCode.DONE, ending.output
-    assert starts.run(command(prepared), die_at=5).exit_code == -9
+    assert starts.run("stoker", command(prepared), die_at=5).exit_code == -9
     assert committed(prepared) == [2, 4]
-    return Scene(starts, command, prepared, whole)
+    return Scene(starts, "stoker", command, prepared, whole)
 
 
 @pytest.fixture(scope="session")
 def beginning(resuming) -> Scene:
-    return Scene(resuming.starts, resuming.argv, None, resuming.whole, first_only=True)
+    return Scene(resuming.starts, "stoker", resuming.argv, None, resuming.whole, first_only=True)
 
 
 @pytest.fixture(scope="session")
 def longer(starts, command, slots) -> Path:
     """An undisturbed run of 8 steps."""
     whole = slots / "whole_longer"
-    assert starts.run(command(whole, max_steps=LONGER)).exit_code == ExitCode.DONE
+    assert starts.run("stoker", command(whole, max_steps=LONGER)).exit_code == ExitCode.DONE
     return whole
 
 
@@ -83,7 +83,7 @@ def recovering(starts, command, longer, slots) -> Scene:
     def argv(output_dir: Path) -> list[str]:
         return command(output_dir, max_steps=LONGER, save_total_limit=3)
 
-    assert starts.run(argv(prepared), die_at=7).exit_code == -9
+    assert starts.run("stoker", argv(prepared), die_at=7).exit_code == -9
     assert committed(prepared) == [2, 4, 6]
     newest = prepared / f"checkpoint-{LONGER}"
     shutil.copytree(longer / newest.name, newest)
@@ -94,7 +94,7 @@ def recovering(starts, command, longer, slots) -> Scene:
             shutil.copy(newest / name, prepared / left)
     size = sum(path.stat().st_size for path in newest.iterdir())
     return Scene(
-        starts, argv, prepared, longer,
+        starts, "stoker", argv, prepared, longer,
         options={"quota_bytes": int(3.5 * size + RESERVE_BYTES)},
         steps=LONGER, kept=3, makes_room=True,
     )  # fmt: skip
@@ -110,10 +110,12 @@ def background(starts, command, longer, slots) -> Scene:
         return command(output_dir, max_steps=LONGER, async_save="true")
 
     before = command(prepared, max_steps=LONGER)
-    assert starts.run(before, die_at=5).exit_code == -9
+    assert starts.run("stoker", before, die_at=5).exit_code == -9
     assert committed(prepared) == [2, 4]
     (prepared / "memory").mkdir()
-    return Scene(starts, argv, prepared, longer, options=options, steps=LONGER, threads=True)
+    return Scene(
+        starts, "stoker", argv, prepared, longer, options=options, steps=LONGER, threads=True
+    )
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +138,25 @@ def scenes_of_two(starts: Starts, command, slots: Path, config: str) -> list[Sce
     with starts.ranks(command(prepared), config=config, die_at=5) as ranks:
         pass
     assert committed(prepared) == [2, 4]
-    return [Scene(starts, command, prepared, whole, rank=rank, config=config) for rank in range(2)]
+    return [
+        Scene(starts, "stoker", command, prepared, whole, rank=rank, config=config)
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture(scope="session")
+def stock(starts, workspace, slots) -> Scene:
+    """Plain Trainer in the place of `resuming`."""
+    whole, prepared = slots / "stock_whole", slots / "stock_prepared"
+    options = {"max_steps": STEPS, "save_steps": SAVE_STEPS}
+
+    def argv(directory: Path) -> list[str]:
+        return [str(workspace / "model.json"), str(directory)]
+
+    done = starts.run("stock", argv(whole), **options)
+    assert done.exit_code == 0, done.output
+    assert starts.run("stock", argv(prepared), die_at=5, **options).exit_code == -9
+    return Scene(starts, "stock", argv, prepared, whole, options)
 
 
 def in_slots(slots: Path, work: Callable, items: list) -> list:

@@ -30,6 +30,7 @@ class Scene:
     """
 
     starts: Starts
+    program: str
     argv: Callable[[Path], list[str]]
     prepared: Path | None
     whole: Path
@@ -54,7 +55,7 @@ class Scene:
         flags = None if strace is None else [*(["-f"] if self.threads else []), *strace]
         argv = self.argv(directory)
         if self.rank is None:
-            return self.starts.run(argv, strace=flags, **self.options)
+            return self.starts.run(self.program, argv, strace=flags, **self.options)
         traced = {self.rank: flags} if flags else {}
         with self.starts.ranks(argv, traced, self.config, **self.options) as ranks:
             pass
@@ -118,13 +119,20 @@ class Scene:
             aim = dataclasses.replace(call, number=call.number + (shifts[-1] if shifts else 1))
         raise AssertionError(f"{call} was missed: {ending}")
 
+    def outcome(self, directory: Path) -> str:
+        """Start the same command again: 'same', 'refused', or 'different' than the whole run."""
+        self.next_ending = self.start(directory)
+        if self.next_ending.exit_code != 0:
+            return "refused"
+        return "different" if self.differences(directory) else "same"
+
     def differences(self, directory: Path) -> list[str]:
         """In which files the end of a run differs from the undisturbed one's."""
         last = f"checkpoint-{self.steps}"
         files = exact_files(directory / last) | exact_files(self.whole / last)
         names = [*(f"{last}/{name}" for name in sorted(files)), "final/model.safetensors"]
         found = [name for name in names if digest(directory / name) != digest(self.whole / name)]
-        if tiny.losses(directory) != tiny.losses(self.whole):
+        if self.program == "stoker" and tiny.losses(directory) != tiny.losses(self.whole):
             found.append("metrics.jsonl")
         return found
 

@@ -1,4 +1,4 @@
-"""One start of pretrain.py in a process of a fork server, which has imported everything already.
+"""One start of a script in a process of a fork server, which has imported everything already.
 
 What a test needs to count calls of the kernel exactly is changed here: files are hashed in
 the main thread, and the lock's heartbeat is slow. It changes no content of any file.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import accelerate.state
 import torch
+import transformers
 import trl  # noqa: F401 - imported once, for all children
 from troubled_copies import trouble_copies
 
@@ -34,6 +35,7 @@ import utils.training.trainer
 from utils.callbacks.stop import StopWatch
 from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
+from utils.checkpoints import staging as background
 from utils.launch.script import run_script
 from utils.support import run_lock
 
@@ -82,8 +84,8 @@ class OneWriter:
         self.done.result()
 
 
-def child(go: Connection, output: str, argv: list[str], options: dict) -> None:
-    """Wait for `go`, then run pretrain.py to its end and leave with its exit code."""
+def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
+    """Wait for `go`, then run a program to its end and leave with its exit code."""
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -94,7 +96,7 @@ def child(go: Connection, output: str, argv: list[str], options: dict) -> None:
     go.recv()
     code = 1
     try:
-        code = pretrained(argv, options)
+        code = PROGRAMS[program](argv, options)
     except BaseException:
         traceback.print_exc()
     # As the interpreter ends; a child of multiprocessing leaves this out.
@@ -103,7 +105,7 @@ def child(go: Connection, output: str, argv: list[str], options: dict) -> None:
     os._exit(code)
 
 
-def pretrained(argv: list[str], options: dict) -> int:
+def stoker(argv: list[str], options: dict) -> int:
     """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins.
 
     `staged_within`: what is written in the background is staged in the run directory's folder of
@@ -167,4 +169,48 @@ def stage_within(memory: Path) -> None:
 
     staging.MEMORY = memory
     staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
-    staging.threading = types.SimpleNamespace(Thread=OneWriter)
+    background.threading = types.SimpleNamespace(Thread=OneWriter)
+
+
+class _NumberedRows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = (torch.arange(64) * 3 + index) % 126 + 2
+        return {"input_ids": ids, "labels": ids}
+
+
+def stock(argv: list[str], options: dict) -> int:
+    """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end.
+
+    The options are those of `stoker`.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    model_config, output_dir = argv
+    transformers.set_seed(0)
+    config = transformers.AutoConfig.from_pretrained(model_config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    args = transformers.TrainingArguments(
+        output_dir=output_dir, max_steps=options["max_steps"], save_steps=options["save_steps"],
+        save_total_limit=2, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
+        learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    class Disturb(transformers.TrainerCallback):
+        def on_step_begin(self, _args, state, _control, **_kwargs):
+            time.sleep(options.get("step_delay_s", 0))
+            if state.global_step == options.get("die_at"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=_NumberedRows(), callbacks=[Disturb()]
+    )
+    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+    trainer.save_model(str(Path(output_dir) / "final"))
+    return 0
+
+
+PROGRAMS = {"stoker": stoker, "stock": stock}

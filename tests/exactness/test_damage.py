@@ -2,11 +2,15 @@
 
 import os
 import shutil
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import stock_trainer
 from launching import run_two_processes
+from resumed_runs import add_models
 
 import pretrain
 import sft_train
@@ -176,3 +180,32 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
     proof = figures("damage").setdefault(request.node.callspec.params["trained"], {})
     proof |= {"files": len(files), "damages": len(found) + len(missed), "found": len(found)}
     assert not missed
+
+
+@pytest.mark.parametrize("kinds", [["deleted"], pytest.param(list(DAMAGES), marks=EXHAUSTIVE)])
+def test_plain_trainer_takes_the_highest_number_as_it_is(
+    kinds, workspace, base_model, tmp_path, figures
+):
+    """What the same damages do to transformers' Trainer, resumed with its own search."""
+    add_models(workspace, base_model)
+    whole = tmp_path / "whole"
+    trainer = stock_trainer.make_trainer(workspace, whole, max_steps=4)
+    trainer.train()
+    ends = Counter({"went on in silence": 0, "next start failed": 0})
+    with warnings.catch_warnings(action="ignore"):
+        for name, kind in cases(whole / "checkpoint-3"):
+            if kind not in kinds:
+                continue
+            run = tmp_path / "copy" / "run"
+            for step in (2, 3):
+                shutil.copytree(whole / f"checkpoint-{step}", run / f"checkpoint-{step}")
+            DAMAGES[kind](run / "checkpoint-3" / name)
+            trainer = stock_trainer.make_trainer(workspace, run, max_steps=4)
+            try:
+                trainer.train(resume_from_checkpoint=True)
+                ends["went on in silence"] += 1
+            except Exception:  # which one is its own affair: the user sees a traceback
+                ends["next start failed"] += 1
+            shutil.rmtree(run.parent)
+    figures("damage")["plain Trainer"] = {"damages": ends.total(), "found": 0, **ends}
+    assert ends["went on in silence"], "Trainer got better: say so where these figures are quoted"

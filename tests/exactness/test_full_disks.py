@@ -61,7 +61,7 @@ def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
             return tiny.flags(**(tiny.RUN | settings | changes))
 
         options = {"one_thread": "async_save" not in changes}
-        return Scene(starts, argv, None, whole, options)
+        return Scene(starts, "stoker", argv, None, whole, options)
 
     ending = scene().start(whole)
     assert ending.exit_code == ExitCode.DONE, ending.output
@@ -161,7 +161,7 @@ def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbe
     scene = undisturbed.scene(keep=keep)
     disk = disks(PLENTY_KIB, PLENTY_FILES)
     run = disk.path / "run"
-    killed = scene.starts.run(scene.argv(run), die_at=keep)
+    killed = scene.starts.run("stoker", scene.argv(run), die_at=keep)
     whole = list(range(1, keep + 1))
     assert (killed.exit_code, committed(run)) == (-9, whole), killed.output
     free_kib = undisturbed.checkpoint_kib / 2 + RESERVE_BYTES / 1024

@@ -8,6 +8,7 @@ checkpoint is lost but those that rotation deletes.
 
 import collections
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,35 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures):
+    """Killed at the same calls, and refused by the same storage."""
+    calls = stock.record(slots / "slot-0")
+    cases = [(call, error) for call in calls for error in errors_of(call)]
+
+    def kill(call, directory: Path) -> str:
+        stock.killed_at(call, directory)
+        return stock.outcome(directory)
+
+    def refuse(case, directory: Path) -> str:
+        stock.failed_at(case[0], directory, case[1])
+        return stock.outcome(directory)
+
+    for name, disturb, points in (
+        ("kill_points", kill, calls), ("storage_refusals", refuse, cases),
+    ):  # fmt: skip
+        chosen = points if exhaustive else sample(points, 2)
+        outcomes = collections.Counter(in_slots(slots, disturb, chosen))
+        figures(name)["plain_trainer"] = {
+            "points" if name == "kill_points" else "cases": len(points),
+            "tried": len(chosen),
+            "survived": outcomes["same"],
+            "next_start_failed": outcomes["refused"],
+            "ended_with_other_weights": outcomes["different"],
+        }
+        if exhaustive:
+            assert outcomes["refused"], "Trainer got better: say so where these figures are quoted"
+
+
 @pytest.mark.parametrize(
     "name", ["resuming", pytest.param("of_two_sharded", marks=pytest.mark.exhaustive)]
 )
@@ -154,20 +184,9 @@ def test_all_is_on_stable_storage_before_the_manifest_is(resuming, slots):
     """
     directory = resuming.fresh(slots / "slot-0")
     argv = resuming.argv(directory)
-    ending = resuming.starts.run(argv, strace=["-f", *RECORDING], one_thread=False)
+    ending = resuming.starts.run("stoker", argv, strace=["-f", *RECORDING], one_thread=False)
     assert ending.exit_code == ExitCode.DONE, ending.output
     assert not unordered(directory, ending.trace)
-    # The check itself can fail: without any one fsync it does.
-    lines = ending.trace.splitlines()
-    flushes = [
-        place
-        for place, line in enumerate(lines)
-        if "fsync" in line and LAST in line and "resumed" not in line
-    ]
-    assert len(flushes) > len(list((directory / LAST).iterdir()))
-    for place in flushes:
-        without = "\n".join([*lines[:place], "1 gone()", *lines[place + 1 :]])
-        assert unordered(directory, without), lines[place]
 
 
 def unordered(run: Path, trace: str) -> list[str]:
@@ -221,3 +240,22 @@ def last_change(path: Path, made: list[Event], names: tuple[str, ...] = WRITING)
         and (f'"{path}"' in event.arguments or f"<{path}>" in event.arguments)
         and (event.name != "openat" or "O_CREAT" in event.arguments)
     )
+
+
+def test_a_save_out_of_order_would_be_seen(resuming, slots):
+    """The check itself can fail: without any one fsync it does."""
+    directory = resuming.fresh(slots / "slot-0")
+    ending = resuming.starts.run(
+        "stoker", resuming.argv(directory), strace=["-f", *RECORDING], one_thread=False
+    )
+    lines = ending.trace.splitlines()
+    flushes = [
+        place
+        for place, line in enumerate(lines)
+        if "fsync" in line and LAST in line and "resumed" not in line
+    ]
+    assert len(flushes) > len(list((directory / LAST).iterdir()))
+    for place in flushes:
+        without = "\n".join([*lines[:place], "1 gone()", *lines[place + 1 :]])
+        assert unordered(directory, without), lines[place]
+    shutil.rmtree(directory)

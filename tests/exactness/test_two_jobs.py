@@ -58,12 +58,12 @@ def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
     """Its process was killed; or suspended for so long that another job has ended the run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     argv = pretraining(run)
-    with starts.running(argv, step_delay_s=0.7, host="n8") as owner:
+    with starts.running("stoker", argv, step_delay_s=0.7, host="n8") as owner:
         wait_for(run / "checkpoint-3" / "manifest.json")
         os.kill(owner.pid, end)
         named = f"process {owner.pid} on n8"
         began = time.monotonic()
-        taken = starts.run(argv, host="n9")
+        taken = starts.run("stoker", argv, host="n9")
         took_s = time.monotonic() - began
         before = contents(run)
         if end == signal.SIGSTOP:
@@ -83,7 +83,7 @@ def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
 
 
 def is_the_whole_run(run: Path, whole: Path, starts: Starts, pretraining) -> None:
-    assert starts.run(pretraining(whole)).exit_code == ExitCode.DONE
+    assert starts.run("stoker", pretraining(whole)).exit_code == ExitCode.DONE
     tiny.assert_same_run(run, whole)
 
 
@@ -93,13 +93,30 @@ def contents(run: Path) -> set[tuple[str, int]]:
     return {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in files}
 
 
+def test_plain_trainer_lets_both_train(starts, workspace, tmp_path, figures):
+    """Two jobs of plain Trainer into one directory, neither of which hears of the other."""
+    model = tiny.make_model_config(workspace / "model.json")
+    refused = both = 0
+    for pair in range(2):
+        argv = [str(model), str(tmp_path / f"run-{pair}")]
+        options = {"max_steps": 6, "save_steps": 2, "step_delay_s": 0.2}
+        with contextlib.ExitStack() as stack:
+            jobs = [stack.enter_context(starts.running("stock", argv, **options)) for _ in "ab"]
+        trained = ["'loss'" in job.ending.output for job in jobs]
+        both += all(trained)
+        refused += not all(trained)
+    figures(FIGURES)["plain Trainer"] = {"pairs": 2, "second_refused": refused, "both_wrote": both}
+    assert both, "Trainer got better: say so where these figures are quoted"
+
+
 @contextlib.contextmanager
 def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: str):
     """The start that trains, once the other one was refused because of it; counted in `row`."""
     run = argv[argv.index("--output_dir") + 1]
     with contextlib.ExitStack() as stack:
         both = [
-            stack.enter_context(starts.running(argv, step_delay_s=0.7, host=host)) for host in hosts
+            stack.enter_context(starts.running("stoker", argv, step_delay_s=0.7, host=host))
+            for host in hosts
         ]
         refused = first_to_end(both)
         (trains,) = (child for child in both if child is not refused)
@@ -141,7 +158,7 @@ def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path, 
 
     run = tmp_path / "run"
     assert pretrain.main(pretraining(run)) == ExitCode.DONE
-    again = starts.run(pretraining(run))
+    again = starts.run("stoker", pretraining(run))
     assert again.exit_code == ExitCode.DONE, again.output
     assert f"{run} is finished: nothing is left to do" in again.output
     assert "its last owner is gone" not in again.output
