@@ -71,10 +71,7 @@ def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
     refused.pop("packing")
     path = tmp_path / "all.yaml"
     path.write_text("".join(f"{name}: 1\n" for name in refused))
-    flags = [word for name in refused for word in (f"--{name}", "1")]
-    for argv in (["--config", str(path)], flags):
-        with pytest.raises(ConfigurationError) as caught:
-            read_settings((DataArguments, ModelArguments, FineTuneConfig), argv)
-        for line, (name, reason) in enumerate(refused.items(), 1):
-            written = f"--{name}" if argv is flags else f"{path}:{line}: {name}"
-            assert f"{written} cannot be set here: {reason}" in caught.value.problems
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings((DataArguments, ModelArguments, FineTuneConfig), ["--config", str(path)])
+    for line, (name, reason) in enumerate(refused.items(), 1):
+        assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems

@@ -140,15 +140,6 @@ def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, c
         runs.start(**{name: value}, optim="adamw_torch")  # the same one, not fused
 
 
-def test_lora_cannot_change_its_shapes(fine_tuning):
-    fine_tuning.start(**BASE)
-    fine_tuning.has_checkpoint()
-    (problem,) = refused(fine_tuning, **BASE, lora_r=4, accept=["lora_r"])
-    assert "its checkpoints hold other tensors" in problem
-    (problem,) = refused(fine_tuning, **BASE, lora_alpha=64)
-    assert "--accept_changes lora_alpha." in problem
-
-
 def test_data_goes_by_its_contents(runs, caplog):
     record = runs.start(train_data=["elsewhere/a"])
     assert warned(caplog)[0].endswith("  train_data: data/a -> elsewhere/a (the same contents)")
@@ -229,9 +220,10 @@ def test_other_weights_under_adapters_are_refused_until_accepted(adapters, caplo
     accepted = adapters.start(**moved, facts=other, accept=["model_name_or_path"])
     assert accepted == {"changed": {}, "accepted": ["model_name_or_path"]}
     assert adapters.start(**moved, facts=other) == {}
-    hub = {**BASE, "model_name_or_path": "some/model"}
-    (problem,) = refused(adapters, **hub, facts=weights(commit="a" * 40))
-    assert "its model_name_or_path is copy, now it is some/model" in problem
+    (problem,) = refused(adapters, **moved, facts=other, lora_r=4, accept=["lora_r"])
+    assert "its checkpoints hold other tensors" in problem
+    (problem,) = refused(adapters, **moved, facts=other, lora_alpha=64)
+    assert "--accept_changes lora_alpha." in problem
 
 
 def test_a_branch_of_the_hub_that_moved_on_is_refused(fine_tuning):
