@@ -91,10 +91,10 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
             f"{directory}: has no split {default_split!r}; it has {', '.join(splits)}. "
             f"Name one, for example {directory / splits[0]}."
         )
-    missing = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
     raise ConfigurationError(
-        f"{directory}: {missing if directory.is_dir() else 'no such directory'}. Make one with "
-        "prepare_data.py, or with `datasets`: Dataset.save_to_disk."
+        f"{directory}: no such directory, or not a token dataset (no {STATE_FILE} in it or in "
+        f"{default_split}/). Make one with prepare_data.py, or with `datasets`: "
+        "Dataset.save_to_disk."
     )
 
 
@@ -146,12 +146,20 @@ def open_columns(directory: Path) -> dict[str, ListColumn]:
     problems = _schema_problems(names)
     if problems:
         raise ConfigurationError([f"{directory}: {problem}" for problem in problems])
-    tokens = list_column(TOKENS, table.column(TOKENS), str(directory))
-    columns = {TOKENS: tokens}
-    for name in (*LOSS_MASKS, PADDING):
-        if name in names:
-            column = list_column(name, table.column(name), str(directory))
-            columns[name] = _aligned(column, tokens, str(directory))
+    found = {
+        name: list_column(name, table.column(name), str(directory))
+        for name in (TOKENS, *LOSS_MASKS, PADDING)
+        if name in names
+    }
+    tokens = found[TOKENS]
+    for column in found.values():
+        differing = np.flatnonzero(np.diff(column.offsets) != np.diff(tokens.offsets))
+        if differing.size:
+            raise ConfigurationError(
+                f"{directory}: row {differing[0]} has another number of {column.name} than of "
+                f"{tokens.name} ({differing.size} such rows); every token needs exactly one."
+            )
+    columns = {name: replace(column, offsets=tokens.offsets) for name, column in found.items()}
     unread = [name for name in names if name not in columns]
     if unread:
         logger.info("%s: columns not used: %s.", directory, ", ".join(unread))
@@ -167,19 +175,17 @@ def _schema_problems(names: list[str]) -> list[str]:
         )
     if len(masks) > 1:
         problems.append(f"several loss masks ({', '.join(masks)}); keep one and remove the others.")
-    for name in PACKED_MARKS:
-        if name in names:
-            problems.append(
-                f"column {name!r} says that its rows are packed already; give one document per "
-                "row, or remove the column if that is what the rows are."
-            )
-    for name in FOREIGN_MASKS if not masks else ():
-        if name in names:
-            problems.append(
-                f"column {name!r} looks like a loss mask, but this name is not read, so every "
-                "token would be trained on: save it as completion_mask (1: trained on, so invert "
-                "the mask of a prompt), or remove the column if every token is meant."
-            )
+    for name in sorted({*PACKED_MARKS} & {*names}):
+        problems.append(
+            f"column {name!r} says that its rows are packed already; give one document per row, or "
+            "remove the column if that is what the rows are."
+        )
+    for name in sorted({*FOREIGN_MASKS} & {*names}) if not masks else ():
+        problems.append(
+            f"column {name!r} looks like a loss mask, but this name is not read, so every token "
+            "would be trained on: save it as completion_mask (1: trained on, so invert the mask of "
+            "a prompt), or remove the column if every token is meant."
+        )
     return problems
 
 
@@ -232,17 +238,14 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
             continue
         try:
             chunk.validate(full=True)  # offsets that rise, and stay inside the values
+            flat = chunk.flatten()  # of a slice, its own values
+            if chunk.null_count or flat.null_count:
+                raise pa.ArrowInvalid("it holds a null, and every token needs a number")
         except pa.ArrowInvalid as error:
             raise ConfigurationError(
                 f"{where}: column {name!r} is damaged from row {first} on ({error}). Copy or "
                 "prepare it again."
             ) from error
-        flat = chunk.flatten()  # of a slice, its own values
-        if chunk.null_count or flat.null_count:
-            raise ConfigurationError(
-                f"{where}: column {name!r} holds a null, in row {first} or behind it; every token "
-                "needs a number: remove such rows and save the dataset again."
-            )
         values.append(np.from_dlpack(flat))  # pyarrow's own conversion imports pandas
         first_documents.append(first)
         lengths.append(np.from_dlpack(chunk.value_lengths()))
@@ -250,14 +253,3 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
     offsets = np.zeros(first + 1, dtype=np.int64)
     np.cumsum(np.concatenate(lengths), out=offsets[1:])
     return ListColumn(name, tuple(values), np.array(first_documents, dtype=np.int64), offsets)
-
-
-def _aligned(column: ListColumn, tokens: ListColumn, where: str) -> ListColumn:
-    """Return `column` sharing the offsets of `tokens`; a row of another length is refused."""
-    differing = np.flatnonzero(np.diff(column.offsets) != np.diff(tokens.offsets))
-    if differing.size:
-        raise ConfigurationError(
-            f"{where}: row {differing[0]} has another number of {column.name} than of "
-            f"{tokens.name} ({differing.size} such rows); every token needs exactly one."
-        )
-    return replace(column, offsets=tokens.offsets)

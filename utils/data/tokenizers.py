@@ -160,21 +160,16 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
     """Say what the first tokenizer has otherwise than the second: special tokens, words, rules."""
-    found = []
-    for name in sorted({*one.special_tokens_map, *other.special_tokens_map}):
-        if name.endswith("_token"):  # not the lists of further ones: added tokens, below
-            mine, theirs = (
-                f"{getattr(each, name, None)} ({getattr(each, f'{name}_id', None)})"
-                for each in (one, other)
-            )
-            if mine != theirs:
-                found.append(f"{name} {mine} instead of {theirs}")
+    mine, theirs = one.special_tokens_map, other.special_tokens_map
+    found = [
+        f"{name} {mine.get(name)} instead of {theirs.get(name)}"
+        for name in sorted({*mine, *theirs})
+        if name.endswith("_token") and mine.get(name) != theirs.get(name)
+    ]
     if foreign := foreign_token(one, other):
         found.append(foreign)
     elif words := sorted(one.get_vocab().keys() ^ other.get_vocab().keys()):
         found.append(f"{len(words)} added tokens in one of them alone ({', '.join(words[:3])})")
     if not found and _rules(one) != _rules(other):
-        found.append(
-            "other rules for cutting text into tokens (normalizer, merges, added prefixes)"
-        )
+        found.append("other rules for cutting text into tokens (normalizer, merges, prefixes)")
     return found

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS
-from utils.data.prepare.documents import ChatDocument, Message, refuse_bad_row, texts_of
+from utils.data.prepare.documents import ChatDocument, refuse_bad_row, texts_of
 from utils.data.prepare.plan import TRAIN, PreparationPlan
 from utils.data.prepare.records import BadRow
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
@@ -36,18 +36,9 @@ NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
 )
-# Chats of which a template must be able to train on one: some take no second turn, or no tools.
+# Chats of which a template must be able to train on one: some take no second turn.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
-CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
-CALLS: list[Message] = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
-TOOLS = [{"type": "function", "function": LOOK}]
-PROBES = (
-    ChatDocument([*TURN, *TURN], PROBE),
-    ChatDocument(TURN, PROBE),
-    ChatDocument(TURN, PROBE, TOOLS),
-    ChatDocument(CALLS, PROBE, TOOLS),
-)
+PROBES = (ChatDocument([*TURN, *TURN], PROBE), ChatDocument(TURN, PROBE))
 
 
 def given_tokenizer(

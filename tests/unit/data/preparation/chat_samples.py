@@ -1,4 +1,4 @@
-"""Chats of 16 kinds, and tokenizers that know the special tokens of a template."""
+"""Chats of 15 kinds, and tokenizers that know the special tokens of a template."""
 
 import re
 
@@ -88,10 +88,6 @@ PLAIN = {
         says("It is <|im_end|> or </s> or <end_of_turn>."),
         user("<|eot_id|>"),
         says("it ends <|im_end|>"),
-    ],
-    "list of parts": [
-        user([{"type": "text", "text": "q"}]),
-        says([{"type": "text", "text": "An answer."}]),
     ],
 }
 OTHER = {

@@ -1,4 +1,4 @@
-"""Loss masks are the assistant's words and what ends them, in 16 kinds of chats."""
+"""Loss masks are the assistant's words and what ends them, in 15 kinds of chats."""
 
 import re
 from functools import cache
@@ -115,59 +115,30 @@ MISTRAL = (
 )
 DERIVED = {path.stem: path.read_text() for path in ORIGINALS} | {"mistral": MISTRAL}
 PARIS = '{"city": "Paris", "days": 3}'
+GLM_CALL = (
+    "\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>"
+    "\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><|observation|>"
+)
+FINAL = "<|channel|>final<|message|>"
+CALL = f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}<|call|>"
+MISTRAL_CALL = f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]</s>'
+LLAMA_CALL = f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>'
+THOUGHT = "<think>\n\n</think>\n\n"
+HELLO, YES = "Hello, friend.", "Yes,\nmore."
+END = "<end_of_utterance>"
 # What is trained on, with what is particular to a family.
 EXPECTED = [
-    (
-        "mistral",
-        "call",
-        [f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]</s>', "Sun.</s>"],
-    ),
+    ("mistral", "call", [MISTRAL_CALL, "Sun.</s>"]),
     # no token ends a turn: the next message's does
-    (
-        "glm4moe",
-        "call",
-        [
-            "\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris"
-            "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-            "<|observation|>",
-            "\n<think></think>\nSun.<|user|>",
-        ],
-    ),
+    ("glm4moe", "call", [GLM_CALL, "\n<think></think>\nSun.<|user|>"]),
     # one token ends the chat and another a turn within; channels; the function in the header
-    (
-        "gptoss",
-        "two turns",
-        [
-            "<|channel|>final<|message|>Hello, friend.<|end|>",
-            "<|channel|>final<|message|>Yes,\nmore.<|return|>",
-        ],
-    ),
-    (
-        "gptoss",
-        "call",
-        [
-            f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}<|call|>",
-            "<|channel|>final<|message|>Sun.<|return|>",
-        ],
-    ),
-    # arguments go in as strings
-    (
-        "llama3_1",
-        "call",
-        [f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>', "Sun.<|eot_id|>"],
-    ),
-    # contents are printed when they are lists of parts
-    (
-        "smolvlm",
-        "two turns",
-        [" Hello, friend.<end_of_utterance>", " Yes,\nmore.<end_of_utterance>"],
-    ),
+    ("gptoss", "two turns", [f"{FINAL}{HELLO}<|end|>", f"{FINAL}{YES}<|return|>"]),
+    ("gptoss", "call", [CALL, f"{FINAL}Sun.<|return|>"]),
+    # arguments go in as strings; contents as lists of parts
+    ("llama3_1", "call", [LLAMA_CALL, "Sun.<|eot_id|>"]),
+    ("smolvlm", "two turns", [f" {HELLO}{END}", f" {YES}{END}"]),
     # the last answer prints a thought, though it is empty
-    (
-        "qwen3",
-        "two turns",
-        ["Hello, friend.<|im_end|>", "<think>\n\n</think>\n\nYes,\nmore.<|im_end|>"],
-    ),
+    ("qwen3", "two turns", [f"{HELLO}<|im_end|>", f"{THOUGHT}{YES}<|im_end|>"]),
 ]
 
 
@@ -195,19 +166,18 @@ def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refu
         samples.masked(masks, earlier[:2])
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("call", "tool calls"), ("reasoning", "reasoning"), ("system", "content")],
-)
-def test_what_a_template_leaves_out_is_refused(kind, what):
+def test_what_a_template_leaves_out_is_refused():
     template = (
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(UnusableRowError, match=rf"message \d .* leaves out its {what}") as refused:
-        said_in(template, kind)
-    assert refused.value.reason == f"{what.replace(' ', '_')}_left_out"
-    masks = ChatMasks(samples.byte_tokenizer(template))
+    for kind, what in ("call", "tool calls"), ("reasoning", "reasoning"), ("system", "content"):
+        with pytest.raises(
+            UnusableRowError, match=rf"message \d .* leaves out its {what}"
+        ) as error:
+            said_in(template, kind)
+        assert error.value.reason == f"{what.replace(' ', '_')}_left_out"
+    masks = prepared(template)[1]
     with pytest.raises(UnusableRowError, match="leaves out the tool 'get_weather'"):
         samples.masked(masks, samples.KINDS["one turn"], samples.TOOLS)
 

@@ -59,29 +59,21 @@ def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reas
     assert "tokenizing with the tokenizer itself" in caplog.text
 
 
-def test_other_ids_are_found_before_any_work(monkeypatch):
-    right = GigatokenEncoder._fast_ids
+def test_other_ids_are_found_before_any_work_and_while_working(monkeypatch):
+    fast, right = GigatokenEncoder(samples.tiny_tokenizer()), GigatokenEncoder._fast_ids
+    for _ in range(300):
+        fast(["x " * 1000], True)
     monkeypatch.setattr(
         GigatokenEncoder,
         "_fast_ids",
         lambda self, texts, special: [
-            ids[:-1] if "漢" in text else ids
+            ids[:-1] if "漢" in text or "x x" in text else ids
             for text, ids in zip(texts, right(self, texts, special), strict=True)
         ],
     )
     assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "tokenizers"
     with pytest.raises(ConfigurationError, match="other ids for the text '漢字"):
         choose_backend("gigatoken", samples.tiny_tokenizer(), "text")
-
-
-def test_other_ids_are_found_while_working(monkeypatch):
-    fast = GigatokenEncoder(samples.tiny_tokenizer())
-    right = fast._fast_ids
-    for _ in range(300):
-        fast(["x " * 1000], True)
-    monkeypatch.setattr(
-        fast, "_fast_ids", lambda texts, special: [ids + 1 for ids in right(texts, special)]
-    )
     texts = ["x " * 1000] * 2 * round(1 / encoding.VERIFIED_SHARE)
     with pytest.raises(ConfigurationError, match=r"'x x .*\.\.\.', so what it made cannot be"):
         fast(texts, True)

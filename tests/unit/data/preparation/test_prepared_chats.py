@@ -107,20 +107,12 @@ def test_overlong_chats_are_dropped_or_truncated_and_counted(
     assert content["preparation"]["sources"]["truncated"] == truncated
 
 
-def test_an_overlong_chat_is_an_error_that_names_its_line(tmp_path):
+def test_an_overlong_chat_is_an_error_that_names_its_line_and_a_long_text_is_kept(tmp_path):
     with pytest.raises(ConfigurationError, match=r"chats\.jsonl:2: \d+ tokens, more than the sequ"):
         prepared(tmp_path, OVERLONG, sequence_length=64)
-
-
-def test_long_texts_are_kept_whole(tmp_path, tokenizer):
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": "a b " * 500}])
-    samples.prepare(
-        sources=[source],
-        output_dir=tmp_path / "out",
-        tokenizer_name_or_path=tokenizer,
-        sequence_length=64,
-    )
-    assert len(samples.rows(tmp_path / "out" / "train")[0]) > 500
+    (tmp_path / "b").mkdir()
+    content = prepared(tmp_path / "b", [{"text": "a b " * 500}], None, sequence_length=64)
+    assert content["statistics"]["longest_document"] > 500
 
 
 DATED = (

@@ -32,18 +32,16 @@ def message(**keys):
 
 
 def test_sharegpt_becomes_messages_and_its_calls_tool_calls():
-    row = said(("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r"), ("model", "b"))
-    roles = ["system", "user", "assistant", "user", "assistant"]
-    assert turns({"conversations": row}, "sharegpt") == list(zip(roles, "sqarb", strict=True))
     row = said(
-        ("human", "q"),
+        *(("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r")),
         ("function_call", json.dumps(CALL["function"])),
-        ("observation", '{"rain": true}'),
-        ("gpt", "a"),
+        *(("observation", '{"rain": true}'), ("model", "b")),
     )
     found = document_fields({"conversations": row, "tools": json.dumps([TOOL])}, "sharegpt")
     assert found["tools"] == [TOOL]
-    assert found["messages"][1:3] == [
+    roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in found["messages"]] == roles
+    assert found["messages"][4:6] == [
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": '{"rain": true}'},
     ]

@@ -12,24 +12,13 @@ from utils.config.preparation import PreparationArguments
 from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.units import read_documents
 
-# So that every file has a column with every key, as real ones do.
-FULL = {
-    "messages": [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "go",
-                        "arguments": {"city": "Bonn", "days": 2, "metric": True},
-                    },
-                }
-            ],
-        }
-    ]
-}
+
+def call(arguments):
+    return {"type": "function", "function": {"name": "go", "arguments": arguments}}
+
+
+def answer(*calls):
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
 
 
 def as_jsonl(folder, rows):
@@ -119,29 +108,17 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages
 {%- else %}{{ m.content }}<|im_end|>{% endif %}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+SCHEMA = {"type": "object", "properties": {"days": {"type": "integer"}}}
 ANSWERED = [
-    FULL,
+    # So that every file has a column with every key, as real ones do.
+    {"messages": [answer(call({"city": "Bonn", "days": 2, "metric": True}))]},
     {
         "messages": [
             {"role": "user", "content": "Is it cold there? ß"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [
-                    {"type": "function", "function": {"name": "go", "arguments": {"days": 3}}}
-                ],
-            },
+            answer(call({"days": 3})),
             {"role": "assistant", "content": "Yes."},
         ],
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "go",
-                    "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}},
-                },
-            }
-        ],
+        "tools": [{"type": "function", "function": {"name": "go", "parameters": SCHEMA}}],
     },
 ]
 
@@ -168,8 +145,7 @@ def test_the_same_data_in_seven_kinds_of_file_gives_one_token_dataset(tmp_path):
 
 
 def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
-    call = {"type": "function", "function": {"name": "find", "arguments": {"city": None}}}
-    rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}]
+    rows = [{"messages": [answer(call({"city": None})) | {"content": ""}]}]
     expected = documents(as_jsonl(tmp_path, rows))
     assert '{"city": null}' in expected[0]
     for write in (as_json, as_json_parquet, as_json_folder, as_csv):

@@ -22,60 +22,47 @@ def with_bos(tokenizer, template="<|im_start|> $A"):
     return tokenizer
 
 
-def test_a_text_gets_the_end_of_text_once():
-    tokenizer = samples.tiny_tokenizer()
-    found = tokenize(tokenizer, TextDocument("a b", PLACE))
-    assert found.ids.tolist() == [*tokenizer("a b")["input_ids"], 0]
+def test_texts_begin_and_end_once_whatever_the_tokenizer_adds():
+    plain = samples.tiny_tokenizer()("a b")["input_ids"]
+    text = TextDocument("a b", PLACE)
+    found = tokenize(samples.tiny_tokenizer(), text)
+    assert found.ids.tolist() == [*plain, 0]
     assert found.ids.dtype == np.uint16
     assert found.loss_mask is None
-    twice = with_bos(samples.tiny_tokenizer(), "<|im_start|> $A <|endoftext|>")
-    assert tokenize(twice, TextDocument("a b", PLACE)).ids.tolist() == [2, *found.ids.tolist()]
-
-
-def test_a_tokenizer_that_opens_with_a_token_does_so_once():
-    found = tokenize(with_bos(samples.tiny_tokenizer()), TextDocument("a b", PLACE))
-    plain = samples.tiny_tokenizer()("a b")["input_ids"]
-    assert found.ids.tolist() == [2, *plain, 0]
-    pair = tokenize(with_bos(samples.tiny_tokenizer()), CompletionDocument("a", "b", PLACE))
-    assert pair.ids.tolist().count(2) == 1
-    chat = samples.chat("q", "a")["messages"]
-    tokenizer = with_bos(samples.chatml_tokenizer())
-    assert tokenize(tokenizer, ChatDocument(chat, PLACE)).ids.tolist().count(2) == 2
+    for template in ("<|im_start|> $A", "<|im_start|> $A <|endoftext|>"):
+        tokenizer = with_bos(samples.tiny_tokenizer(), template)
+        assert tokenize(tokenizer, text).ids.tolist() == [2, *plain, 0]
+        pair = tokenize(tokenizer, CompletionDocument("a", "b", PLACE)).ids.tolist()
+        assert (pair.count(2), pair.count(0), pair[-1]) == (1, 1, 0)
+    chat = ChatDocument(samples.chat("q", "a")["messages"], PLACE)
+    assert tokenize(with_bos(samples.chatml_tokenizer()), chat).ids.tolist().count(2) == 2
 
 
 @pytest.mark.parametrize("closing", ["", "<|endoftext|>"])
 def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing):
     tokenizer = samples.tiny_tokenizer()
-    pair = CompletionDocument("x y: ", "return 1" + closing, PLACE)
-    found = tokenize(tokenizer, pair)
-    split = len(tokenizer("x y: ")["input_ids"])
+    found = tokenize(tokenizer, CompletionDocument("x y: ", "return 1" + closing, PLACE))
+    prompt = tokenizer("x y: ")["input_ids"]
+    split = len(prompt)
     assert found.loss_mask.tolist() == [0] * split + [1] * (len(found.ids) - split)
     assert tokenizer.decode(found.ids[split:]) == "return 1<|endoftext|>"
-    assert found.ids[:split].tolist() == tokenizer("x y: ")["input_ids"]
-
-
-def test_an_end_that_the_tokenizer_adds_to_the_prompt_is_taken_off():
-    tokenizer = with_bos(samples.tiny_tokenizer(), "$A <|endoftext|>")
-    found = tokenize(tokenizer, CompletionDocument("a", "b", PLACE))
-    assert found.ids.tolist().count(0) == 1
-    assert found.ids[-1] == 0
+    assert found.ids[:split].tolist() == prompt
+    assert not found.truncated(split).has_target
+    assert found.truncated(split + 1).has_target
+    assert len(found.truncated(split + 1).ids) == split + 1
 
 
 def test_a_chat_that_the_template_refuses_is_a_bad_row_and_the_others_are_kept():
     template = samples.chatml_tokenizer().chat_template
     check = "{% if messages|length == 3 %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    tokenizer = samples.tiny_tokenizer(check + template)
-    chats = [samples.chat(*contents)["messages"] for contents in (("q", "a"), ("q", "a", "q"))]
-    good, bad = DocumentTokenizer(tokenizer)([ChatDocument(chat, PLACE) for chat in chats])
+    tokenizer = DocumentTokenizer(samples.tiny_tokenizer(check + template))
+    chats = [
+        ChatDocument(samples.chat(*contents)["messages"], PLACE)
+        for contents in (("q", "a"), ("q", "a", "q"))
+    ]
+    good, bad = tokenizer(chats)
     assert good.loss_tokens == 2
     assert isinstance(bad, BadRow)
     assert bad.reason == "template_refused"
     assert "roles must alternate" in str(bad)
-
-
-def test_truncation_tells_whether_anything_is_left_to_learn():
-    pair = tokenize(samples.tiny_tokenizer(), CompletionDocument("x", "y z", PLACE))
-    prompt = int((pair.loss_mask == 0).sum())
-    assert not pair.truncated(prompt).has_target
-    assert pair.truncated(prompt + 1).has_target
-    assert len(pair.truncated(prompt + 1).ids) == prompt + 1
+    assert tokenizer(chats[1:]) == [bad]

@@ -28,21 +28,14 @@ def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == vocabulary_size(tokenizer) == 320
     assert tuple(tokenizer.convert_ids_to_tokens(range(4))) == SPECIAL_TOKENS
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert tokenizer.pad_token == "<|pad|>"
-    assert tokenizer("<|im_start|>x<|im_end|>")["input_ids"][::2] == [2, 3]
-
-
-def test_the_line_end_before_an_answer_never_merges_with_it():
-    tokenizer = samples.tiny_tokenizer()
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
+    # A line end before an answer never merges with it.
     opening = tokenizer("assistant\n")["input_ids"]
-    for content in ("def f", "    indented", "\tx", "1"):
+    for content in ("def f", "    indented", "\tx", "1", "<|im_end|>"):
         assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
 
 
 TRAIN_AND_PRINT = """
-import sys
-sys.path[:0] = [{repository!r}, {tests!r}]
 import preparation_samples as samples
 from utils.data.tokenizers import tokenizer_sha256
 print(tokenizer_sha256(samples.tiny_tokenizer()))
@@ -51,9 +44,11 @@ print(tokenizer_sha256(samples.tiny_tokenizer()))
 
 @pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_another_process():
-    script = TRAIN_AND_PRINT.format(repository=str(REPOSITORY), tests=str(Path(__file__).parent))
+    path = f"{REPOSITORY}:{Path(__file__).parent}"
     environment = {**os.environ, "RAYON_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true"}
-    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    found = subprocess.check_output(
+        [sys.executable, "-c", TRAIN_AND_PRINT], env=environment | {"PYTHONPATH": path}, text=True
+    )
     assert found.strip() == tokenizer_sha256(samples.tiny_tokenizer())
 
 
@@ -77,10 +72,9 @@ def test_the_hash_tells_tokenizers_apart_and_ignores_template_and_last_call(tmp_
 
 def test_the_smallest_type_that_holds_the_vocabulary_is_taken():
     tokenizer = samples.tiny_tokenizer()
-    tokenizer.get_vocab = lambda: {"last": (1 << 16) - 1}
-    assert id_type(tokenizer) == np.uint16
-    tokenizer.get_vocab = lambda: {"last": 1 << 16}
-    assert id_type(tokenizer) == np.uint32
+    for last, kind in (((1 << 16) - 1, np.uint16), (1 << 16, np.uint32)):
+        tokenizer.get_vocab = lambda last=last: {"last": last}
+        assert id_type(tokenizer) == kind
 
 
 def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path):
