@@ -50,8 +50,8 @@ SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2
 GresTypes=gpu
 ReturnToService=2
 JobRequeue=1
-KillWait={kill_wait_s}
-SlurmdTimeout={node_timeout_s}
+KillWait=10
+SlurmdTimeout=10
 MessageTimeout=5
 InactiveLimit=0
 NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
@@ -83,11 +83,9 @@ class Job:
 class SlurmCluster:
     """Starts, asks and ends the daemons; `start` before the first job, `stop` at the end."""
 
-    def __init__(self, directory: Path, kill_wait_s: int = 10, node_timeout_s: int = 10):
+    def __init__(self, directory: Path):
         self.directory = directory
         self.config = directory / "slurm.conf"
-        self.kill_wait_s = kill_wait_s
-        self.node_timeout_s = node_timeout_s
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -217,7 +215,6 @@ class SlurmCluster:
         here = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1"
         text = _CONFIG.format(
             host=socket.gethostname(), user=getpass.getuser(), directory=self.directory,
-            kill_wait_s=self.kill_wait_s, node_timeout_s=self.node_timeout_s,
             controller_port=controller,
             nodes="\n".join(f"NodeName={node} {here} Port={port}" for node, port in nodes),
         )  # fmt: skip
@@ -228,11 +225,8 @@ class SlurmCluster:
         with (self.directory / f"{name.replace(' ', '-')}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
                 [program, *arguments],
-                env=self.environment(),
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-            )
+                env=self.environment(), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
 
     def _nodes_are_idle(self) -> bool:
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
@@ -265,13 +259,11 @@ def _of_node(node: str) -> set[int]:
 
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
-    listeners = [socket.socket() for _ in range(count)]
-    for listener in listeners:
-        listener.bind(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 def wait_until(

@@ -34,8 +34,7 @@ TRAIN = ["train.py", *VALUES]
 # What the scripts hand on to the node as it is, whatever it holds.
 HANDED_ON = [
     "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_MAIN_PORT", "STOKER_PROCESSES_PER_NODE",
-    "STOKER_NODE_DIR", "STOKER_DEBUG", "TMPDIR", "SLURM_TMPDIR",
-    "SLURM_JOB_NAME", "SLURM_JOB_ACCOUNT", "WANDB_NAME",
+    "STOKER_NODE_DIR", "TMPDIR", "SLURM_TMPDIR", "SLURM_JOB_NAME", "WANDB_NAME",
 ]  # fmt: skip
 TEXT = [
     "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE",
@@ -121,36 +120,26 @@ def test_variables_that_count_are_refused(stand_ins):
     assert not stand_ins.was_called("python")
 
 
-def test_files_and_folders_of_any_name(stand_ins, tmp_path):
+def test_files_folders_and_repositories_of_any_name(stand_ins, tmp_path):
     for value in VALUES:
         stand_ins.forget()
-        if value in FILE_NAMES:
-            (stand_ins.root / value).touch()
-            (tmp_path / "disks" / value).mkdir(parents=True)
-            disk = str(tmp_path / "disks" / value)
-            done = stand_ins.run("slurm/prepare_job.sh", "--sources", "x", env={"TMPDIR": disk})
-            assert done.returncode == 0, (value, done.stdout)
-            used = stand_ins.environment("python")["HF_DATASETS_CACHE"]
-            assert used.startswith(f"{disk}/stoker-prepare-")
-        done = stand_ins.run("slurm/train_job.sh", value)
-        if value in FILE_NAMES:
-            assert done.returncode == 0, (value, done.stdout)
-            assert stand_ins.arguments("srun")[-1] == value
-        else:
+        done = stand_ins.run(JOB, value)
+        if value not in FILE_NAMES:
             assert done.returncode == 2
             assert "is no file in" in done.stdout
             assert not stand_ins.was_called("srun")
-
-
-def test_a_repository_of_any_name_is_found(stand_ins, tmp_path):
-    for value in FILE_NAMES:
-        root = tmp_path / "places" / value
+            continue
+        root, disk = tmp_path / "places" / value, tmp_path / "disks" / value
+        disk.mkdir(parents=True)
         shutil.copytree(stand_ins.root, root)
-        at_home = StandIns.__new__(StandIns)
-        at_home.__dict__ = stand_ins.__dict__ | {"root": root}
-        done = at_home.run(JOB, "train.py", cwd=tmp_path, env={"STOKER_ROOT": str(root)})
-        assert done.returncode == 0, (value, done.stdout)
-        assert stand_ins.arguments("srun")[-2] == f"{root}/slurm/launch_node.sh"
+        (root / value).touch()
+        env = {"TMPDIR": str(disk), "STOKER_ROOT": str(root)}
+        for words in (["slurm/prepare_job.sh", "--sources", "x"], [JOB, value]):
+            done = stand_ins.run(*words, env=env, cwd=tmp_path)
+            assert done.returncode == 0, (value, done.stdout)
+        used = stand_ins.environment("python")["HF_DATASETS_CACHE"]
+        assert used.startswith(f"{disk}/stoker-prepare-")
+        assert stand_ins.arguments("srun")[-2:] == [f"{root}/slurm/launch_node.sh", value]
         assert not list((root / ".stoker").iterdir())
         shutil.rmtree(root)
     for script in ("train_job", "prepare_job", "sweep_job"):

@@ -48,11 +48,14 @@ def test_jobs_that_cannot_run_are_refused_before_anything_starts(stand_ins, tmp_
     assert not stand_ins.was_called("srun")
 
 
-@pytest.mark.parametrize("name", ["STOKER_ROOT", "SLURM_SUBMIT_DIR"])
-def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path, name):
-    done = stand_ins.run(TRAIN, "train.py", cwd=tmp_path, env={name: str(stand_ins.root)})
-    assert done.returncode == 0, done.stdout
-    assert f"{stand_ins.root}/slurm/launch_node.sh" in stand_ins.arguments("srun")
+def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path):
+    for name in ("STOKER_ROOT", "SLURM_SUBMIT_DIR"):
+        done = stand_ins.run(TRAIN, "train.py", cwd=tmp_path, env={name: str(stand_ins.root)})
+        assert done.returncode == 0, done.stdout
+        assert f"{stand_ins.root}/slurm/launch_node.sh" in stand_ins.arguments("srun")
+        assert done.stdout.splitlines()[-1].endswith("job 7: done")
+        assert list((stand_ins.root / ".stoker").iterdir()) == [], "a good end leaves nothing"
+        assert not stand_ins.was_called("scontrol")
 
 
 # The step
@@ -76,25 +79,15 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     assert "hf_secret" not in done.stdout
     stand_ins.run(TRAIN, "train.py", env={"SLURM_CPUS_PER_TASK": "5"})
     assert "--cpus-per-task=5" in stand_ins.arguments("srun")
-
-
-def test_gpus_of_the_command_line_win_over_the_heads(stand_ins):
     same = {"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "4"}
     stand_ins.run(TRAIN, "train.py", env=same)
     assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "h100:4"
+    # GPUs of the command line win over the head's.
     stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
     assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
 
 
 # The end: who is requeued
-
-
-def test_a_good_end_leaves_nothing(stand_ins):
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].endswith("job 7: done")
-    assert list((stand_ins.root / ".stoker").iterdir()) == []
-    assert not stand_ins.was_called("scontrol")
 
 
 @pytest.mark.parametrize(
@@ -138,22 +131,22 @@ def test_a_requeue_that_fails_says_how_to_resume(stand_ins):
     assert not stand_ins.was_called("scontrol")
 
 
-@pytest.mark.parametrize("code", [1, 2, 69, 74, 77])
-def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins, code):
+def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
     stand_ins.answer(1)
-    stand_ins.leaves(code, "rank 3 on n2 failed:\nValueError: $(no) *")
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == code
-    assert done.stdout.splitlines()[-2:] == ["rank 3 on n2 failed:", "ValueError: $(no) *"]
     notes = stand_ins.root / ".stoker/job-7.0"
-    assert str(notes) in done.stdout
-    assert stat.S_IMODE(notes.stat().st_mode) == 0o700
-    assert not stand_ins.was_called("scontrol")
+    for code in (1, 2, 69, 74, 77):
+        stand_ins.leaves(code, "rank 3 on n2 failed:\nValueError: $(no) *")
+        done = stand_ins.run(TRAIN, "train.py")
+        assert done.returncode == code
+        assert done.stdout.splitlines()[-2:] == ["rank 3 on n2 failed:", "ValueError: $(no) *"]
+        assert str(notes) in done.stdout
+        assert stat.S_IMODE(notes.stat().st_mode) == 0o700
     # The notes of earlier starts of this job go.
     stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": "70"})
     stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "1"})
     left = sorted(path.name for path in (stand_ins.root / ".stoker").iterdir())
     assert left == ["job-7.1", "job-70.0"]
+    assert not stand_ins.was_called("scontrol")
 
 
 def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
@@ -254,14 +247,14 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
 @pytest.mark.usefixtures("idle")
 def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
     """However the GPUs were asked for; both scripts' heads are overridden on the command line."""
-    small = ("--nodes=2",)
     asked = {
         "gpus-per-node": ["--gpus-per-node=2"],
         "gres": ["--gres=gpu:2"],
         "gpus-per-task": ["--gpus-per-node=0", "--gpus-per-task=2"],
     }
     submitted = {
-        name: jobs.submit(*small, *options, script=MULTINODE) for name, options in asked.items()
+        name: jobs.submit("--nodes=2", *options, script=MULTINODE)
+        for name, options in asked.items()
     }
     for name, job in submitted.items():
         assert jobs.slurm.wait(job) == "COMPLETED", f"{name}:\n{job.output()}"

@@ -45,30 +45,27 @@ def calls(stand_ins: StandIns) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_without_an_array_it_is_all_done_in_one_task(stand_ins):
-    done = stand_ins.run(PREPARE, "--sources", "x", env=CORES)
-    assert done.returncode == 0, done.stdout
-    assert calls(stand_ins)[:5] == ["prepare_data.py", "--sources", "x", "--num_proc", "3"]
-    assert not [word for word in calls(stand_ins) if word in ("--shard", "--merge")]
-
-
-@pytest.mark.parametrize(
-    ("environment", "share"),
-    [
+def test_each_task_takes_its_share_with_private_temporary_files(stand_ins, tmp_path):
+    (tmp_path / "node disk").mkdir()
+    disk = {"TMPDIR": str(tmp_path / "node disk")}
+    for environment, share in [
+        ({}, None),
         (array(0, 0, 3), "0/4"),
         (array(6, 4, 7), "2/4"),
         (array(5, 1, 9, step=4), "1/3"),
         (array(3, 3, 3), "0/1"),
-    ],
-)
-def test_each_task_takes_its_share(stand_ins, environment, share):
-    done = stand_ins.run(PREPARE, "--sources", "x", "--num_proc", "9", env=environment)
-    assert done.returncode == 0, done.stdout
-    words = [word for word in calls(stand_ins) if not word.startswith("tmp=")]
-    given = ["--sources", "x", "--num_proc", "9"]
-    assert words == [
-        *("prepare_data.py", *given, "--shard", share, "offline=1"),
-    ]
+    ]:
+        done = stand_ins.run(PREPARE, "--sources", "x", env=CORES | disk | environment)
+        assert done.returncode == 0, done.stdout
+        *words, used, offline = calls(stand_ins)
+        given = ["prepare_data.py", "--sources", "x", "--num_proc", "3"]
+        assert words == [*given, *(["--shard", share] if share else [])]
+        assert used.startswith(f"tmp={tmp_path}/node disk/stoker-prepare-")
+        assert offline == "offline=1"
+        (stand_ins.directory / "calls").unlink()
+        assert not list((tmp_path / "node disk").iterdir())
+    stand_ins.run(PREPARE, "--sources", "x", "--num_proc", "9", env=CORES)
+    assert calls(stand_ins)[:5] == ["prepare_data.py", "--sources", "x", "--num_proc", "9"]
 
 
 def test_jobs_that_cannot_prepare_are_refused(stand_ins):
@@ -87,14 +84,6 @@ def test_jobs_that_cannot_prepare_are_refused(stand_ins):
     assert done.returncode == 74
     assert "no temporary directory can be made in /no/such: set TMPDIR in" in done.stdout
     assert not calls(stand_ins)
-
-
-def test_temporary_files_are_private_and_go(stand_ins, tmp_path):
-    (tmp_path / "node disk").mkdir()
-    stand_ins.run(PREPARE, "--sources", "x", env={"TMPDIR": str(tmp_path / "node disk")})
-    (used,) = [word for word in calls(stand_ins) if word.startswith("tmp=")]
-    assert used.startswith(f"tmp={tmp_path}/node disk/stoker-prepare-")
-    assert not list((tmp_path / "node disk").iterdir())
 
 
 def test_a_failed_share_is_not_merged_and_says_how_to_resume(stand_ins):
@@ -169,22 +158,14 @@ class Preparations:
     def output_of(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self.directory.glob("*.log")))
 
-    def forget(self) -> None:
-        for log in self.directory.glob("*.log"):
-            log.unlink()
-
-
-@pytest.fixture
-def preparations(slurm: SlurmCluster, tmp_path: Path) -> Preparations:
-    return Preparations(slurm, tmp_path)
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
-def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(preparations):
+def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(slurm, tmp_path):
     """One share of three is done outside of Slurm; the array of two does the rest."""
     from utils.data.token_dataset import open_token_dataset
 
+    preparations = Preparations(slurm, tmp_path)
     arguments = [
         sys.executable, "prepare_data.py", "--sources", str(preparations.directory / "texts.jsonl"),
         "--output_dir", str(preparations.output), "--shard", "0/3",
@@ -204,7 +185,8 @@ def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(prepa
     assert int(said[2].replace(",", "")) == data.lengths.sum() == 2001 * len(data)
     assert not (preparations.output / ".shards").exists()
 
-    preparations.forget()
+    for log in preparations.directory.glob("*.log"):
+        log.unlink()
     preparations.wait(preparations.submit("--array=0-0"))
     logs = preparations.output_of()
     assert logs.count("already prepared with these settings") == 1, logs

@@ -83,9 +83,8 @@ def _answer_signals(pipe: int) -> None:
 def shield_loader_worker(_worker_id: int) -> None:
     """Keep a data loader's process alive when the whole job is signalled; its `worker_init_fn`.
 
-    Slurm may signal every process of a job. A loader process that ends makes the loader raise, and
-    the checkpoint that the signal asked for would never be written. SIGTERM from the training
-    process, which owns this one, ends it as always.
+    One that ends makes the loader raise before the checkpoint that the signal asked for. SIGTERM
+    from the training process, which owns this one, ends it as always.
     """
     signal.set_wakeup_fd(-1)  # inherited: it would speak for the training process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -174,10 +174,10 @@ def main_port(environment: Mapping[str, str]) -> int:
 
 
 def job_end_time() -> float | None:
-    """Return the end of the job's time limit in seconds since the epoch; None outside of a job.
+    """Return when the job's time limit ends, in seconds since the epoch.
 
-    Slurm 23 and later put it into the environment, else `squeue` is asked, once. None too, with a
-    warning, where nobody knows.
+    Slurm 23 and later put it into the environment, else `squeue` is asked, once. None outside of a
+    job and, with a warning, where nobody knows.
     """
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():
@@ -202,14 +202,12 @@ def job_end_time() -> float | None:
         return None
 
 
-# What Slurm understood of a job on hold, for the dry run that utils/submit/check.py starts.
-
 REQUEST = "STOKER_REQUEST"
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The part of a job that the run depends on.
+    """What Slurm understood of a job on hold, for the dry run that utils/submit/check.py starts.
 
     `time_limit_s` is None where there is none. `signal_lead_s` is how long before it Slurm sends
     USR1 to the batch shell, on which the run saves and stops; None if it does not.

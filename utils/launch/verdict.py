@@ -21,12 +21,6 @@ _LOST_PEER = re.compile(
 # (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
 _HARD = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-_HOW = {
-    "refused": "refused to run:",
-    "failed": "failed:",
-    "hung": "hung:",
-    "killed": "was killed by",
-}
 # Longer than torchrun takes on another node to end the workers beside the one that died.
 WAIT_FOR_CAUSES_S = 8.0
 SHOWN = 4  # ranks of many that are at fault together
@@ -92,7 +86,8 @@ def judge(notes: Iterable[Note]) -> Verdict:
     cause = by_likelihood[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
-    how, code = _HOW[cause.kind], cause.exit_code
+    words = {"refused": "refused to run:", "killed": "was killed by"}
+    how, code = words.get(cause.kind, f"{cause.kind}:"), cause.exit_code
     if cause.kind == "failed" and _is_consequence(cause):
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)

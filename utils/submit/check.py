@@ -3,8 +3,8 @@
     python -m utils.submit.check DIRECTORY FIELDS ANSWER COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 DIRECTORY is where sbatch was called, ANSWER what squeue says of the job: the FIELDS (joined by
-commas), each WIDTH bytes wide, so that no value, such as the job's name, can look like another
-field. COUNT is the number of OPTIONS.
+commas), each WIDTH bytes wide, so that no value can look like another field. COUNT is the number of
+OPTIONS.
 """
 
 import os
@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal_lead_s=signal_lead_s(given_signal(options, Path(directory, job_script))),
         requeue=job["Requeue"] == "1",
     )
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    environment |= launch
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
     environment |= {"WORLD_SIZE": str(allocation.world_size), REQUEST: request.to_json()}
     return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
 

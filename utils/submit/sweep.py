@@ -89,22 +89,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def flag_words(name: str, value: Any) -> list[str]:
     """Write a setting as words of a command line; raises ValueError if no words can express it."""
-    if not isinstance(value, list):
-        return [f"--{name}={_flag_text(value)}"]
-    texts = [_flag_text(item) for item in value]
-    if len(texts) == 1:
-        return [f"--{name}={texts[0]}"]
-    if not texts or any(text.startswith("-") for text in texts):
-        raise ValueError("an empty list, or entries that begin with -, are no flag: use a recipe")
-    return [f"--{name}", *texts]
+    values = value if isinstance(value, list) else [value]
+    texts = [_flag_text(item) for item in values]
+    nested, odd = any(isinstance(item, list) for item in values), "\0" in "".join(texts)
+    if nested or odd or not texts or (len(texts) > 1 and any(text[:1] == "-" for text in texts)):
+        raise ValueError(
+            "an empty list, or entries that begin with -, a list in a list, or the character NUL, "
+            "are no flag: use a recipe"
+        )
+    return [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
 
 
 def _flag_text(value: Any) -> str:
-    if isinstance(value, bool | dict) or value is None:
-        return json.dumps(value)
-    if isinstance(value, list) or "\0" in str(value):
-        raise ValueError("a list in a list, or the character NUL, is no flag: use a recipe")
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def point_name(settings: Mapping[str, Any]) -> str:

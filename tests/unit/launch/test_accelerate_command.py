@@ -62,21 +62,16 @@ def parsed(name: str, allocation: Allocation, *command: str, **environment: str)
     return launch_arguments(path, read_config(path, allocation), allocation, environment, command)
 
 
-@pytest.mark.parametrize(
-    ("hangup", "handled"), [(signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")]
-)
-def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(hangup, handled):
-    """Under nohup, which the tests may be too, the end of the terminal ends nothing."""
-    before = signal.signal(signal.SIGHUP, hangup)
-    try:
+def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
+    """Under nohup the end of the terminal ends nothing."""
+    for hangup, handled in ((signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")):
+        monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: hangup}.get)
         args = parsed("zero2", SECOND, "x.py")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        assert (args.signals_to_handle, args.shutdown_timeout) == (handled, 5)
     assert (args.num_processes, args.num_machines, args.machine_rank) == (8, 2, 1)
     assert (args.main_process_ip, args.main_process_port) == ("n1", 20000)
     assert (args.rdzv_backend, args.rdzv_conf) == ("c10d", "is_host=0,join_timeout=120")
     assert args.deepspeed_multinode_launcher == "standard"
-    assert (args.signals_to_handle, args.shutdown_timeout) == (handled, 5)
 
 
 def test_arguments_reach_the_script_as_they_are_and_a_cpu_stays_one():

@@ -104,13 +104,6 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
     assert the_note(notes)[:2] == ("failed", 3)
 
 
-def test_a_storage_error_of_one_rank_alone_is_shown_by_that_rank(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert run_script(raising(OSError(errno.ENOSPC, "full", "/no/x"))) == 74
-    assert capsys.readouterr().err.startswith("n1 rank 5  storage error: n1: No space")
-
-
 def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
     run_script(raising(RuntimeError("sent correcthorsebattery")))
@@ -132,7 +125,10 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
         (torch._dynamo.exc.Unsupported("a graph break"), None),
     ],
 )
-def test_storage_that_fails_in_any_words_is_a_storage_error(error, said, capsys, notes):
+def test_storage_that_fails_in_any_words_is_a_storage_error(
+    error, said, capsys, notes, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_RANK", "3")  # not all raise it: whoever does shows it
     code = run_script(raising(error))
     shown = capsys.readouterr().err
     if said is None:
@@ -275,23 +271,3 @@ def test_switches_keep_what_the_user_set_and_a_slurm_job_is_offline(monkeypatch,
         assert os.environ.get("HF_HUB_OFFLINE") == expected
         assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
         assert ("offline (Slurm job); HF_HUB_OFFLINE=0 allows" in caplog.text) == (expected == "1")
-
-
-@pytest.mark.slow
-def test_the_switches_reach_the_libraries_and_nothing_heavy_is_imported():
-    code = (
-        "import sys; from utils.launch.script import configure_environment;"
-        "configure_environment();"
-        "heavy = {'torch', 'transformers', 'huggingface_hub'};"
-        "print(sorted(heavy & set(sys.modules)));"
-        "from huggingface_hub import constants;"
-        "print(constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_TELEMETRY,"
-        " constants.HF_HUB_DISABLE_PROGRESS_BARS)"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment["SLURM_JOB_ID"] = "7"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["[]", "True True True"]

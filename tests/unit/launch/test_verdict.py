@@ -40,10 +40,6 @@ def write(directory, *notes: Note) -> None:
             "rank 2 on n2 failed: KeyError: 'x'", 1,
         ),
         (
-            [note("failed", "ValueError: b", 1, at=2), note("failed", "ValueError: a", 0, at=1)],
-            "rank 0 on n1 failed: ValueError: a", 1,
-        ),
-        (
             [note("killed", "SIGABRT", 0, 76, at=1), note("failed", "ValueError: a", 3, at=2)],
             "rank 3 on n2 failed: ValueError: a", 1,
         ),
@@ -53,13 +49,12 @@ def write(directory, *notes: Note) -> None:
         ),
         ([note("refused", "a: no file", 0, 74)], "rank 0 on n1 refused to run: a: no file", 74),
         ([note("stopped", "stopped at step 3", 0, 75)], "stopped at step 3", 75),
-        ([note("killed", "SIGABRT", 1, 76)], "rank 1 on n1 was killed by SIGABRT", 76),
         ([note("failed", PEER, 1)], "rank 1 on n1 lost another rank, which left no word: Run", 76),
         ([], "a process of the job ended without a word", 76),
     ],
     ids=[
-        "killed", "failed", "first", "abort", "hung", "refused", "stopped",
-        "only abort", "only peer", "none",
+        "killed", "failed", "abort", "hung", "refused", "stopped",
+        "only peer", "none",
     ],
 )  # fmt: skip
 def test_the_cause_is_chosen_over_what_followed_from_it(notes, text, code):

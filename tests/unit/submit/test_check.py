@@ -85,20 +85,21 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
         done = stubs("job.sh", SBATCH_ANSWER="", SBATCH_CODE=str(code))
         assert (done.returncode, done.stdout) == (code, "")
         assert [call[0] for call in stubs.calls()] == ["sbatch"]
+    stubs("sweep_job.sh", "a b.yaml")  # an array of its unfinished points
+    assert stubs.words("sbatch") == [
+        "--hold",
+        "--parsable",
+        "--array=0,2",
+        "sweep_job.sh",
+        "a b.yaml",
+    ]
+    stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
+    assert "--array=0,2" not in stubs.words("sbatch")
     assert "slurm/submit.sh --nodes=4" in stubs("--help").stdout
     for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
         done = stubs(*words)
         assert (done.returncode, done.stdout) == (2, "")
         assert "slurm/submit.sh" in done.stderr
-
-
-def test_a_sweep_is_an_array_of_its_unfinished_points(stubs):
-    assert stubs("--array=1", "sweep_job.sh", "a b.yaml").returncode == 0
-    # Slurm takes the last --array, which is the user's.
-    given = ["--hold", "--parsable", "--array=0,2", "--array=1", "sweep_job.sh", "a b.yaml"]
-    assert stubs.words("sbatch") == given
-    stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
-    assert "--array=0,2" not in stubs.words("sbatch")
 
 
 SHOWN = {

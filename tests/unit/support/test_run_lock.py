@@ -118,14 +118,14 @@ def test_a_killed_process_is_known_to_be_gone_at_once(holder, tmp_path, caplog):
     assert f"its last owner is gone (process {process.pid} on" in caplog.text
 
 
-@pytest.mark.parametrize("content", [HERE, ELSEWHERE, b"", b"[]"])
+@pytest.mark.parametrize("content", [HERE, ELSEWHERE, None])
 def test_an_owner_without_a_heartbeat_is_taken_over(content, tmp_path, caplog):
     """Its pid may be another process's by now, or mean nothing here; or it could not write it."""
     caplog.set_level(logging.INFO)
-    path = owned_by(tmp_path, HERE if isinstance(content, bytes) else content)
+    path = owned_by(tmp_path, content or HERE)
     named = "a process that left no name"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
+    if content is None:
+        path.write_bytes(b"")
     else:
         named = f"process {content['pid']} on {content['host']}, since 2026"
     assert seconds_to_take(tmp_path) >= run_lock.WATCH_S
@@ -134,25 +134,21 @@ def test_an_owner_without_a_heartbeat_is_taken_over(content, tmp_path, caplog):
     assert taken_over(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", [None, b""])
-def test_one_beat_or_a_name_within_the_watch_is_a_sign_of_life(content, tmp_path):
-    path = owned_by(tmp_path, ELSEWHERE)
-    if content is not None:
-        path.write_bytes(content)
+def test_one_beat_within_the_watch_is_a_sign_of_life(tmp_path):
+    owned_by(tmp_path, ELSEWHERE)
     beat = threading.Timer(0.5 * run_lock.WATCH_S, lambda: owned_by(tmp_path, ELSEWHERE, beat=1))
     beat.start()
     with pytest.raises(ConfigurationError, match="n9"):
         take_run_lock(tmp_path)
     beat.join()
-    assert json.loads(path.read_text())["beat"] == 1
 
 
-@pytest.mark.parametrize(("restart_count", "waits"), [(2, False), (1, True)])
-def test_a_requeued_job_takes_its_own_lock_at_once(restart_count, waits, tmp_path, monkeypatch):
-    owned_by(tmp_path, ELSEWHERE | {"job": "42", "restart_count": 1})
+def test_a_requeued_job_takes_its_own_lock_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
-    assert (seconds_to_take(tmp_path) >= run_lock.WATCH_S) == waits
+    for number, count in enumerate("12", 1):  # the start that left the lock, and the next one
+        owned_by(tmp_path, ELSEWHERE | {"job": "42", "restart_count": 1}, number=2 * number)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        assert (seconds_to_take(tmp_path) >= run_lock.WATCH_S) == (count == "1")
 
 
 @pytest.mark.slow
@@ -194,7 +190,6 @@ def test_a_removed_lock_is_lost(tmp_path):
     (tmp_path / ".lock" / "owner-1").unlink()
     assert "was taken over" in taken_over(tmp_path)
     owned_by(tmp_path, ELSEWHERE)  # the number is the same one
-    assert "was taken over by process 4711 on n9" in taken_over(tmp_path)
     leave_run_lock(tmp_path)
     assert not json.loads((tmp_path / ".lock" / "owner-1").read_text())["left"], "it is not ours"
 
