@@ -62,14 +62,9 @@ PLAIN = LogitTerms()
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    terms: LogitTerms = PLAIN,
-    compiled: bool = False,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *,
+    bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
@@ -79,11 +74,10 @@ def linear_cross_entropy(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    wanted = torch.is_grad_enabled()  # inside the function it never is
-    compiled = compiled and device != "cpu"
+    gradients = torch.is_grad_enabled()  # inside the function it never is
+    how = (dtype, terms, gradients, compiled and device != "cpu")
     with torch.autocast(device, enabled=False):
-        arguments = (hidden, weight, bias, targets, dtype, terms, wanted, compiled)
-        return _LinearCrossEntropy.apply(*arguments)
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
 
 
 @contextmanager
@@ -115,16 +109,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        dtype: torch.dtype,
-        terms: LogitTerms,
-        gradients: bool,
-        compiled: bool,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+        dtype: torch.dtype, terms: LogitTerms, gradients: bool, compiled: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
@@ -166,14 +153,9 @@ class _Work:
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        terms: LogitTerms,
-        needed: tuple[bool, ...],
-        compiled: bool,
-    ):
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: LogitTerms,
+        needed: tuple[bool, ...], compiled: bool,
+    ):  # fmt: skip
         device, self.vocabulary = hidden.device.type, len(weight)
         sizes = SIZES.get(device, SIZES["cuda"])
         words = _whole(self.vocabulary, sizes.words)

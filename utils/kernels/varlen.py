@@ -94,23 +94,12 @@ def register_packed_varlen(kernel: VarlenKernel) -> None:
 
 
 def packed_varlen(  # noqa: PLR0913 - transformers' signature
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    kernel: VarlenKernel = PER_DOCUMENT,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None = None, *, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    is_causal: bool | None = None, cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens
@@ -191,10 +180,7 @@ def find_kernels(
     # precision: where there are none, there is no such kernel either.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
-        if isinstance(by_row, str):
-            refusals.append(f"SDPA by row: {by_row}")
-        else:
-            usable.insert(0, by_row)
+        usable = [by_row, *usable] if by_row else usable
     return usable, refusals
 
 
@@ -286,18 +272,16 @@ def load_torch_varlen() -> VarlenKernel | str:
     return VarlenKernel("torch_varlen", "torch's varlen_attn", frozenset(), run)
 
 
-def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | str:
-    """Return SDPA over whole sequences, cuDNN's kernel first, or say why not.
+def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
+    """Return SDPA over whole sequences by cuDNN's kernel; None where torch would not take it.
 
     For sequences of one document and perhaps padding behind it, which no token of the document
     sees; the padding has no loss, so it may see the document. Batches whose boundaries leave room
     for more than that, as the isolation probe's, go through `packed`.
     """
-    if needs != AttentionNeeds(needs.head_dim):
-        return "not for windows, soft caps, sinks or dropout"
-    backend = sdpa_backend(needs.head_dim)
-    if backend != SDPBackend.CUDNN_ATTENTION:
-        return f"torch would take {backend.name} for a head dimension of {needs.head_dim}"
+    plain = needs == AttentionNeeds(needs.head_dim)
+    if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
+        return None
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms

@@ -54,15 +54,9 @@ class LowPrecisionAdamW(AdamW):
     """
 
     def __init__(
-        self,
-        params: Any,
-        *,
-        kept_as: str,
-        stochastic_rounding: bool,
-        seed: int,
-        compiled: bool = False,
-        **kwargs: Any,
-    ):
+        self, params: Any, *, kept_as: str, stochastic_rounding: bool, seed: int,
+        compiled: bool = False, **kwargs: Any,
+    ):  # fmt: skip
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled

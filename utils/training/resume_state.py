@@ -69,11 +69,6 @@ class ResumeState(TrainerCallback):
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
         checkpoints.commit(step, tokens=sum(_saved(state)["tokens"].values()))
 
-    def best_checkpoint(self) -> Path | None:
-        """Return it by its name alone: the run directory may have moved since it was written."""
-        best = self.trainer.state.best_model_checkpoint
-        return None if best is None else self.trainer.checkpoints.output_dir / Path(best).name
-
     def name_the_best(self) -> None:
         """Note that the evaluation which a stopped run owed found the checkpoint to be the best."""
         state, extra = self.trainer.state, self.trainer.watch.extra_saves

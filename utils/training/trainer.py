@@ -51,15 +51,9 @@ class PackedTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RunSettings,
-        plan: RunPlan,
-        data: RunData,
-        callbacks: Sequence[TrainerCallback],
-        **kwargs: Any,
-    ):
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: RunSettings,
+        plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback], **kwargs: Any,
+    ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.sampler, self.compiled = plan.sampler, plan.compiled
         attention, loss_head = plan.attention, plan.loss_head
@@ -156,12 +150,9 @@ class PackedTrainer(Trainer):
 
     @override
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return the loss summed over loss tokens, divided by those of the global batch.
 
         Plus the experts' term; 0 where the global batch has no loss token. Trainer's own for SFT,
@@ -350,13 +341,11 @@ class PackedTrainer(Trainer):
 
     @override
     def _load_best_model(self) -> None:
-        """Load it if it is as it was committed; a stopped run keeps its weights.
-
-        Raises StorageError.
-        """
-        best = self.resume_state.best_checkpoint()
-        if self.watch.stopped or best is None:
+        """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
+        if self.watch.stopped or self.state.best_model_checkpoint is None:
             return
+        # By its name alone: the run directory may have moved since it was written.
+        best = self.checkpoints.output_dir / Path(self.state.best_model_checkpoint).name
         self.checkpoints.check(best)
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable
@@ -365,10 +354,7 @@ class PackedTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns.
-
-        Those tied to one that was loaded are there.
-        """
+        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         missing = [name for name in load_result.missing_keys if name not in tied]
         if missing:
