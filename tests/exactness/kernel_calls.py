@@ -15,6 +15,7 @@ import re
 import socket
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,8 @@ _ONE_READER = threading.Lock()
 class Call:
     """A call that changes something below a directory.
 
-    `file` is where, relative to it; `occurrence` counts its thread's calls of this name there.
-    `number` counts all of them, for files whose names are random. `aside`: made by another thread
-    than the first.
+    `file` is relative to it; `occurrence` counts its thread's calls of this name there, `number`
+    all of them, for files whose names are random. `aside`: made by another than the first thread.
     """
 
     name: str
@@ -62,18 +62,15 @@ class Call:
         aside = " aside" if self.aside else ""
         return f"{self.name} {self.file or '.'} #{self.occurrence}{aside}"
 
-    @property
-    def random(self) -> bool:
-        """Whether nobody knows the name of its file beforehand."""
-        return "tmp*" in self.file
-
-    def selected(self, directory: Path) -> tuple[str, ...]:
-        """The flags of strace that select this call's file; a draft is named after its process."""
-        file = self.file.replace("*", f"{socket.gethostname()}.{PID}")
-        return () if self.random else ("-P", str(directory / file))
-
-    def when(self) -> int:
-        return self.number if self.random else self.occurrence
+    def injecting(self, directory: Path, what: str) -> list[str]:
+        """The flags by which strace does something where the process enters this call."""
+        random = "tmp*" in self.file  # nobody knows the name of its file beforehand
+        when = self.number if random else self.occurrence
+        # A draft is named after its process.
+        file = directory / self.file.replace("*", f"{socket.gethostname()}.{PID}")
+        selected = [] if random else ["-P", str(file)]
+        inject = f"inject={self.name}:{what}:when={when}"
+        return ["-e", f"trace={self.name}", *selected, "-e", inject]
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Starts:
             self.context, self.scratch / f"{program}-{self.count}", program, argv, options
         )
         with child.traced(strace):
-            child.go()
+            child.signal.send("go")
             yield child
             child.wait()
 
@@ -162,9 +159,6 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    def go(self) -> None:
-        self.signal.send("go")
-
     def wait(self) -> None:
         if not multiprocessing.connection.wait([self.process.sentinel], START_LIMIT_S):
             self.process.kill()
@@ -179,9 +173,8 @@ class Child:
         if flags is None:
             yield
         else:
-            command = ["strace", "-y", "-s", "0", "-o", str(self.trace)]
+            command = ["strace", "-y", "-s", "0", "-o", str(self.trace), "-p", str(self.pid)]
             command += [flag.replace(PID, str(self.pid)) for flag in flags]
-            command += ["-p", str(self.pid)]
             tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
             line = tracer.stderr.readline()
             assert "attached" in line, line + tracer.stderr.read()
@@ -197,38 +190,26 @@ class Child:
 
 def killing(call: Call, directory: Path) -> list[str]:
     """Kill the process where it enters this call."""
-    return _injecting(call, directory, "signal=KILL")
+    return call.injecting(directory, "signal=KILL")
 
 
 def failing(call: Call, directory: Path, error: str) -> list[str]:
     """Let this call fail."""
-    return _injecting(call, directory, f"error={error}")
-
-
-def _injecting(call: Call, directory: Path, what: str) -> list[str]:
-    inject = f"inject={call.name}:{what}:when={call.when()}"
-    return ["-e", f"trace={call.name}", *call.selected(directory), "-e", inject]
+    return call.injecting(directory, f"error={error}")
 
 
 def changes_below(directory: Path, trace: str) -> list[Call]:
     """The calls of a recording that changed something below a directory, in their order."""
-    numbers: dict[tuple[str, str], int] = {}
-    occurrences: dict[tuple[str, str, str], int] = {}
-    found = []
-    main = None
-    for event in entered(trace):
-        thread, name, arguments = event.thread, event.name, event.arguments
-        main = main or thread
-        numbers[thread, name] = numbers.get((thread, name), 0) + 1
-        file = _file(arguments, directory)
-        if file is None:
-            continue
+    counts: Counter[tuple[str, ...]] = Counter()
+    made, found = entered(trace), []
+    for event in made:
+        at = event.thread, event.name
+        file = _file(event.arguments, directory)
         # Every call counts, as it does for strace; those that change nothing are left out.
-        at = (thread, name, file)
-        occurrences[at] = occurrences.get(at, 0) + 1
-        if _changes(name, arguments):
-            number = numbers[thread, name]
-            found.append(Call(name, file, occurrences[at], number, aside=thread != main))
+        counts.update([at] if file is None else [at, (*at, file)])
+        if file is not None and _changes(event.name, event.arguments):
+            aside = event.thread != made[0].thread
+            found.append(Call(event.name, file, counts[*at, file], counts[at], aside))
     return found
 
 
@@ -248,14 +229,13 @@ def hit(call: Call, directory: Path, ending: Ending, *, failed: bool = False) ->
 
 
 def other_threads_change(directory: Path, ending: Ending) -> list[str]:
-    """The lines of a recording of all threads in which another than the main one changes files."""
+    """The calls of a recording of all threads by which another than the main one changes files."""
     return [
-        line
-        for line in ending.trace.splitlines()
-        if _LINE.match(line)
-        and line.split()[0] != str(ending.pid)
-        and str(directory) in line
-        and _changes(*_LINE.match(line).groups()[1:])
+        f"{event.thread} {event.name}({event.arguments}"
+        for event in entered(ending.trace)
+        if event.thread != str(ending.pid)
+        and _file(event.arguments, directory) is not None
+        and _changes(event.name, event.arguments)
     ]
 
 
