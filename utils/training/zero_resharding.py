@@ -67,9 +67,9 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
 def repair_stage_3(optimizer: Any, universal: Path) -> None:
     """Correct what DeepSpeed 0.19 loads wrongly of a universal checkpoint under ZeRO-3.
 
-    `_load_universal_checkpoint_stage3` gives all groups of parameters the settings of the first one
-    (so that weight decay falls on what has none), and all of them one tensor to count their steps
-    in, which is then counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
+    `_load_universal_checkpoint_stage3` gives all groups the settings of the first one (so that
+    weight decay falls on what has none), and all parameters one tensor to count their steps in,
+    which is counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
     loaded = torch.load(state, map_location="cpu", weights_only=True)
@@ -82,10 +82,8 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    logger.info(
-        "%s is of %d ranks, now there are %d: converting its ZeRO state in %s",
-        checkpoint, ranks, world_size, scratch,
-    )  # fmt: skip
+    line = "%s is of %d ranks, now there are %d: converting its ZeRO state in %s"
+    logger.info(line, checkpoint, ranks, world_size, scratch)
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")

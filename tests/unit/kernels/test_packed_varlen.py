@@ -32,7 +32,6 @@ GPT2 = {
 }  # fmt: skip
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
-    "llama-mha": lambda: transformers.LlamaConfig(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
     "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=4),
     "gemma2-softcap": lambda: transformers.Gemma2Config(
@@ -43,8 +42,6 @@ CONFIGS = {
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
-    "phi3": lambda: transformers.Phi3Config(**GROUPED),
-    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
     "gpt_oss-sinks": lambda: transformers.GptOssConfig(
         **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=4
     ),
