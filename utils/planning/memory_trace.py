@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -109,27 +109,28 @@ def trace(
 
     Raises what the architecture raises where it cannot run without data (MISFITS).
     """
-    model = _build(settings, config, work, choice)
-    with FakeTensorMode(), torch.device(work.device), buffers_alone(), _experts_by_shape():
-        _put_on_device(model)
-        layers = layers_of(model)
-        kinds = _kinds(layers)
-        # Where layers are computed again the checkpoint says what is kept, compiled or not.
-        if cut := work.compiled and choice == "none":
-            for kind in set(kinds):
-                cut_as_compiled(layers[kind])
+    # Where layers are computed again the checkpoint says what is kept, compiled or not.
+    if work.compiled and choice == "none":
         try:
-            if cut:
-                _go_through(model, work)  # traces the layers: no step's memory
-            stretches = _go_through(model, work)
+            return _trace(_build(settings, config, work, choice), work, cut=True)
         except MISFITS as error:
-            if not cut:
-                raise
             logger.warning(
                 "memory: layers of %s are counted as not compiled, which is more: %s: %.200s",
-                type(model).__name__, type(error).__name__, error,
+                type(config).__name__, type(error).__name__, error,
             )  # fmt: skip
-            return trace(settings, config, replace(work, compiled=False), choice)
+    return _trace(_build(settings, config, work, choice), work, cut=False)
+
+
+def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
+    layers = layers_of(model)
+    kinds = _kinds(layers)
+    with FakeTensorMode(), torch.device(work.device), buffers_alone(), _experts_by_shape():
+        _put_on_device(model)
+        if cut:
+            for kind in set(kinds):
+                cut_as_compiled(layers[kind])
+            _go_through(model, work)  # traces the layers: no step's memory
+        stretches = _go_through(model, work)
     sizes = [_bytes(layer.parameters()) for layer in layers]
     gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
     return StepTrace(_all_layers(stretches, kinds), gathered)

@@ -89,6 +89,15 @@ def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
     assert most(GEMMA, "none", autocast=torch.bfloat16, compiled=True) == found
 
 
+def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("not traceable")
+
+    monkeypatch.setattr(memory_trace, "cut_as_compiled", refuse)
+    assert most(LLAMA, "none", compiled=True) == most(LLAMA, "none")
+    assert "LlamaConfig are counted as not compiled, which is more: Runtime" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "autocast",
