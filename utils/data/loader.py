@@ -83,10 +83,7 @@ class PackedDataset(Dataset):
         plans: Sequence[PackPlan],
         pad_token_id: int | None = None,
     ):
-        assert len(datasets) == len(plans) > 0
-        assert len({plan.sequence_length for plan in plans}) == 1
-        self.datasets = tuple(datasets)
-        self.plans = tuple(plans)
+        self.datasets, self.plans = tuple(datasets), tuple(plans)
         self.sequence_length = plans[0].sequence_length
         self._padding = np.full(self.sequence_length, pad_token_id or 0, dtype=np.int32)
         self._untrained = np.zeros(self.sequence_length, dtype=bool)
@@ -101,14 +98,11 @@ class PackedDataset(Dataset):
         shape = (len(sequences), self.sequence_length)
         count = len(sequences) * self.sequence_length
         begins, tokens, trained, free = self._pieces(np.asarray(sequences, dtype=np.int64))
-        input_ids = np.empty(count, dtype=np.int32)
-        np.concatenate(tokens, out=input_ids, casting="same_kind")
-        marks = np.empty(count, dtype=np.int8)
-        np.concatenate(trained, out=marks, casting="unsafe")  # of int64 masks: 0 and 1 all the same
-        loss_mask = marks != 0
+        input_ids = np.concatenate(tokens, dtype=np.int32, casting="same_kind")
+        # Of int64 masks: 0 and 1 all the same.
+        loss_mask = np.concatenate(trained, dtype=np.int8, casting="unsafe") != 0
         loss_mask[begins] = False
-        cu_seq_lens = np.full(len(begins) + 1, count, dtype=np.int32)
-        cu_seq_lens[:-1] = begins
+        cu_seq_lens = np.append(begins, count).astype(np.int32)
         return {
             "input_ids": torch.from_numpy(input_ids.reshape(shape)),
             "loss_mask": torch.from_numpy(loss_mask.reshape(shape)),
@@ -179,11 +173,8 @@ def _sums_before(counts: np.ndarray) -> np.ndarray:
 class TokenCounts:
     """The real tokens (no padding) of all steps up to one, over all ranks and starts of a run.
 
-    Each step is counted once, when it is asked for. Every rank counts by itself: it knows the
-    sequences of all ranks.
-
-    names      of the sources, short
-    by_name    tokens of each source, of those that the run no longer has, too
+    Each step is counted once, when it is asked for, and by every rank alone. `by_name` has the
+    tokens of each source, of those that the run no longer has, too.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
@@ -193,9 +184,7 @@ class TokenCounts:
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
         """Continue from the `by_name` of a checkpoint of this many steps."""
-        self.steps, self.by_name = steps, {**tokens}
-        for name in self.names:
-            self.by_name.setdefault(name, 0)
+        self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
         """Count up to the end of this many steps, never fewer than before; return all tokens."""
@@ -219,7 +208,7 @@ def source_names(paths: Sequence[Path]) -> list[str]:
     while len({part[-length:] for part in parts}) < len(set(parts)):
         length += 1
     ends = [part[-length:] for part in parts]
-    while len({end[-1:] for end in ends}) == 1 and min(map(len, ends)) > 1:
+    while len({end[-1] for end in ends}) == 1 and min(map(len, ends)) > 1:
         ends = [end[:-1] for end in ends]
     return ["/".join(end) for end in ends]
 
@@ -235,9 +224,7 @@ class TrainLoader:
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
         """`workers` as for `eval_loader`."""
         self.loader = eval_loader(dataset, sampler, **workers)
-        self.batch_sampler = sampler
-        self.dataset = dataset
-        self.wait_s = 0.0
+        self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
         self.tokens_seen = TokenCounts(
             lambda step: dataset.tokens_by_source(sampler.sequences_of_step(step)), names
