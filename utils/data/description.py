@@ -62,8 +62,7 @@ class Description:
     """Statistics, content fingerprint and origin of one split; what is unknown is empty.
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
-    chat_template_sha256: of the template that rendered it, None if none did.
-    preparation: what the preparation wants remembered (sources, settings, counts); JSON values.
+    preparation: sources, settings and counts; JSON values.
     files, modified_ns: size and modification time of each file, in order, when it was described.
     """
 
@@ -95,8 +94,10 @@ def write_description(directory: Path, files: Sequence[Path], description: Descr
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
     """Return sizes and modification times by name, in order."""
     stats = {file.name: file.stat() for file in files}
-    sizes = {name: stat.st_size for name, stat in stats.items()}
-    return sizes, {name: stat.st_mtime_ns for name, stat in stats.items()}
+    return (
+        {name: stat.st_size for name, stat in stats.items()},
+        {name: stat.st_mtime_ns for name, stat in stats.items()},
+    )
 
 
 def read_description(directory: Path) -> Description | None:
@@ -137,8 +138,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
     """Read every token of a split: its statistics, and the fingerprint of its content.
 
     The fingerprint hashes token ids, loss mask and document lengths in order with the integer
-    types, and nothing else: record batches, the split into files, list or large_list, other columns
-    and the path do not change it.
+    types, and nothing else: not the path, other columns or the division into files and batches.
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
@@ -188,9 +188,10 @@ def _add_block(
     """Add the documents from `first` on: `block` holds each column's values, flat."""
     ids, starts = block[TOKENS], offsets - offsets[0]
     if ids.size:
-        smallest, largest = found.min_token_id, found.max_token_id
-        found.min_token_id = min(int(ids.min()), int(ids[0]) if smallest is None else smallest)
-        found.max_token_id = max(int(ids.max()), int(ids[0]) if largest is None else largest)
+        ends = [int(ids.min()), int(ids.max())]
+        if found.min_token_id is not None and found.max_token_id is not None:
+            ends += [found.min_token_id, found.max_token_id]
+        found.min_token_id, found.max_token_id = min(ends), max(ends)
     faults = {}  # by name: bool (tokens,)
     if PADDING in block:
         faults["first_padded_row"] = block[PADDING] == 0

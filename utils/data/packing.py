@@ -1,6 +1,6 @@
 """Plan how documents fill sequences of a fixed length: pure functions of lengths, never of tokens.
 
-`plan_packing` is the entry; `best_fit` and `cut_sequences` are the two algorithms behind it.
+`plan_packing` is the entry; `best_fit` and `_concatenated` are the two algorithms behind it.
 """
 
 from bisect import bisect_left
@@ -35,8 +35,8 @@ class Segments(NamedTuple):
 class PackPlan:
     """Sequence i holds segments sequence_offsets[i] to sequence_offsets[i + 1].
 
-    sequence_offsets: (sequences + 1,) int64. counts: of documents that were treated in some way
-    (the keys are words of the log), and of the tokens that were left out.
+    sequence_offsets: (sequences + 1,) int64. counts: documents by what was done to them, in words
+    of the log.
     """
 
     sequence_length: int
@@ -161,17 +161,41 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) ->
 
 
 def _concatenated(
-    documents: np.ndarray, lengths: np.ndarray, sequence_length: int
+    documents: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, Segments]:
+    """Cut sequences from the documents laid end to end; return offsets and segments.
+
+    lengths: (documents,) integers >= 2. A document cut at a sequence's end continues in the next
+    one from its last token again, so that no target is lost; where only its first token would fit,
+    the position stays empty.
+    """
     ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    end_of = ends.data  # its items are Python ints, quicker one by one than numpy's
+    starts, stops = [], []  # positions in the concatenation
+    start = document = 0
+    while start < total:
+        stop = min(start + capacity, total)
+        # The document of the sequence's last token; at most one per two tokens lies between.
+        farthest = min(document + capacity // 2 + 1, len(lengths))
+        document = bisect_left(end_of, stop, lo=document, hi=farthest)
+        begin = end_of[document - 1] if document else 0
+        starts.append(start)
+        if stop == end_of[document]:
+            start = stop
+        elif stop == begin + 1:
+            start = stop = begin
+        else:
+            start = stop - 1
+        stops.append(stop)
     begins = ends - lengths
-    starts, stops = cut_sequences(lengths, sequence_length)
     first = np.searchsorted(begins, starts, side="right") - 1
     counts = np.searchsorted(ends, stops) + 1 - first
     index = ranges(first, counts)
-    start = np.maximum(np.repeat(starts, counts) - begins[index], 0)
-    stop = np.minimum(np.repeat(stops, counts) - begins[index], lengths[index])
-    return np.concatenate([[0], np.cumsum(counts)]), Segments(documents[index], start, stop)
+    start_in = np.maximum(np.repeat(starts, counts) - begins[index], 0)
+    stop_in = np.minimum(np.repeat(stops, counts) - begins[index], lengths[index])
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    return offsets, Segments(documents[index], start_in, stop_in)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -227,32 +251,3 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     sequence_of_piece = np.empty(len(lengths), dtype=np.int64)
     sequence_of_piece[order] = np.repeat(taking, np.repeat(each_takes, in_batch))
     return sequence_of_piece
-
-
-def cut_sequences(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds [start, stop) of sequences cut from the documents laid end to end.
-
-    lengths: (documents,) integers >= 2. Bounds are positions in the concatenation. A document cut
-    at a sequence's end continues in the next one from its last token again, so that no target is
-    lost; where only its first token would fit, the position stays empty.
-    """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    total = int(ends[-1])
-    end_of = ends.data  # its items are Python ints, quicker one by one than numpy's
-    starts, stops = [], []
-    start = document = 0
-    while start < total:
-        stop = min(start + capacity, total)
-        # The document of the sequence's last token; at most one per two tokens lies between.
-        farthest = min(document + capacity // 2 + 1, len(lengths))
-        document = bisect_left(end_of, stop, lo=document, hi=farthest)
-        begin = end_of[document - 1] if document else 0
-        starts.append(start)
-        if stop == end_of[document]:
-            start = stop
-        elif stop == begin + 1:
-            start = stop = begin
-        else:
-            start = stop - 1
-        stops.append(stop)
-    return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)

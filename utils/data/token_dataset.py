@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +34,27 @@ from utils.data.packing import Segments
 
 logger = logging.getLogger(__name__)
 
-
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
 PADDING_RUN = 4  # equal tokens at a row's end that may be padding
 
 
+@dataclass(eq=False)
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
     Cheap to pickle for data loader workers: unpickling opens the files again by path.
     """
 
-    def __init__(self, path: Path, description: Description, columns: dict[str, ListColumn]):
-        self.path = path
-        self.description = description
-        self.columns = columns
+    path: Path
+    description: Description
+    columns: dict[str, ListColumn]
 
     def __len__(self) -> int:
         return len(self.columns[TOKENS].offsets) - 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "description": self.description}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.columns = open_columns(self.path)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (self.path, self.description)
 
     @property
     def statistics(self) -> Statistics:
@@ -112,6 +107,10 @@ class TokenDataset:
         return np.fromiter((mask.any() for mask in masks), dtype=bool, count=len(documents))
 
 
+def _opened(path: Path, description: Description) -> TokenDataset:
+    return TokenDataset(path, description, open_columns(path))
+
+
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
     """Open a split; of a folder of splits, `default_split`.
 
@@ -122,24 +121,16 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     Raises ConfigurationError for what is no token dataset.
     """
     directory = find_split(path, default_split)
-    files = data_files(directory)
-    columns = open_columns(directory)
+    files, columns = data_files(directory), open_columns(directory)
     described = read_description(directory)
     if described is None:
-        description = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
-    else:
-        description = _checked(directory, files, columns, described)
-    return TokenDataset(directory, description, columns)
-
-
-def _checked(
-    directory: Path, files: list[Path], columns: dict[str, ListColumn], described: Description
-) -> Description:
-    """Return the description if it is of these contents; raises ConfigurationError if not."""
+        found = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
+        return TokenDataset(directory, found, columns)
+    dataset = TokenDataset(directory, described, columns)
     sizes, times = states_of(files)
     same_sizes = described.files == sizes
     if same_sizes and list(described.modified_ns.items()) == list(times.items()):
-        return described
+        return dataset
     why = f"has other files, or of another time, than {DESCRIPTION_FILE} says"
     if same_sizes and described.statistics.tokens > READ_AGAIN_TOKENS:
         logger.warning(
@@ -147,15 +138,13 @@ def _checked(
             "the tokens did change, prepare them again. Copies that keep the times (cp -a, rsync "
             "-a) avoid this warning.", directory, why,
         )  # fmt: skip
-        return described
-    found = measure_once(directory, files, columns, why)
-    if found.fingerprint != described.fingerprint:
+    elif measure_once(directory, files, columns, why).fingerprint != described.fingerprint:
         raise ConfigurationError(
             f"{directory}: {DESCRIPTION_FILE} describes other contents, so the files were damaged "
             "or edited after it was written. Prepare or copy the data again, or delete "
             f"{DESCRIPTION_FILE} to train on the files as they are."
         )
-    return described
+    return dataset
 
 
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
@@ -164,10 +153,9 @@ def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
     origin: tokenizer, chat_template_sha256 and preparation, as Description has them.
     """
     split = Path(directory).resolve()
-    columns = open_columns(split)
-    description = replace(measure(columns), **origin)
+    description = replace(measure(open_columns(split)), **origin)
     write_description(split, data_files(split), description)
-    return TokenDataset(split, description, columns)
+    return _opened(split, description)
 
 
 def dataset_problems(

@@ -66,18 +66,28 @@ def report_job(
     if problems := list(_problems(settings, launch, request)):
         raise ConfigurationError(problems)
     logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
-    logger.info("saves: %s", saves_line(saves, total_steps, checkpoint_bytes))
+    logger.info("saves: %s", _saves_line(saves, total_steps, checkpoint_bytes))
     state = "resumes" if (output_dir / "config.yaml").exists() else "new"
     logger.info("run directory: %s (%s)", output_dir, state)
     if request is None:
         return
-    for line in job_lines(request, output_dir):
-        logger.info("%s", line)
-    if request.time_limit_s and request.signal_lead_s is None:
+    logger.info(
+        f"job: {request.job_name}, {request.nodes} node(s) of {request.gpus_per_node} GPUs, "
+        f"{request.processes_per_node} process(es); strategy {request.strategy} from "
+        f"{request.strategy_file}"
+    )
+    limit, lead = request.time_limit_s, request.signal_lead_s
+    if limit and lead:
+        again = "is queued again and resumes" if request.requeue else "ends"
+        stop = f"stop signal after {duration(limit - lead)}: the run saves and {again}"
+        logger.info("time limit: %s; %s", duration(limit), stop)
+    elif limit:
         logger.warning(
-            "no stop signal to the batch shell before the time limit: the run stops only by its "
-            "own look at the clock. Add #SBATCH --signal=B:USR1@300 to %s", request.job_script,
+            "no stop signal to the batch shell before the time limit of %s: the run stops only by "
+            "its own look at the clock. Add #SBATCH --signal=B:USR1@300 to %s",
+            duration(limit), request.job_script,
         )  # fmt: skip
+    logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
     if saves.every is None:
         # A stop still saves; refusing would forbid short runs that nobody needs to resume.
         logger.warning("save_strategy no: only a stop is saved, a crash loses everything")
@@ -96,17 +106,16 @@ def _problems(
             "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
             "leave it out"
         )
-    if request is None or request.time_limit_s is None or request.signal_lead_s is None:
-        return
-    if request.signal_lead_s >= request.time_limit_s:
+    limit, lead = (request.time_limit_s, request.signal_lead_s) if request else (None, None)
+    if limit and lead and lead >= limit:
         yield (
-            f"the time limit is {duration(request.time_limit_s)}, but Slurm's stop signal comes "
-            f"{request.signal_lead_s} s before it: the job would stop as it starts. Give a longer "
-            "--time, or a smaller --signal=B:USR1@SECONDS"
+            f"the time limit is {duration(limit)}, but Slurm's stop signal comes {lead} s before "
+            "it: the job would stop as it starts. Give a longer --time, or a smaller "
+            "--signal=B:USR1@SECONDS"
         )
 
 
-def saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:
+def _saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:
     """Say when checkpoints are written, and what is on the disk at once."""
     if saves.every is None:
         return "none (save_strategy no)"
@@ -119,19 +128,3 @@ def saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:
         f"{', '.join(parts)}; at most {most:,} at once, {readable(checkpoint_bytes)} each: "
         f"{readable(most * checkpoint_bytes)}, plus final/"
     )
-
-
-def job_lines(request: JobRequest, output_dir: Path) -> Iterator[str]:
-    """Yield what will happen to the job."""
-    gpus = f"{request.gpus_per_node} GPUs, " if request.gpus_per_node else ""
-    yield (
-        f"job: {request.job_name}, {request.nodes} node(s) of {gpus}"
-        f"{request.processes_per_node} process(es); strategy {request.strategy} from "
-        f"{request.strategy_file}"
-    )
-    limit, lead = request.time_limit_s, request.signal_lead_s or 0
-    again = "is queued again and resumes" if request.requeue else "ends"
-    if limit:
-        stop = f"; stop signal after {duration(limit - lead)}: the run saves and {again}"
-        yield f"time limit: {duration(limit)}{stop if lead else ''}"
-    yield f"to stop it with a checkpoint: touch {shlex.quote(f'{output_dir}/STOP')}"

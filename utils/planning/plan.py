@@ -16,7 +16,7 @@ from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts
 from utils.launch.slurm import asks_for_cpu
-from utils.model.adapters import Targets, plan_adapters
+from utils.model.adapters import plan_adapters
 from utils.model.architecture import has_experts
 from utils.model.attention import (
     RUN_ON_CPU,
@@ -92,13 +92,9 @@ def plan_run(
     training.gradient_accumulation_steps = accumulation
     training.max_steps = total_steps
     training.ignore_data_skip = True  # the loader starts at the step itself, see ResumeState
+    order = SampleOrder(data.train.per_source, training.seed, data.weights)
     sampler = GlobalBatchSampler(
-        SampleOrder(data.train.per_source, training.seed, data.weights),
-        run.global_batch_size,
-        micro_batch,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        total_steps=total_steps,
+        order, run.global_batch_size, micro_batch, launch.rank, launch.world_size, total_steps
     )
     length = settings.data.sequence_length
     logger.info("batch: %s", batch_arithmetic(micro_batch, length, launch.world_size, accumulation))
@@ -114,7 +110,7 @@ def plan_run(
         if said := settle_products("cpu"):
             logger.info("float32 products: %s", said)
     attention = _attention(settings, data, config, launch)
-    loss_head = _loss_head(settings, config, plan_adapters(settings, config))
+    loss_head = _loss_head(settings, config)
     compiled = choose_compilation(settings, config, launch, elsewhere)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     saved_bytes = checkpoint_bytes(settings, config, launch)
@@ -164,16 +160,15 @@ def precision_line(
     """Say in which types weights and states are kept and computed with, and who chose that."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
-    parts = [f"{name_of(weights)} weights"]
-    if mixed != "no":
-        chosen = f" ({why}; --bf16 false for float32)" if why in (FAST_BF16, BY_LAUNCH) else ""
-        parts.append(f"mixed precision {mixed}{chosen}")
+    hint = ""
+    if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
+        hint = f" ({why}; --bf16 false for float32)"
     elif why == NODE_UNKNOWN:
-        parts.append(f"no mixed precision ({why})")
-    elif why == "default" and device == "cuda" and not training.tf32:
-        parts.append("no mixed precision (--bf16 true is several times as fast on a GPU)")
-    else:
-        parts.append("no mixed precision")
+        hint = f" ({why})"
+    elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
+        hint = " (--bf16 true is several times as fast on a GPU)"
+    computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
+    parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
     if states is not None:
         rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
         parts.append(f"Adam's states in {states.kept_as}{rounded}")
@@ -208,10 +203,13 @@ def _attention(
     choice, documents = choose_isolated_attention(
         model.attn_implementation, config, training.device, computed, whole_rows=whole_rows
     )
-    alone = choice.batches == "plain"
-    kept = "no document sees the padding behind it" if alone else "keeps packed documents apart"
-    logger.info("attention: %s; %s (%d tried)", choice.reason, kept, documents)
+    logger.info("attention: %s; %s (%d tried)", choice.reason, _what_was_proved(choice), documents)
     return choice
+
+
+def _what_was_proved(choice: AttentionChoice) -> str:
+    alone = choice.batches == "plain"
+    return "no document sees the padding behind it" if alone else "keeps packed documents apart"
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
@@ -232,23 +230,18 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
         return f"its recurrent layers are checked there. Without their kernels: {error.problems[0]}"
     except (ImportError, RuntimeError) as error:
         return f"the model cannot be run on this CPU ({type(error).__name__}: {error!s:.100})"
-    if choice.batches == "plain":
-        return "with one document a sequence nothing can leak"
-    return "on a CPU this model keeps packed documents apart"
+    return _what_was_proved(choice)
 
 
-def _loss_head(
-    settings: RunSettings, config: PreTrainedConfig, adapters: Targets | None
-) -> LossHeadChoice:
+def _loss_head(settings: RunSettings, config: PreTrainedConfig) -> LossHeadChoice:
     """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
-    model, training = settings.model, settings.training
-    adapted = adapters is not None and adapters.head
+    training, adapters = settings.training, plan_adapters(settings, config)
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)
-    choice = choose_loss_head(model.loss_head, config, adapted, router)
+    adapted = adapters is not None and adapters.head
+    choice = choose_loss_head(settings.model.loss_head, config, adapted, router)
     logger.info("loss: %s", choice.reason)
     if has_experts(config):
-        accumulation = training.gradient_accumulation_steps
-        logger.info("experts: %s", describe_term(router, accumulation))
+        logger.info("experts: %s", describe_term(router, training.gradient_accumulation_steps))
     return choice

@@ -44,17 +44,14 @@ class RunData:
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
-    directory = tokenizer_directory(settings)
+    directory = _tokenizer_directory(settings)
     tokenizer = load_tokenizer(directory)
     compare_with_model(settings, tokenizer, directory)
     return tokenizer
 
 
-def tokenizer_directory(settings: RunSettings) -> str:
-    """Return where the run's tokenizer is: as given, the data's, or that of model or stage.
-
-    Raises ConfigurationError when training from scratch on data that names no tokenizer.
-    """
+def _tokenizer_directory(settings: RunSettings) -> str:
+    """Return where the run's tokenizer is: as given, the data's, or that of model or stage."""
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
     source = train_sources(settings.data.train_data)[0].directory
@@ -80,16 +77,15 @@ def load_run_data(
     *,
     fine_tuning: bool,
 ) -> RunData:
-    """Open, check and pack every split; training ranks read no text and map no dataset.
+    """Open, check and pack every split.
 
-    Fine-tuning needs a loss-bearing token in every document and does with long ones what
+    Fine-tuning needs a token to train on in every document and does with long ones what
     --on_overlong says; pretraining splits them. Raises ConfigurationError with the problems of all
     splits at once.
     """
     data = settings.data
-    sources = train_sources(data.train_data)
-    named = [("train", source.directory) for source in sources]
-    named += list(eval_splits(data.eval_data).items())
+    sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
+    named = [("train", source.directory) for source in sources] + list(splits.items())
     vocabulary = config.get_text_config().vocab_size
     sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
     opened: list[TokenDataset] = []
@@ -109,30 +105,24 @@ def load_run_data(
     plans = [_pack(dataset, data, fine_tuning) for dataset in opened]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         logger.info("%s: %s", name, packing_line(dataset, plan))
-    padding = _padding(tokenizer, vocabulary)
-    first = len(sources)
-    train = PackedDataset(opened[:first], plans[:first], pad_token_id=padding)
-    evaluation = {
-        name: PackedDataset([dataset], [plan], pad_token_id=padding)
-        for (name, _), dataset, plan in zip(
-            named[first:], opened[first:], plans[first:], strict=True
-        )
-    }
-    weights = [source.weight for source in sources if source.weight is not None]
-    new = new_token_ids(settings, tokenizer)
-    return RunData(train, evaluation, weights or None, sha256, new)
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
-    """Return a token that the model has: it is not trained on, and no document sees it."""
+    # A token that the model has: it is not trained on, and no document sees it.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in tokens if token is not None and token < vocabulary), 0)
+    padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
+    first = len(sources)
+    evaluation = zip(splits, opened[first:], plans[first:], strict=True)
+    weights = [source.weight for source in sources if source.weight is not None]
+    return RunData(
+        PackedDataset(opened[:first], plans[:first], padding),
+        {name: PackedDataset([rows], [plan], padding) for name, rows, plan in evaluation},
+        weights or None,
+        sha256,
+        new_token_ids(settings, tokenizer),
+    )
 
 
 def _tokenizer_problems(
     dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase, sha256: str
 ) -> list[str]:
-    """Say what the tokenizer or the chat template of a dataset has otherwise than the run's."""
     used = tokenizer.name_or_path
     hint = (
         "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
@@ -180,17 +170,13 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     """Write out what packing made of a dataset: documents, tokens, rows, and what was left out."""
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
+    trained = "every token trained on"
+    if dataset.loss_mask is not None:
+        trained = f"{found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
     line = (
         f"{dataset.path}: {found.documents:,} documents, {found.tokens:,} tokens in "
-        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled), {trained}"
     )
-    if dataset.loss_mask is None:
-        line += ", every token trained on"
-    else:
-        line += f", {found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
-    told = [f"{count:,} {what}" for what, count in plan.counts.items() if count]
-    if told:
-        line += f"; documents {', '.join(told)}"
-    if plan.left_out_tokens:
-        line += f"; {plan.left_out_tokens:,} tokens left out"
-    return line
+    if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
+        line += f"; documents {', '.join(treated)}"
+    return f"{line}; {plan.left_out_tokens:,} tokens left out" if plan.left_out_tokens else line
