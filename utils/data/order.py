@@ -76,58 +76,14 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     return (high << low_bits) | low
 
 
-class Interleaving:
-    """Which source gives each sample of an endless stream, by `weights` (relative shares) and seed.
-
-    `samples_before(n)` says how many of the first n samples come from each source: of source 0
-    round(n w0 / (w0 + w1 + ...)), of source 1 its part of the rest, and so on. Each count grows by
-    0 or 1 with n, so each block of BLOCK samples holds a non-negative number of each source, and
-    shares are exact in the long run. Inside a block a keyed permutation mixes the sources.
-    """
-
-    def __init__(self, weights: Sequence[float], seed: int):
-        self.weights = [Fraction(weight) for weight in weights]  # exact: no drift in long runs
-        self.seed = seed
-        self.layout = lru_cache(CACHED_BLOCKS)(self._layout)
-
-    def samples_before(self, sample: int) -> list[int]:
-        """Return how many of the first `sample` samples each source gives, before mixing."""
-        counts = []
-        remaining, weight = sample, sum(self.weights)
-        for own in self.weights[:-1]:
-            counts.append(math.floor(remaining * own / weight + Fraction(1, 2)))
-            remaining, weight = remaining - counts[-1], weight - own
-        return [*counts, remaining]
-
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return of each sample its source, and how many samples of that source come before it."""
-        blocks, indices = np.divmod(samples, BLOCK)
-        wanted, which = np.unique(blocks, return_inverse=True)
-        layouts = np.stack([self.layout(block) for block in wanted.tolist()])
-        sources, ordinals = layouts[which, :, indices].T
-        return sources, ordinals
-
-    def _layout(self, block: int) -> np.ndarray:
-        """Return `locate` of all samples of a block, int64 (2, BLOCK)."""
-        before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
-        counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
-        keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
-        shuffled = permute(np.arange(BLOCK), BLOCK, keys)
-        sources = np.repeat(np.arange(len(counts)), counts)[shuffled]
-        # A source's samples in the block are its next ones, in order.
-        by_source = np.argsort(sources, kind="stable")
-        ordinals = np.empty(BLOCK, dtype=np.int64)
-        ordinals[by_source] = np.arange(BLOCK) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.stack([sources, ordinals + before[sources]])
-
-
 class SampleOrder:
     """The endless shuffled stream of sequences from one or several sources.
 
     Without weights all sequences of all sources form one list of N: sample s is number P(s mod N)
     of it, P the keyed permutation of (seed, epoch s div N). With weights (relative shares of
-    samples, one per source) `Interleaving` says which source gives sample s; the k-th sample of a
-    source with n sequences is its number P(k mod n), P of (seed, source, epoch k div n).
+    samples, one per source) `samples_before` says how many samples of each block of BLOCK come
+    from each source, and a keyed permutation mixes them inside it. The k-th sample of a source with
+    n sequences is its number P(k mod n), P of (seed, source, epoch k div n).
     """
 
     def __init__(
@@ -138,13 +94,18 @@ class SampleOrder:
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
         self.total = int(self.per_source.sum())
         self.seed = seed
-        self.interleaving = None if weights is None else Interleaving(weights, seed)
+        # Exact: no drift in long runs.
+        self.weights = None if weights is None else [Fraction(weight) for weight in weights]
+        self._layout = lru_cache(CACHED_BLOCKS)(self._lay_out)
 
     def sequences(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's sequence, counted through all sources one after the other."""
-        if self.interleaving is None:
+        if self.weights is None:
             return self._shuffled(samples, self.total, source=0)
-        sources, ordinals = self.interleaving.locate(samples)
+        blocks, indices = np.divmod(samples, BLOCK)
+        wanted, which = np.unique(blocks, return_inverse=True)
+        layouts = np.stack([self._layout(block) for block in wanted.tolist()])
+        sources, ordinals = layouts[which, :, indices].T
         found = np.empty_like(samples)
         for source in np.unique(sources).tolist():
             own = sources == source
@@ -153,19 +114,46 @@ class SampleOrder:
 
     def shares(self) -> np.ndarray:
         """Return the share of the samples that each source gives, float64 (sources,)."""
-        if self.interleaving is None:
+        if self.weights is None:
             return self.per_source / self.total
-        weights = self.interleaving.weights
-        return np.array([float(weight / sum(weights)) for weight in weights])
+        return np.array([float(weight / sum(self.weights)) for weight in self.weights])
 
     def epochs_before(self, sample: int) -> list[float]:
-        """Return the epochs of each source in the first `sample` samples.
-
-        With weights exact at the end of each block, a few dozen samples off inside it.
-        """
-        if self.interleaving is None:
+        """Return the epochs of each source in the first `sample` samples."""
+        if self.weights is None:
             return [sample / self.total] * len(self.per_source)
-        return (np.array(self.interleaving.samples_before(sample)) / self.per_source).tolist()
+        block, inside = divmod(sample, BLOCK)
+        drawn = np.bincount(self._layout(block)[0, :inside], minlength=len(self.per_source))
+        return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
+
+    def samples_before(self, sample: int) -> list[int]:
+        """Return how many of the first `sample` samples each weighted source gives, before mixing.
+
+        Of n samples source 0 gives round(n w0 / (w0 + w1 + ...)), source 1 its part of the rest,
+        and so on: each count grows by 0 or 1 with n, and shares are exact in the long run.
+        """
+        counts = []
+        remaining, weight = sample, sum(self.weights or ())
+        for own in (self.weights or ())[:-1]:
+            counts.append(math.floor(remaining * own / weight + Fraction(1, 2)))
+            remaining, weight = remaining - counts[-1], weight - own
+        return [*counts, remaining]
+
+    def _lay_out(self, block: int) -> np.ndarray:
+        """Return for each sample of a block its source, and how many of that source came before.
+
+        int64 (2, BLOCK).
+        """
+        before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
+        counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
+        keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
+        shuffled = permute(np.arange(BLOCK), BLOCK, keys)
+        sources = np.repeat(np.arange(len(counts)), counts)[shuffled]
+        # A source's samples in the block are its next ones, in order.
+        by_source = np.argsort(sources, kind="stable")
+        ordinals = np.empty(BLOCK, dtype=np.int64)
+        ordinals[by_source] = np.arange(BLOCK) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.stack([sources, ordinals + before[sources]])
 
     def _shuffled(self, ordinals: np.ndarray, count: int, source: int) -> np.ndarray:
         epochs, positions = np.divmod(ordinals, count)

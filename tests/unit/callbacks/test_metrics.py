@@ -87,7 +87,7 @@ def mixture(names: list[str], tokens: list[int]) -> SimpleNamespace:
     order = SampleOrder([10] * len(names), seed=0, weights=[1] * len(names))
 
     def tokens_by_source(step: int) -> np.ndarray:
-        sources, _ = order.interleaving.locate(np.arange(4 * step, 4 * step + 4))
+        sources = order.sequences(np.arange(4 * step, 4 * step + 4)) // 10
         return np.bincount(sources, minlength=len(tokens)) * np.array(tokens)
 
     plans = [SimpleNamespace(sequence_tokens=np.full(10, number)) for number in tokens]

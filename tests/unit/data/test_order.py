@@ -12,7 +12,6 @@ from utils.data.order import (
     BLOCK,
     PADDING_SEQUENCE,
     GlobalBatchSampler,
-    Interleaving,
     SampleOrder,
     derive_keys,
     eval_batches,
@@ -50,29 +49,21 @@ def test_each_epoch_visits_every_row_exactly_once(size, seed, epoch):
     assert sorted(permute(np.arange(size), size, keys)) == list(range(size))
 
 
-@given(size=st.integers(2**31, 2**40), places=st.lists(st.integers(0, 2**31 - 1), min_size=1))
-def test_a_permutation_of_billions_of_rows_needs_no_list(size, places):
-    places = np.unique(places)
-    permuted = permute(places, size, derive_keys(0, 0, np.zeros_like(places)))
+def test_a_permutation_of_billions_of_rows_needs_no_list():
+    places = np.arange(0, 2**31, 2**22)
+    permuted = permute(places, 2**40 - 7, derive_keys(0, 0, np.zeros_like(places)))
     assert len(np.unique(permuted)) == len(places)
-    assert ((permuted >= 0) & (permuted < size)).all()
+    assert ((permuted >= 0) & (permuted < 2**40 - 7)).all()
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((0, 0, 0), (1, 0, 0)),
-        ((0, 0, 0), (0, 1, 0)),
-        ((0, 0, 0), (0, 0, 1)),
-    ],
-)
-def test_seeds_sources_and_epochs_permute_differently(first, second):
+def test_seeds_sources_and_epochs_permute_differently():
     permuted = [
         permute(np.arange(1000), 1000, derive_keys(seed, source, np.full(1000, epoch)))
-        for seed, source, epoch in (first, second)
+        for seed, source, epoch in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
-    assert np.count_nonzero(permuted[0] == permuted[1]) < 10
     assert abs(np.corrcoef(permuted[0][:-1], permuted[0][1:])[0, 1]) < 0.1
+    for other in permuted[1:]:
+        assert np.count_nonzero(permuted[0] == other) < 10
 
 
 @pytest.mark.parametrize("size", [3, 5, 6])
@@ -111,14 +102,12 @@ def test_without_weights_every_row_of_every_source_comes_once_an_epoch(rows, see
 
 @given(weights=WEIGHTS, sample=st.integers(0, 2**50))
 def test_shares_of_weighted_sources_are_exact_at_every_length(weights, sample):
-    interleaving = Interleaving(weights, seed=0)
-    counts = interleaving.samples_before(sample)
+    order = SampleOrder([1] * len(weights), 0, weights)
+    counts, after = order.samples_before(sample), order.samples_before(sample + 1)
     assert sum(counts) == sample
-    exact = np.array([float(sample * w / sum(interleaving.weights)) for w in interleaving.weights])
+    exact = np.array([float(sample * each / sum(order.weights)) for each in order.weights])
     assert np.abs(np.array(counts) - exact).max() < len(weights)
-    after = interleaving.samples_before(sample + 1)
-    assert sum(new - old for old, new in zip(counts, after, strict=True)) == 1
-    assert min(new - old for old, new in zip(counts, after, strict=True)) == 0 or len(weights) == 1
+    assert sorted(np.array(after) - counts) == [0] * (len(weights) - 1) + [1]
 
 
 def test_each_weighted_source_walks_its_own_epochs():
@@ -137,34 +126,19 @@ def test_each_weighted_source_walks_its_own_epochs():
         assert len({tuple(epoch) for epoch in epochs}) > len(epochs) * 0.9
 
 
-@given(
-    weights=st.one_of(st.none(), st.just([0.3, 0.7])), places=st.permutations(range(0, 5000, 97))
-)
-def test_a_sample_is_the_same_however_it_is_asked_for(weights, places):
-    whole = SampleOrder([11, 23], seed=1, weights=weights).sequences(np.arange(5000))
-    other = SampleOrder([11, 23], seed=1, weights=weights)
-    assert other.sequences(np.array(places)).tolist() == whole[places].tolist()
-
-
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.97, 0.03]])
 def test_how_far_a_prefix_may_be_from_the_weights(weights):
     """Less than a sample a source at the end of each block, a few dozen inside it."""
-    interleaving = Interleaving(weights, seed=0)
-    sources, _ = interleaving.locate(np.arange(40 * BLOCK))
+    order = SampleOrder([1000] * len(weights), 0, weights)
+    sources, _ = located(order, np.arange(40 * BLOCK))
     counts = np.zeros((40 * BLOCK + 1, len(weights)), dtype=np.int64)
     np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0, out=counts[1:])
-    asked = np.arange(len(counts))[:, None] * np.array(weights) / sum(weights)
-    away = np.abs(counts - asked)
+    away = np.abs(counts - np.arange(len(counts))[:, None] * np.array(weights))
     assert away[::BLOCK].max() < 1
     assert away.max() < 64
-    for sample in (0, 1, 700, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 300):
-        assert interleaving.samples_drawn(sample) == counts[sample].tolist()
-
-
-def test_epochs_and_shares_of_sources():
-    order = SampleOrder([10, 1000], seed=3, weights=[1, 3])
-    assert order.shares().tolist() == [0.25, 0.75]
-    assert order.epochs_before(4 * BLOCK) == [BLOCK / 10, 3 * BLOCK / 1000]
+    for sample in (0, 1, 700, BLOCK, 5 * BLOCK + 300):
+        assert order.epochs_before(sample) == (counts[sample] / 1000).tolist()
+    assert order.shares().tolist() == pytest.approx(weights)
     together = SampleOrder([10, 30], seed=3)
     assert together.shares().tolist() == [0.25, 0.75]
     assert together.epochs_before(100) == [2.5, 2.5]
@@ -191,15 +165,15 @@ def test_every_world_size_sees_the_same_global_batches(weights, world_size, micr
 
 
 def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one():
-    order = SampleOrder([101], seed=4)
-    whole = list(sampler(order, 12, 3, rank=1, world_size=2, steps=700))
-    resumed = sampler(order, 12, 3, rank=1, world_size=2, steps=700)
-    for step in (0, 1, 3, 699, 700):
-        resumed.resume_at(step)
-        assert list(resumed) == whole[2 * step :]
-        assert len(resumed) == len(whole) == 1400, "Trainer counts the whole run"
-    assert resumed.epoch_at(0) == 0
-    assert resumed.epoch_at(101) == 12
+    for weights in (None, [0.3, 0.7]):
+        order = SampleOrder([101, 30], seed=4, weights=weights)
+        whole = list(sampler(order, 12, 3, rank=1, world_size=2, steps=700))
+        resumed = sampler(SampleOrder([101, 30], 4, weights), 12, 3, 1, 2, steps=700)
+        for step in (0, 1, 3, 699, 700):
+            resumed.resume_at(step)
+            assert list(resumed) == whole[2 * step :]
+            assert len(resumed) == len(whole) == 1400, "Trainer counts the whole run"
+        assert resumed.epoch_at(131) == 12
 
 
 @given(
