@@ -35,7 +35,6 @@ import utils.training.trainer
 from utils.callbacks.stop import StopWatch
 from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
-from utils.checkpoints import staging as background
 from utils.launch.script import run_script
 from utils.support import run_lock
 
@@ -61,27 +60,6 @@ class InOneThread(concurrent.futures.Executor):
         except Exception as error:
             done.set_exception(error)
         return done
-
-
-class OneWriter:
-    """A thread in all but name: what is started goes to one thread, one after the other.
-
-    Its calls are counted from the first save to the last.
-    """
-
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-
-    def __init__(self, target, **_options):
-        self.target, self.done = target, None
-
-    def start(self):
-        self.done = self.pool.submit(self.target)
-
-    def is_alive(self):
-        return not self.done.done()
-
-    def join(self):
-        self.done.result()
 
 
 def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
@@ -160,7 +138,7 @@ def name_probes_alike() -> None:
 
 
 def stage_within(memory: Path) -> None:
-    """Stage checkpoints here, under one name, and write them in one thread."""
+    """Stage checkpoints here, under one name."""
 
     def make_directory(prefix: str, dir: Path) -> str:
         directory = Path(dir) / f"{staging.PREFIX}here"
@@ -169,7 +147,6 @@ def stage_within(memory: Path) -> None:
 
     staging.MEMORY = memory
     staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
-    background.threading = types.SimpleNamespace(Thread=OneWriter)
 
 
 class _NumberedRows(torch.utils.data.Dataset):

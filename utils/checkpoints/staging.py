@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -37,14 +37,20 @@ class BackgroundWriter:
         self.directory: Path | None = None
         self.lock: int | None = None
         self.group = cpu_group(GROUP_TIMEOUT_S)
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None  # of the last write on this rank; `wait` raises it
+        self.pool = ThreadPoolExecutor(1, "checkpoint writer")
+        self.work: Future[None] | None = None  # the last write on this rank, until `wait`
         atexit.register(self.remove_directory)
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self.thread is not None and self.thread.is_alive()
+        return self.work is not None and not self.work.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether that failed; `wait` raises why."""
+        work = self.work
+        return work is not None and work.done() and work.exception() is not None
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return the directory in memory for this rank's checkpoint; None if a node has no room.
@@ -97,26 +103,14 @@ class BackgroundWriter:
 
     def start(self, work: Callable[[], None]) -> None:
         """Do `work` in the thread."""
-        assert self.thread is None, "one at a time: wait first"
-
-        def do() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=do, name="checkpoint writer", daemon=True)
-        self.thread.start()
+        assert self.work is None, "one at a time: wait first"
+        self.work = self.pool.submit(work)
 
     def wait(self) -> None:
         """Wait for the work under way, if any; raise what it raised."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.thread = None
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        work, self.work = self.work, None
+        if work is not None:
+            work.result()
 
     def close(self) -> None:
         """Release memory and group; all ranks call it, with no work under way."""

@@ -97,7 +97,7 @@ class Checkpoints:
     @property
     def failed(self) -> bool:
         """Whether that failed on this rank; `finish` raises why."""
-        return self.background is not None and self.background.error is not None
+        return self.background is not None and self.background.failed
 
     def begin(self, step: int) -> bool:
         """Wait for the save before, and make room; False: the step is committed already.

@@ -1,5 +1,6 @@
 """A save from its begin to its commit, at once and in the background, without a model."""
 
+import concurrent.futures
 import errno
 import os
 import shutil
@@ -95,7 +96,7 @@ def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, 
     checkpoints.finish()
     monkeypatch.setattr(shutil, "copyfile", fail)
     save(checkpoints, 4)
-    checkpoints.background.thread.join()
+    concurrent.futures.wait([checkpoints.background.work])
     assert checkpoints.failed
     with pytest.raises(StorageError, match="No space left on device"):
         checkpoints.begin(6)
