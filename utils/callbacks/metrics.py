@@ -27,13 +27,6 @@ class MetricCallback(TrainerCallback):
     sees it; all ranks call it together, at the same step.
     """
 
-    device: torch.device = torch.device("cpu")
-
-    @override
-    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Note the device that the ranks communicate on."""
-        self.device = args.device
-
     def metrics(self) -> dict[str, float]:
         """Return the figures since the last call, units in their names; collective over ranks."""
         return {}
@@ -101,9 +94,8 @@ class Throughput(MetricCallback):
         self.window_step: int | None = None  # until the first step of this start is done
 
     @override
-    def on_train_begin(self, args: Any, *event: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Take the loader over."""
-        super().on_train_begin(args, *event, **kwargs)
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         self.interrupted_at = self.window_start = self.clock()
@@ -116,8 +108,9 @@ class Throughput(MetricCallback):
         """Begin the window after the first step; mark where an interruption begins."""
         self.step = state.global_step
         first = self.window_step is None
-        if self.device.type == "cuda" and (first or control.should_evaluate or control.should_save):
-            torch.cuda.synchronize(self.device)
+        interrupted = first or control.should_evaluate or control.should_save
+        if interrupted and args.device.type == "cuda":
+            torch.cuda.synchronize(args.device)
         now = self.interrupted_at = self.clock()
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
         self.loader.tokens_seen.count(self.step)
@@ -172,9 +165,9 @@ class MemoryMonitor(MetricCallback):
     """
 
     @override
-    def on_train_begin(self, *event: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Start the peak here: loading the model is no part of training."""
-        super().on_train_begin(*event, **kwargs)
+        self.device = args.device
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -200,28 +193,23 @@ class MemoryMonitor(MetricCallback):
 
 
 class CompilationWatch(TrainerCallback):
-    """Warns of each step after the first one of a start that compiled again, on every rank.
+    """Warns of each step after the first one of a start that compiled again, on every rank."""
 
-    Evaluations have shapes of their own: what they compile counts for no step.
-    """
+    first = True
 
-    def __init__(self) -> None:
-        self.graphs: int | None = None  # None: the first step of this start is not done
+    @override
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Count here: evaluations, which have shapes of their own, come between steps."""
+        self.graphs = compiled_graphs()
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compare with the graphs that there were before this step."""
-        more = compiled_graphs() - (self.graphs or 0)
-        if self.graphs is not None and more > 0:
+        more = compiled_graphs() - self.graphs
+        if more and not self.first:
             logger.warning(
                 "step %d compiled %d graphs more, though its shapes are those of the steps before: "
                 "TORCH_LOGS=recompiles shows why; --compile false avoids the wait",
                 state.global_step, more,
             )  # fmt: skip
-        self.graphs = compiled_graphs()
-
-    @override
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Take the graphs of the evaluation for known."""
-        if self.graphs is not None:
-            self.graphs = compiled_graphs()
+        self.first = False

@@ -59,8 +59,8 @@ class Deadline:
     def reason(self, now: float) -> str | None:
         """Say why it is time to stop; None while it is not."""
         left_s, step_s = self.ends_at - now, max(self.steps_s)
-        saves = self.checkpoints.saves
-        save_s = max((save.total_s for save in saves), default=self.guessed_save_s)
+        saves_s = (save.stall_s + save.write_s for save in self.checkpoints.saves)
+        save_s = max(saves_s, default=self.guessed_save_s)
         if left_s > 2 * step_s + (1.5 + self.checkpoints.writing) * save_s + self.margin_s:
             return None
         return (

@@ -115,13 +115,11 @@ class HangWatch(TrainerCallback):
     def _watch(self) -> None:
         while HangWatch.current is self:
             hangs = self.look() >= 1
-            if hangs or (self.silent_s >= self.timeout_s / 2 and self._another_hangs()):
+            others = [] if self.silent_s < self.timeout_s / 2 else _notes()
+            if hangs or any(note.kind == "hung" for note in others):
                 self._give_up()
                 return
             time.sleep(min(1.0, self.timeout_s / 20))
-
-    def _another_hangs(self) -> bool:
-        return any(note.kind == "hung" and note.rank != self.rank for note in _notes())
 
     def _give_up(self) -> None:
         """Say where this rank stands and which one is at fault, and end the process."""

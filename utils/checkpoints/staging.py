@@ -6,8 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,23 +33,11 @@ class BackgroundWriter:
 
     def __init__(self, run_id: str, rank: int):
         self.rank, self.prefix = rank, f"{PREFIX}{run_id}-{rank}-"
-        self.directory: Path | None = None
-        self.lock: int | None = None
+        self.directory: Path | None = None  # locked with this descriptor
+        self.lock = -1
         self.group = cpu_group(GROUP_TIMEOUT_S)
         self.pool = ThreadPoolExecutor(1, "checkpoint writer")
-        self.work: Future[None] | None = None  # the last write on this rank, until `wait`
         atexit.register(self.remove_directory)
-
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self.work is not None and not self.work.done()
-
-    @property
-    def failed(self) -> bool:
-        """Whether that failed; `wait` raises why."""
-        work = self.work
-        return work is not None and work.done() and work.exception() is not None
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return the directory in memory for this rank's checkpoint; None if a node has no room.
@@ -74,12 +61,13 @@ class BackgroundWriter:
 
     def make_directory(self) -> Path:
         """Return the directory, empty, readable by this user alone; raises OSError."""
+        # A start that takes it for a leftover before it is locked removes it: then again.
         while self.directory is None or not self.directory.exists():
-            self._release()
-            self.directory = Path(tempfile.mkdtemp(prefix=self.prefix, dir=MEMORY))
-            self.lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            # A start that took it for a leftover before it was locked removes it: then again.
+            self.remove_directory()
+            directory = Path(tempfile.mkdtemp(prefix=self.prefix, dir=MEMORY))
+            self.lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self.lock, fcntl.LOCK_EX)
+            self.directory = directory
         self.clear()
         return self.directory
 
@@ -93,24 +81,8 @@ class BackgroundWriter:
         """Remove the directory; what stays is removed by the next start."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
-            self._release()
-            self.directory = None
-
-    def _release(self) -> None:
-        if self.lock is not None:
             os.close(self.lock)
-            self.lock = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Do `work` in the thread."""
-        assert self.work is None, "one at a time: wait first"
-        self.work = self.pool.submit(work)
-
-    def wait(self) -> None:
-        """Wait for the work under way, if any; raise what it raised."""
-        work, self.work = self.work, None
-        if work is not None:
-            work.result()
+            self.directory = None
 
     def close(self) -> None:
         """Release memory and group; all ranks call it, with no work under way."""

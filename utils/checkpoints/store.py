@@ -11,6 +11,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,6 @@ class Save:
     stall_s: float  # training waited
     write_s: float  # in the background, after that
 
-    @property
-    def total_s(self) -> float:
-        """From the end of the step to the commit."""
-        return self.stall_s + self.write_s
-
 
 class Checkpoints:
     """Commits and keeps the checkpoints of a run; every method is collective over ranks.
@@ -71,6 +67,7 @@ class Checkpoints:
         self.output_dir, self.facts, self.rank = output_dir, facts, rank
         self.keep, self.estimated_bytes = keep, estimated_bytes
         self.background = background
+        self.work: Future[None] | None = None  # what is written there, until `finish`
         self.run_dir = output_dir
         self.saves: list[Save] = []
         self.begun = 0.0
@@ -92,12 +89,12 @@ class Checkpoints:
     @property
     def writing(self) -> bool:
         """Whether this rank is writing a checkpoint in the background."""
-        return self.background is not None and self.background.writing
+        return self.work is not None and not self.work.done()
 
     @property
     def failed(self) -> bool:
         """Whether that failed on this rank; `finish` raises why."""
-        return self.background is not None and self.background.failed
+        return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
         """Wait for the save before, and make room; False: the step is committed already.
@@ -144,12 +141,13 @@ class Checkpoints:
             background.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
 
-        background.start(write)
+        self.work = background.pool.submit(write)
 
     def finish(self) -> None:
         """Wait for what is being written in the background; raises StorageError on all ranks."""
-        if self.background is not None:
-            self.background.wait()
+        work, self.work = self.work, None
+        if work is not None:
+            work.result()
 
     def close(self) -> None:
         """Release what writing in the background needs."""

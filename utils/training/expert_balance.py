@@ -46,7 +46,7 @@ class ExpertBalance(MetricCallback):
         """Prepare a step of these micro-batches; collective over ranks."""
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
-        self.tokens = self._over_ranks(torch.full((), tokens, device=self.device))
+        self.tokens = self._over_ranks(torch.full((), tokens, device=self.accelerator.device))
         several = len(batches) > 1
         self.counted = self._over_ranks(sum(map(self._assignments, batches))) if several else None
 
@@ -70,7 +70,7 @@ class ExpertBalance(MetricCallback):
         return self.accelerator.reduce(values, reduction="sum")
 
     def _by_rank(self) -> list[float]:
-        own = torch.as_tensor(self.total, dtype=torch.float32, device=self.device)
+        own = torch.as_tensor(self.total, dtype=torch.float32, device=self.accelerator.device)
         sums: torch.Tensor = self.accelerator.gather(own.reshape(1))
         return sums.tolist()
 

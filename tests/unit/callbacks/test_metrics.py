@@ -178,9 +178,10 @@ def test_on_a_gpu_the_peak_follows_real_allocations():
 
 def test_a_later_step_that_compiles_is_warned_of(monkeypatch, caplog):
     watch = CompilationWatch()
-    for graphs, evaluated in ((3, False), (3, False), (5, True), (5, False), (6, False)):
-        monkeypatch.setattr("utils.callbacks.metrics.compiled_graphs", lambda now=graphs: now)
-        event = watch.on_evaluate if evaluated else watch.on_step_end
-        event(None, TrainerState(global_step=graphs), TrainerControl())
+    # What there is before and after each step; an evaluation between the second and third.
+    for step, graphs in enumerate([(0, 3), (3, 3), (5, 5), (5, 6)], start=1):
+        for event, count in zip((watch.on_step_begin, watch.on_step_end), graphs, strict=True):
+            monkeypatch.setattr("utils.callbacks.metrics.compiled_graphs", lambda now=count: now)
+            event(None, TrainerState(global_step=step), TrainerControl())
     assert caplog.text.count("graphs more") == 1
-    assert "step 6 compiled 1 graphs more" in caplog.text
+    assert "step 4 compiled 1 graphs more" in caplog.text

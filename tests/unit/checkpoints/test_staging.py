@@ -36,7 +36,7 @@ def test_a_directory_is_for_its_user_alone_as_long_as_its_process_lives(memory, 
     own.close()
     directory = own.make_directory()
     os.close(own.lock)  # as a kill does
-    own.lock = None
+    own.directory = None
     remove_leftovers()
     assert not directory.exists()
     assert caplog.text.count("was left in memory by a run that was killed: removed") == 1

@@ -81,7 +81,7 @@ def test_a_save_is_under_way_when_commit_returns(checkpoints, monkeypatch, caplo
     assert not names(directory), "the memory is given back"
     (entry,) = checkpoints.saves
     assert (entry.step, entry.size_bytes) == (4, read_manifest(run / "checkpoint-4").size_bytes)
-    assert entry.total_s == entry.stall_s + entry.write_s > 0
+    assert entry.write_s > 0 < entry.stall_s
     assert "checkpoint-4 committed (20.5 KiB, written in " in caplog.text
     assert not checkpoints.begin(4)
     checkpoints.close()
@@ -96,7 +96,7 @@ def test_what_fails_is_raised_by_whoever_waits_and_commits_nothing(checkpoints, 
     checkpoints.finish()
     monkeypatch.setattr(shutil, "copyfile", fail)
     save(checkpoints, 4)
-    concurrent.futures.wait([checkpoints.background.work])
+    concurrent.futures.wait([checkpoints.work])
     assert checkpoints.failed
     with pytest.raises(StorageError, match="No space left on device"):
         checkpoints.begin(6)
