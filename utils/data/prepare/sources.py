@@ -84,17 +84,17 @@ def list_sources(
             problems.append(f"{given}: {error}")
             continue
         for path in found:
-            kind, compression = _kind_of(path)
-            if kind is None and document_format == "text":
-                kind = "text"
-            if problem := _problem(path, kind, is_given=path == given):
-                problems.append(f"{path}: {problem}")
-            elif kind is None:
+            try:
+                file = _source_file(path, document_format == "text", is_given=path == given)
+            except ValueError as error:
+                problems.append(f"{path}: {error}")
+                continue
+            if file is None:
                 skipped[Path(path).suffix or "no suffix"] += 1
             elif os.path.realpath(path) in files:
                 skipped["given twice"] += 1
             else:
-                files[os.path.realpath(path)] = _source_file(path, kind, compression)
+                files[os.path.realpath(path)] = file
         if len(files) + len(problems) == before:
             problems.append(
                 f"{given}: empty source, no file in it can be read (skipped: "
@@ -241,32 +241,33 @@ def _in_one_format(given: str, paths: list[str]) -> list[str]:
 # --- the kind of a file
 
 
-def _source_file(path: str, kind: SourceKind, compression: Compression | None) -> SourceFile:
-    files = Path(path).glob("*.arrow") if kind == "datasets" else [Path(path)]
-    stats = [file.stat() for file in files]
-    size = sum(stat.st_size for stat in stats)
-    mtime_ns = max((stat.st_mtime_ns for stat in stats), default=0)
-    return SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
+def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
+    """Return a readable file, None for one of unknown kind.
 
-
-def _problem(path: str, kind: SourceKind | None, *, is_given: bool) -> str | None:
-    """Return why a file cannot be read, if the user named it or its suffix is known."""
-    if kind == "datasets":
-        return None
-    if not Path(path).is_file():
-        return "not a regular file, or a broken link"
-    if kind is None and is_given:
-        return (
+    Raises ValueError where the user named it, or its kind is known, and it cannot be read.
+    """
+    kind, compression = _kind_of(path)
+    if kind is None and any_suffix:
+        kind = "text"
+    files = sorted(Path(path).glob("*.arrow")) if kind == "datasets" else [Path(path)]
+    if not all(file.is_file() for file in files):
+        raise ValueError("not a regular file, or a broken link")
+    if kind is None:
+        if not is_given:
+            return None
+        raise ValueError(
             "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet; JSON holds an array of "
             'records, {"data": [...]} or one record a line); give --format text to read the whole '
             "file as one document"
         )
-    size = Path(path).stat().st_size
+    stats = [file.stat() for file in files]
+    size = sum(stat.st_size for stat in stats)
     if is_given and size == 0:
-        return "empty source, the file has 0 bytes"
+        raise ValueError("empty source, the file has 0 bytes")
     if size < 1024 and _head(path, None).startswith("version https://git-lfs"):
-        return "is a pointer of Git LFS, not the file: fetch it with git lfs pull"
-    return None
+        raise ValueError("is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+    mtime_ns = max((stat.st_mtime_ns for stat in stats), default=0)
+    return SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
 
 
 def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:

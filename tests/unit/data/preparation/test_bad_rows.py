@@ -43,23 +43,6 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, tokenizer, ca
     assert "a.jsonl:1: malformed JSON" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_bad_row_found_by_a_worker_process_names_file_and_line(
-    tmp_path, source, tokenizer, workers_for_little
-):
-    with source.open("a") as stream:
-        stream.write("{oops\n")
-    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
-        samples.prepare(
-            sources=[source],
-            output_dir=tmp_path / "out",
-            tokenizer_name_or_path=tokenizer,
-            num_proc=2,
-        )
-    assert len(caught.value.problems) == 1
-    assert not caught.value.problems[0].startswith("-")
-
-
 def test_a_split_that_is_left_without_documents_is_named(tmp_path, tokenizer):
     source = samples.text_source(tmp_path / "a.jsonl", 5)
     with pytest.raises(ConfigurationError, match="validation: no document is left"):

@@ -1,6 +1,5 @@
 import pytest
 
-from utils.data.prepare import documents
 from utils.data.prepare.documents import (
     ChatDocument,
     TextDocument,
@@ -79,15 +78,6 @@ def test_a_record_that_cannot_be_used_says_why(document_format, fields, reason, 
     assert found.reason == reason
     assert message in str(found)
     assert str(found).startswith("a.jsonl:3: ")
-
-
-def test_a_very_long_text_is_cut_behind_line_ends(monkeypatch):
-    monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 100)
-    text = "some words\n" * 40
-    parts = list(parse_documents(Record({"text": text}, PLACE), RowSettings("text")))
-    assert "".join(part.text for part in parts) == text
-    assert [part.part for part in parts] == list(range(len(parts)))
-    assert all(part.text.endswith("\n") for part in parts)
 
 
 def test_the_digest_follows_content_and_seed_and_not_the_place():

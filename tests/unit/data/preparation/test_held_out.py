@@ -47,6 +47,7 @@ def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
     found = {}
     for split in ("train", "validation"):
         parts = [plain.decode(row[:-1]) for row in samples.rows(tmp_path / "out" / split)]
+        assert all(part.endswith("\n") for part in parts)
         found[split] = "".join(parts)
         for text in texts:
             assert found[split].count(text[:8]) in (0, 40)

@@ -15,26 +15,6 @@ from utils.data.prepare.workspace import Workspace
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-@pytest.mark.parametrize("document_format", ["text", "prompt_completion"])
-def test_gigatoken_writes_the_same_bytes_as_the_tokenizer(tmp_path, tokenizer, document_format):
-    texts = samples.sentences(40)
-    records = {
-        "text": [{"text": text} for text in texts],
-        "prompt_completion": [{"prompt": text[:9], "completion": text[9:]} for text in texts],
-    }
-    source = samples.write_jsonl(tmp_path / "a.jsonl", records[document_format])
-    for backend in ("tokenizers", "gigatoken"):
-        samples.prepare(
-            sources=[source],
-            output_dir=tmp_path / backend,
-            tokenizer_name_or_path=tokenizer,
-            tokenizer_backend=backend,
-        )
-    written = samples.data_bytes(tmp_path / "gigatoken")
-    assert written == samples.data_bytes(tmp_path / "tokenizers")
-    assert any(name.startswith("train/data-") for name in written)
-
-
 def test_shards_merged_are_the_undivided_preparation(tmp_path, source, tokenizer):
     shards = 15  # more than there are work units
     settings = {

@@ -27,12 +27,6 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     assert plan(both, format="messages").settings.document_format == "messages"
 
 
-def test_an_evaluation_source_of_another_format_is_refused(tmp_path, text):
-    chats = samples.write_jsonl(tmp_path / "chats.jsonl", [samples.chat("q", "a")])
-    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:1: .* but .*a\.jsonl:1 makes text"):
-        plan(text, eval_sources=[f"other={chats}"])
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -65,12 +59,3 @@ def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(t
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON"):
         plan(tmp_path / "a.jsonl")
     assert plan(tmp_path / "a.jsonl", on_bad_row="skip").settings.document_format == "text"
-
-
-def test_the_digest_follows_sources_and_settings_and_not_the_division_of_work(text):
-    digest = plan(text).digest({"sha256": "a"})
-    assert plan(text, num_proc=4, shard="1/3").digest({"sha256": "a"}) == digest
-    assert plan(text).digest({"sha256": "b"}) != digest
-    assert plan(text, seed=1).digest({"sha256": "a"}) != digest
-    samples.text_source(text, 6)
-    assert plan(text).digest({"sha256": "a"}) != digest

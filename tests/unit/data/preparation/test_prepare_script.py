@@ -40,17 +40,19 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_with_advice(
+def test_a_bad_row_of_a_worker_names_its_line_and_a_killed_worker_ends_the_run_with_advice(
     tmp_path, source, tokenizer, workers_for_little, monkeypatch
 ):
+    with source.open("a") as stream:
+        stream.write("{oops\n")
+    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer, "num_proc": 2}
+    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
+        samples.prepare(**settings, output_dir=tmp_path / "out")
+    assert len(caught.value.problems) == 1
+    assert not caught.value.problems[0].startswith("-")
     monkeypatch.setattr(units, "_run_unit", _killed)
     with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
-        samples.prepare(
-            sources=[source],
-            output_dir=tmp_path / "out",
-            tokenizer_name_or_path=tokenizer,
-            num_proc=2,
-        )
+        samples.prepare(**settings, output_dir=tmp_path / "killed")
 
 
 def _killed(unit):
