@@ -11,8 +11,6 @@ from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
 
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
-SPLIT_NAME = re.compile(r"[a-z0-9_]+")
-SHARD = re.compile(r"\d+/\d+")
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
     *("completion", "system", "tools", "functions", "chat_template_kwargs"),
@@ -128,7 +126,7 @@ def check_preparation(given: PreparationArguments) -> None:
     trains = given.train_tokenizer is not None
     takes = given.tokenizer_name_or_path is not None
     divided = given.shard is not None or given.merge is not None
-    index, number = shard_of(given) if SHARD.fullmatch(given.shard or "0/1") else (1, 0)
+    index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
     faults = {
         "sources is empty: give at least one path": not given.sources,
         f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
@@ -262,7 +260,7 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:
     taken = ["train", "tokenizer", *(["validation"] if arguments.validation_fraction else [])]
-    if not SPLIT_NAME.fullmatch(source.split) or source.split in taken:
+    if not re.fullmatch(r"[a-z0-9_]+", source.split) or source.split in taken:
         raise ValueError(
             f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "
             f"{', '.join(taken)}"

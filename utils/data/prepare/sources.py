@@ -41,7 +41,6 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")
 _ABOUT_A_FOLDER = re.compile(
     r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?"
     r"|(dataset_(infos?|dict)|config|metadata)\.json",
@@ -130,11 +129,10 @@ def _expand(given: str) -> Iterator[str]:
             if not Path(match).is_dir() or "**" not in given:
                 yield from _walk(match)
     else:
-        hint = ""
-        if _HUB_NAME.fullmatch(given):
-            hint = f"; download a dataset of the Hub first: hf download --repo-type dataset {given}"
-            hint += f" --local-dir data/{given.split('/')[1]}, and give that folder"
-        raise ValueError(f"no such file or folder{hint}")
+        raise ValueError(
+            "no such file or folder; of the Hub: hf download --repo-type dataset NAME --local-dir "
+            "FOLDER first"
+        )
 
 
 def _walk(path: str) -> Iterator[str]:
@@ -246,12 +244,12 @@ def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile |
 
     Raises ValueError where the user named it, or its kind is known, and it cannot be read.
     """
+    files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
+    if not all(file.is_file() for file in files):
+        raise ValueError("not a regular file, or a broken link")
     kind, compression = _kind_of(path)
     if kind is None and any_suffix:
         kind = "text"
-    files = sorted(Path(path).glob("*.arrow")) if kind == "datasets" else [Path(path)]
-    if not all(file.is_file() for file in files):
-        raise ValueError("not a regular file, or a broken link")
     if kind is None:
         if not is_given:
             return None
@@ -300,8 +298,6 @@ def _kind_of_json(text: str) -> SourceKind | None:
 
 def _head(path: str, compression: Compression | None) -> str:
     """Return how a file begins; "" where it cannot be read, which its reader will report."""
-    if not Path(path).is_file():  # a pipe would block
-        return ""
     try:
         with open_source(path, compression) as stream:
             return stream.read(SNIFFED_BYTES).decode("utf-8-sig", errors="replace")

@@ -100,14 +100,13 @@ class Workspace:
         if settings.exists():
             if settings.read_text(encoding="utf-8") == content:
                 return
-            has_units = any(self.root.glob("unit-*.json"))
-            if has_units and (not may_discard or (self.output_dir / TRAIN).exists()):
-                raise ConfigurationError(
-                    f"{self.root}: holds unfinished work of other settings, or of sources that "
-                    "have changed: finish it with its settings, or remove it, or choose another "
-                    "--output_dir"
-                )
-            if has_units:
+            if any(self.root.glob("unit-*.json")):
+                if not may_discard or (self.output_dir / TRAIN).exists():
+                    raise ConfigurationError(
+                        f"{self.root}: holds unfinished work of other settings, or of sources that "
+                        "have changed: finish it with its settings, or remove it, or choose "
+                        "another --output_dir"
+                    )
                 logger.warning(f"{self.root}: units of other settings are discarded")
             shutil.rmtree(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
@@ -155,15 +154,14 @@ class Workspace:
                 logger.info("%d of %d shards are left; the last one merges", left, shards)
                 return False
             claim.symlink_to(str(shard))  # atomic, also on network file systems
-        except FileNotFoundError:
-            logger.info("another task has merged the shards meanwhile")
-            return False
+            is_last = True
+        except FileNotFoundError:  # merged meanwhile
+            is_last = False
         except FileExistsError:
-            if str(claim.readlink()) != str(shard):
-                logger.info("all %d shards are complete; another task merges them", shards)
-                return False
-        logger.info("all %d shards are complete: merging", shards)
-        return True
+            is_last = str(claim.readlink()) == str(shard)
+        does = "merging" if is_last else "another task merges them"
+        logger.info("all %d shards are complete: %s", shards, does)
+        return is_last
 
     def remove(self) -> None:
         """Delete the workspace: its files have been moved to where they belong."""
