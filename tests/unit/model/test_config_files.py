@@ -11,25 +11,15 @@ from utils.config.errors import ConfigurationError
 from utils.model.config import config_from_file, read_config_file
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "torch_dtype": "bfloat16",
     "transformers_version": "4.43.0.dev0",
-}
+}  # fmt: skip
 QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "hidden_size": 64,
-    "max_window_layers": 48,
-    "num_attention_heads": 4,
-    "rope_theta": 1000000.0,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128,
+    "hidden_size": 64, "max_window_layers": 48, "num_attention_heads": 4, "rope_theta": 1e6,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -42,9 +32,9 @@ def tokenizer():
 
 @pytest.fixture
 def built(tmp_path, tokenizer):
-    def build(values, text=json.dumps):
+    def build(values):
         path = tmp_path / "config.json"
-        path.write_text(text(values))
+        path.write_text(json.dumps(values))
         return config_from_file(path, tokenizer)
 
     return build

@@ -33,9 +33,6 @@ CONFIGS = {
 }
 
 
-FAST = ("llama", "gpt2", "falcon", "small_next")  # the others with `slow`
-
-
 def config_of(name):
     config = CONFIGS[name]()
     config.use_cache = False
@@ -52,13 +49,10 @@ def _registered():
     register_packed_varlen(PER_DOCUMENT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS],
-)
-def test_packed_varlen_keeps_documents_apart(name, dtype):
-    assert check_isolation(config_of(name), dtype=dtype) == 7
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_varlen_keeps_documents_apart(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert check_isolation(config_of(name), dtype=dtype) == 7
 
 
 def leaking(module, query, key, value, attention_mask=None, **kwargs):
@@ -102,13 +96,9 @@ def test_an_attention_that_passes_nothing_on_proves_nothing():
         check_isolation(config_of("llama"), "blind")
 
 
-# What packed batches do not do for, at their published sizes or near (tests/published has more).
+# What packed batches do not do for (tests/published has more).
 NOT_PACKED = {
-    "bloom": transformers.BloomConfig,
     "falcon": lambda: transformers.FalconConfig(hidden_size=64, num_attention_heads=4),
-    "mamba2": transformers.Mamba2Config,
-    "falcon_h1": transformers.FalconH1Config,
-    "lfm2": lambda: transformers.Lfm2Config(full_attn_idxs=[2, 5, 8]),
     "small_next": lambda: transformers.Qwen3NextConfig(
         **SMALL, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=2,
         linear_key_head_dim=16, linear_value_head_dim=16, num_experts_per_tok=2,
@@ -123,14 +113,11 @@ def chosen(config, *, whole_rows, requested="auto"):
     return choose_isolated_attention(requested, config, cpu, torch.float32, whole_rows=whole_rows)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NOT_PACKED],
-)
+@pytest.mark.parametrize("name", NOT_PACKED)
 def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
     with pytest.raises(ConfigurationError, match="set --packing none") as refusal:
         chosen(NOT_PACKED[name](), whole_rows=False)
-    recurrent = name not in ("bloom", "falcon")
+    recurrent = name != "falcon"
     assert ("flash-linear-attention and causal-conv1d" in str(refusal.value)) == recurrent
     choice, documents = chosen(NOT_PACKED[name](), whole_rows=True)
     assert choice.batches == "plain"
@@ -209,18 +196,14 @@ def test_the_probe_leaves_random_numbers_and_the_config_alone():
 
 
 def test_the_probe_keeps_what_attention_sees():
-    probe = probe_config(transformers.Gemma3TextConfig())
     whole = transformers.Gemma3TextConfig()
-    assert probe.head_dim == whole.head_dim
-    assert probe.sliding_window == whole.sliding_window
-    assert probe.rope_parameters == whole.rope_parameters
+    probe = probe_config(whole)
+    for name in ("head_dim", "sliding_window", "rope_parameters"):
+        assert getattr(probe, name) == getattr(whole, name)
     assert probe.layer_types == ["sliding_attention", "full_attention"]
     groups = [c.num_attention_heads // c.num_key_value_heads for c in (probe, whole)]
     assert groups[0] == groups[1]
     assert sum(p.numel() for p in build_probe_model(probe, "eager").parameters()) < 5e6
-
-
-def test_what_a_model_asks_of_its_attention_is_seen():
     for name, needs in {
         "llama_8b": AttentionNeeds(128),
         "gemma2": AttentionNeeds(256, softcap=True, windows=True),

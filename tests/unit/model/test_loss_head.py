@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from families import tiny_config, tiny_model
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.linear_cross_entropy import LogitTerms
@@ -19,6 +18,7 @@ from utils.model.loss_head import (
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
 LLAMA = transformers.LlamaConfig(**SIZES)
+CAPPED = transformers.Gemma2Config(**GROUPED)  # logits with a soft cap
 FUSED = LossHeadChoice("fused", "")
 ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -27,7 +27,7 @@ ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
     "config",
     [
         transformers.Qwen3Config(**GROUPED, tie_word_embeddings=True),
-        transformers.Gemma2Config(**GROUPED),  # logits with a soft cap
+        CAPPED,
         transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
         transformers.CohereConfig(**SIZES, logit_scale=0.1),
         transformers.PhiConfig(**SIZES),  # a bias
@@ -41,19 +41,12 @@ def test_auto_fuses_what_it_has_proved(config):
     assert "proved equal" in choice.reason
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Gemma2Config(**GROUPED),
-        transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
-    ],
-    ids=["soft cap", "divisor"],
-)
-def test_what_a_model_does_to_its_logits_is_missed_by_the_proof(config, monkeypatch):
+def test_what_a_model_does_to_its_logits_is_missed_by_the_proof(monkeypatch):
     monkeypatch.setattr(fused_head, "_logit_terms", lambda _: LogitTerms())
-    choice = choose_loss_head("auto", config)
-    assert choice.name == "logits"
-    assert "loss is not the cross-entropy of its last layer alone" in choice.reason
+    for config in (CAPPED, transformers.GraniteConfig(**SIZES, logits_scaling=8.0)):
+        choice = choose_loss_head("auto", config)
+        assert choice.name == "logits"
+        assert "loss is not the cross-entropy of its last layer alone" in choice.reason
 
 
 @pytest.mark.parametrize("given", [None, RouterTerm(0.5, 2)], ids=["no term", "term"])
@@ -63,27 +56,13 @@ def test_the_experts_term_is_fused_too_and_its_coefficient_is_the_settings(given
     assert (choice.name, choice.router) == ("fused", given)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_llama_4_has_another_body_than_its_prefix_says(attention):
-    assert choose_loss_head("fused", tiny_config("llama4_text")).name == "fused"
-    model = tiny_model(tiny_config("llama4_text", attn_implementation=attention))
-    tokens = torch.arange(2, 26).view(2, 12)
-    expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    FUSED.install(model)
-    actual = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    torch.testing.assert_close(actual, expected)
-
-
-def test_a_proof_that_does_not_run_is_no_traceback(monkeypatch):
-    monkeypatch.setattr(fused_head, "body_of", lambda model: model)
-    with pytest.raises(ConfigurationError, match="LlamaForCausalLM does not run without its last"):
-        choose_loss_head("fused", LLAMA)
-
-
-def test_a_last_layer_under_lora_keeps_all_logits():
+def test_where_the_fused_head_cannot_be_it_says_why(monkeypatch):
     choice = choose_loss_head("auto", LLAMA, adapted=True)
     assert choice.name == "logits"
     assert "LoRA trains the last layer" in choice.reason
+    monkeypatch.setattr(fused_head, "body_of", lambda model: model)
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM does not run without its last"):
+        choose_loss_head("fused", LLAMA)
 
 
 def test_the_proof_leaves_the_random_numbers_alone_and_a_fused_model_answers_as_before():

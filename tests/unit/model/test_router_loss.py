@@ -17,11 +17,6 @@ def gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_the_families_that_transformers_balances():
-    missing = {"deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "llama4_text", "hunyuan_v1_moe"}
-    assert set(WITH_TERM) == set(EXPERTS) - missing
-
-
 @pytest.mark.parametrize("head", ["fused", "logits"])
 @pytest.mark.parametrize("name", WITH_TERM)
 def test_three_micro_batches_are_transformers_loss_of_the_whole_batch(name, head):
@@ -81,13 +76,11 @@ def test_who_gets_the_term():
     assert router_term(experts, fine_tuning=True, given=0.0) is None
     assert router_term(experts, fine_tuning=False) is None, "its configuration does not ask for it"
     assert router_term(dense, fine_tuning=True) is None
+    # Small hybrids have no experts and a coefficient all the same.
+    hybrid = tiny_config("granitemoeshared", num_local_experts=0)
+    assert router_term(hybrid, fine_tuning=True) is None
+    missing = {"deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "llama4_text", "hunyuan_v1_moe"}
+    assert set(WITH_TERM) == set(EXPERTS) - missing
     for config in (dense, tiny_config("deepseek_v3")):
         with pytest.raises(ConfigurationError, match="has no load-balancing loss"):
             router_term(config, fine_tuning=True, given=0.01)
-
-
-def test_a_hybrid_without_experts_has_none():
-    """granitemoehybrid: its small ones have num_local_experts 0 and a coefficient all the same."""
-    config = tiny_config("granitemoeshared", num_local_experts=0)
-    assert config.router_aux_loss_coef
-    assert router_term(config, fine_tuning=True) is None
