@@ -60,8 +60,7 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze the parameters that text does not go through, and return their names.
 
-    Towers for images and sound, and what projects them, in a model that has them beside its text
-    model: DDP waits for gradients of all that is not frozen.
+    Those are towers for images and sound: DDP waits for gradients of all that is not frozen.
     """
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return []
@@ -79,8 +78,7 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
     """Find what LoRA adapts, give it to the model's settings, and log it; None without LoRA.
 
     By default that is every linear layer but the last, and the experts, of the text model. PEFT
-    adapts the model without weights here, so that whatever it refuses is refused now. Raises
-    ConfigurationError for names that the model does not have.
+    adapts the model without weights here, so that all is refused now that it would refuse.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -188,9 +186,9 @@ def _matched(
 def _linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the text model's linear layers but the last, and the weights that hold all experts.
 
-    Layers as far as PEFT adapts them. The class alone would do for too many: some routers are made
-    of a linear layer and return more than a tensor. Mamba's fused kernels read some layers as
-    weights, which PEFT leaves alone. Experts' weights are (experts, in, out) or (experts, out, in).
+    The class alone would do for too many layers: some routers derive from it and return more than a
+    tensor. Mamba's fused kernels read some layers as weights, which PEFT leaves alone. Experts'
+    weights are (experts, in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

@@ -133,8 +133,7 @@ def compile_layers(model: nn.Module) -> int:
     # No two layers may be alike, and each is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    given = [name for name in torch.compiler.config.dynamic_sources.split(",") if name]
-    torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*given, *OPEN_NUMBERS]))
+    torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
     for layer in layers:
         layer.compile(dynamic=False)
     return len(layers)

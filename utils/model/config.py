@@ -54,11 +54,9 @@ UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # These say nothing of the model that is built.
 NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
-# These would make the model another one when it is loaded, or generation fail.
-LEFT_OUT = {
-    "quantization_config": "the model trains in the type that --dtype names",
-    "use_mtp": "transformers' model has no layers that predict several tokens",
-}
+# These would make the model another one when it is loaded, or generation fail: it trains in the
+# type that --dtype names, and transformers' has no layers that predict several tokens.
+LEFT_OUT = ("quantization_config", "use_mtp")
 ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on GPUs
 
 
@@ -119,10 +117,10 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
             f"{model_type}; custom code models are not supported: use one that it has, or a later "
             "transformers."
         )
-    settings = {name: value for name, value in values.items() if name != "model_type"}
-    for name, why in LEFT_OUT.items():
-        if settings.pop(name, None):
-            logger.info("%s: %s is left out: %s", path, name, why)
+    if left_out := [name for name in LEFT_OUT if values.get(name)]:
+        logger.info("%s: %s is left out", path, ", ".join(left_out))
+    unread = ("model_type", *LEFT_OUT)
+    settings = {name: value for name, value in values.items() if name not in unread}
     if isinstance(settings.get("text_config"), Mapping):
         settings["text_config"] = {**defaults, **settings["text_config"]}
     else:
@@ -145,16 +143,18 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """Return the keys of a file that the configuration built from it keeps and nothing reads.
 
-    A key counts as used if it is a setting of the class, if it became part of another one (so it
-    is no attribute of its own), or if the code of the architecture reads it. Those of a vision
-    tower have no part in training a language model.
+    A key is used if it is a setting of the class, became part of another one (so it is no attribute
+    of its own), or is read by the architecture's code. Vision towers are not looked at.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
     known |= {*type(config).attribute_map, *NOTES}
     unused = [name for name in values if name not in known and name in vars(config)]
     if unused:
-        code = _source(config)
+        own = type(config).__module__
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        names = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
+        code = "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
         read = r"""\.{0}\b|["']{0}["']"""
         unused = [name for name in unused if not re.search(read.format(re.escape(name)), code)]
     text = config.get_text_config(decoder=True)
@@ -162,14 +162,6 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
         if isinstance(values.get(name), Mapping) and getattr(config, name) is text:
             unused += [f"{name}.{key}" for key in _unused(values[name], text)]
     return unused
-
-
-def _source(config: PreTrainedConfig) -> str:
-    """Return the code of an architecture: the modules of its configuration and its model."""
-    own = type(config).__module__
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    names = {own, model.__module__ if model else own.replace("configuration_", "modeling_")}
-    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
 
 
 def compare_with_model(
@@ -199,10 +191,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer, if it has one, does not know.
-
-    No row was trained for them.
-    """
+    """Return the ids that the model's own tokenizer does not know: no row was trained for them."""
     _, own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -214,9 +203,9 @@ def fit_embedding(
 ) -> None:
     """Give the configuration as many tokens as the new ones need; log what tokens have no row.
 
-    LoRA trains the new rows beside its adapters, in PEFT's own layers, so the loss takes all
-    logits then; raises ConfigurationError where the fused head was asked for. A tokenizer may have
-    more tokens than its model, as published (Gemma 3 1B): the data is refused if it uses them.
+    LoRA trains the new rows in PEFT's own layers, so the loss takes all logits then; raises
+    ConfigurationError where the fused head was asked for. A tokenizer may have more tokens than its
+    model, as published (Gemma 3 1B): the data is refused if it uses them.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     if new and settings.model.use_peft:
@@ -244,10 +233,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean.
-
-    Ranks that hold no weights yet (FSDP) get them from rank 0.
-    """
+    """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves a rank an empty one
     if rows != before:
@@ -257,7 +243,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     values = {id(value): value for layer in layers for value in layer.parameters(recurse=False)}
     for value in values.values():  # tied ones once
-        if value.is_meta:
+        if value.is_meta:  # FSDP: rank 0 has it
             continue
         with _gathered(value):
             known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)

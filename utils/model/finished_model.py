@@ -33,10 +33,9 @@ def generation_settings(
 ) -> tuple[GenerationConfig, str]:
     """Return how the finished model generates, and what was repaired of it, for the user.
 
-    As published, or as transformers derives it. transformers would refuse to save some published
-    settings, at the first save and after hours of training: sampling flags without do_sample get
-    it, as transformers proposes, and what has no effect beside the others is left out. Raises
-    ConfigurationError for what is never valid.
+    As published, or as transformers derives it. It would refuse to save some published settings,
+    after hours of training: sampling flags without do_sample get it, as transformers proposes, and
+    what has no effect is left out. Raises ConfigurationError for what is never valid.
     """
     generation, origin = _published(settings, config)
     changes = []
@@ -88,9 +87,8 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the type of the tensors in `final/`: --save_dtype, else that of the base model.
 
-    A model from random weights keeps `trained`, the type it is trained in: nobody was promised a
-    smaller one, and the next stage begins with these weights. With `--init_from` what the first
-    start found counts: later ones read the configuration of the run's own checkpoints.
+    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` what
+    the first start found counts: later ones read the configuration of the run's own checkpoints.
     """
     model = settings.model
     if model.save_dtype != "auto":

@@ -1,9 +1,8 @@
 """Stages: a run that starts from the weights of an earlier one, and says whose they were.
 
 `--init_from` names the directory of a run (its final/ counts, else its newest committed
-checkpoint), of a checkpoint, or of a model; which directory that was is recorded at the run's first
-start, and counts from then on. Weights are read from safetensors alone: they cannot run anything,
-and hold whole tensors.
+checkpoint), of a checkpoint, or of a model. Weights are read from safetensors alone: they cannot
+run anything, and hold whole tensors.
 """
 
 import logging
@@ -54,10 +53,7 @@ def find_stage(init_from: str) -> Path:
 
 
 def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return the newest committed checkpoint in a run's directory, by its manifest's presence.
-
-    Nothing may be read of it on that ground: it may be damaged.
-    """
+    """Return the newest checkpoint in a run's directory with a manifest; it may be damaged."""
     found = numbered_checkpoints(Path(str(output_dir)))
     return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
 
@@ -66,9 +62,8 @@ def stage_of(settings: RunSettings) -> Path | None:
     """Return where the configuration and the tokenizer of a run with `--init_from` are.
 
     Once the run has a checkpoint of its own they are there, verified, and the earlier stage may be
-    gone. The weights under LoRA's adapters are in no checkpoint, so LoRA needs the stage for good.
-    Collective over ranks: rank 0 looks, and all read in one place. Raises ConfigurationError, and
-    StorageError when no checkpoint of the run's own is whole.
+    gone; not under LoRA, whose checkpoints hold adapters alone. Collective: rank 0 looks. Raises
+    ConfigurationError, and StorageError when no checkpoint of the run's own is whole.
     """
     if settings.model.init_from is None:
         return None

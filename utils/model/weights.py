@@ -45,11 +45,10 @@ logger = logging.getLogger(__name__)
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
     """Return what the weights under LoRA's adapters are, as provenance.json keeps it.
 
-    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub;
-    None where all weights are in the run's checkpoints. Other weights under the same path, or a
-    branch of the Hub that moved on, would be no model that the adapters were trained on. It may
-    read all of them (see `cached_digests`), so rank 0 alone calls it. Raises ConfigurationError and
-    OSError.
+    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub:
+    no checkpoint holds them, and other ones under the same path would be no model that the adapters
+    were trained on. None without LoRA. It may read all of them (see `cached_digests`), so rank 0
+    alone calls it. Raises ConfigurationError and OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -130,9 +129,8 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """Return the configuration of the model to train, before any weight is loaded.
 
-    From scratch (``--model_config``) the vocabulary and the special tokens follow the tokenizer
-    unless the file sets them; else it grows by the tokens that are new to the model. Raises
-    ConfigurationError for an unreadable or unknown one, and one with too few positions.
+    It grows by the tokens that are new to the model. Raises ConfigurationError for an unreadable or
+    unknown one, and one with too few positions.
     """
     config = _given_config(settings, tokenizer)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
@@ -187,19 +185,17 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the file with the model's configuration holds; None where it is not known.
+    """Return what the file with the model's configuration holds; None where others vouch for it.
 
-    That is a model of the Hub, which its revision names; and a run with a checkpoint of its own,
-    whatever became of its --init_from: that one's configuration is checked against its manifest.
+    Those are the revision of a model of the Hub, and the manifest of a run's own checkpoint.
     """
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
-    if model.init_from is None:
-        directory = Path(str(model.model_name_or_path))
-    elif not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
-        return None
-    else:
+    directory = Path(str(model.model_name_or_path))
+    if model.init_from is not None:
+        if not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
+            return None
         directory = weights_directory(settings)
     path = directory / "config.json"
     if not path.is_file():
@@ -235,11 +231,16 @@ def load_model(
         made.set_attn_implementation(attention.name)
         made = made.to(dtype)
     else:
+        published = config
+        if new_tokens:  # with as many tokens as the weights have
+            published = copy.deepcopy(config)
+            own = AutoConfig.from_pretrained(weights, revision=model.model_revision)
+            published.get_text_config().vocab_size = own.get_text_config().vocab_size
         made = load_strictly(
             weights,
             exact=model.init_from is not None,
             revision=model.model_revision,
-            config=_as_published(config, weights, model.model_revision) if new_tokens else config,
+            config=published,
             dtype=dtype,
             attn_implementation=attention.name,
         )
@@ -253,11 +254,3 @@ def load_model(
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
         logger.info("frozen: %s, which text does not go through", parts)
     return made
-
-
-def _as_published(config: PreTrainedConfig, weights: str, revision: str | None) -> PreTrainedConfig:
-    """Return a configuration with as many tokens as the weights have."""
-    published = copy.deepcopy(config)
-    of_weights = AutoConfig.from_pretrained(weights, revision=revision)
-    published.get_text_config().vocab_size = of_weights.get_text_config().vocab_size
-    return published
