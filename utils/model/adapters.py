@@ -80,11 +80,11 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
     By default that is every linear layer but the last, and the experts, of the text model. PEFT
     adapts the model without weights here, so that all is refused now that it would refuse.
     """
-    from peft.tuners.lora import LoraLayer
-
     model = settings.model
     if not model.use_peft:
         return None
+    from peft.tuners.lora import LoraLayer
+
     targets = _targets(_without_weights(config), model)
     experts = _last_names(targets.parameters)
     if experts and model.lora_dropout:

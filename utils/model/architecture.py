@@ -2,13 +2,10 @@
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.integrations import moe
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import AttentionNeeds
@@ -36,10 +33,9 @@ AT_MOST = {
 }  # fmt: skip
 # Of state-space layers: heads and their dimension, the ratio of inner to outer width.
 STATE_HEADS = (
-    ("mamba_n_heads", "mamba_d_head"),
-    ("mamba_num_heads", "mamba_head_dim"),
+    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
-)
+)  # fmt: skip
 EXPANSIONS = ("mamba_expand", "expand")
 # As wide as the hidden states, in one architecture or the other.
 SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
@@ -90,11 +86,6 @@ def text_model_of(model: PreTrainedModel) -> Any:
     """Return the decoder that text goes through; beside it there may be towers for images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
-
-
-def experts_by_shape() -> AbstractContextManager[Any]:
-    """Within, experts multiply by transformers' own operator, which takes tensors without data."""
-    return mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)
 
 
 def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
@@ -226,10 +217,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the width that attention heads leave, or to a small one of their own.
-
-    Their heads keep their dimension where it divides the inner width.
-    """
+    """Fit recurrent layers to the width that attention heads leave, or to a small one."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)

@@ -251,10 +251,11 @@ def _difference(model: PreTrainedModel, router: RouterTerm | None) -> float:
     expected = _loss_and_gradients(model, tokens, None)
     LossHeadChoice("fused", "", router).install(model)
     actual = _loss_and_gradients(model, tokens, router)
-    return max(
-        ((actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
+    errors = [
+        (actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)
         for name, value in expected.items()
-    )
+    ]
+    return torch.stack(errors).max().item()  # NaN if one is
 
 
 def _loss_and_gradients(

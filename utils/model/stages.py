@@ -89,8 +89,7 @@ def weights_directory(settings: RunSettings) -> Path:
     recorded = _recorded_directory(settings)
     if recorded is None:
         return find_stage(init_from)
-    problem = _unfit(recorded)
-    if problem is None:
+    if (problem := _unfit(recorded)) is None:
         return recorded
     if "init_from" in settings.run.accept_changes:
         logger.warning("%s: %s --init_from is looked up again, as accepted", recorded, problem)
@@ -181,6 +180,7 @@ def _unfit(directory: Path) -> str | None:
 
 
 def _check_optimizer(directory: Path, strategy: str) -> None:
+    """Refuse an optimizer that cannot be taken over."""
     problem = None
     if strategy not in WHOLE_OPTIMIZERS:
         problem = f"under {strategy} each rank has a part of the optimizer: use multi_gpu.yaml."
@@ -212,8 +212,6 @@ def _described(directory: Path) -> dict[str, Any]:
             f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
             "name another checkpoint, and see whether the storage is sound."
         )
-    weights = {
-        name: record for name, record in manifest.files.items() if name.endswith(".safetensors")
-    }
-    digests = {name: record.sha256 for name, record in weights.items()}
+    names = [name for name in manifest.files if name.endswith(".safetensors")]
+    digests = {name: manifest.files[name].sha256 for name in names}
     return origin | {"run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
