@@ -6,6 +6,7 @@ Also here: what `DIR=weight`, `NAME=DIR` and `global_batch_size` mean.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -213,28 +214,31 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 _SPLIT_NAME = re.compile(r"[a-z0-9_]+")
 
 
-@dataclass(frozen=True)
-class TrainSource:
-    """A token dataset to train on; its weight is its share of the samples, None without any."""
-
-    directory: str
-    weight: float | None = None
-
-
-def train_sources(entries: Sequence[str]) -> tuple[TrainSource, ...]:
-    """Read `DIR` or `DIR=weight` entries.
+def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
+    """Return the directories of `DIR` or `DIR=weight` entries with their weights, None without any.
 
     Raises ValueError on an entry that is neither, a directory given twice, and weights for some.
     """
-    sources: dict[str, TrainSource] = {}
-    for source in map(_train_source, entries):
-        if source.directory in sources:
-            raise ValueError(f"train_data names {source.directory} twice: give it a weight instead")
-        sources[source.directory] = source
-    bare = [source.directory for source in sources.values() if source.weight is None]
+    sources: dict[str, float | None] = {}
+    for entry in entries:
+        directory, equals, tail = entry.rpartition("=")
+        weight = None
+        if not equals or "/" in tail:  # the sign belongs to the path
+            directory = entry
+        else:
+            with suppress(ValueError):
+                weight = float(tail)
+            if not directory or weight is None or not 0 < weight < math.inf:
+                raise ValueError(
+                    f"train_data {entry!r}: expected DIR or DIR=weight, the weight a number above 0"
+                )
+        if directory in sources:
+            raise ValueError(f"train_data names {directory} twice: give it a weight instead")
+        sources[directory] = weight
+    bare = [directory for directory, weight in sources.items() if weight is None]
     if 0 < len(bare) < len(sources):
         raise ValueError(f"train_data gives no weight to {', '.join(bare)}: weight all or none")
-    return tuple(sources.values())
+    return sources
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
@@ -256,21 +260,6 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"eval_data names {name!r} twice: {splits[name]} and {directory}")
         splits[name] = directory
     return splits
-
-
-def _train_source(entry: str) -> TrainSource:
-    directory, equals, tail = entry.rpartition("=")
-    if not equals or "/" in tail:  # the sign belongs to the path
-        return TrainSource(entry)
-    try:
-        weight = float(tail)
-    except ValueError:
-        weight = math.nan
-    if not directory or not 0 < weight < math.inf:
-        raise ValueError(
-            f"train_data {entry!r}: expected DIR or DIR=weight, the weight a number above 0"
-        )
-    return TrainSource(directory, weight)
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

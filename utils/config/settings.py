@@ -80,8 +80,6 @@ LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
 )
-WORKERS = "dataloader_persistent_workers dataloader_prefetch_factor"
-CHECKPOINTING = "activation_checkpointing activation_checkpointing_kwargs"
 
 
 class Rule(NamedTuple):
@@ -129,13 +127,15 @@ RULES = (
     # What is computed again in the backward pass.
     Rule("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
     Rule("activation_checkpointing", _is("auto"), "activation_offloading"),
-    Rule("dataloader_num_workers", _is(0), WORKERS),
+    Rule(
+        "dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"
+    ),
 )
 
 
 def rename_checkpointing(values: SettingValues) -> None:
     """Move transformers' old names of activation checkpointing to the new ones."""
-    for name in CHECKPOINTING.split():
+    for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
         old = name.replace("activation", "gradient")
         if old in values.given and values.rank(old) > values.rank(name):
             values.given[name] = values.given.pop(old)

@@ -54,7 +54,7 @@ def _tokenizer_directory(settings: RunSettings) -> str:
     """Return where the run's tokenizer is: as given, the data's, or that of model or stage."""
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
-    source = train_sources(settings.data.train_data)[0].directory
+    source = next(iter(train_sources(settings.data.train_data)))
     directory = _first_rank_first(partial(open_token_dataset, source)).tokenizer_path
     if directory is not None and directory.is_dir():
         return str(directory)
@@ -85,7 +85,7 @@ def load_run_data(
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
-    named = [("train", source.directory) for source in sources] + list(splits.items())
+    named = [("train", directory) for directory in sources] + list(splits.items())
     vocabulary = config.get_text_config().vocab_size
     sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
     opened: list[TokenDataset] = []
@@ -110,7 +110,7 @@ def load_run_data(
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
     first = len(sources)
     evaluation = zip(splits, opened[first:], plans[first:], strict=True)
-    weights = [source.weight for source in sources if source.weight is not None]
+    weights = [weight for weight in sources.values() if weight is not None]
     return RunData(
         PackedDataset(opened[:first], plans[:first], padding),
         {name: PackedDataset([rows], [plan], padding) for name, rows, plan in evaluation},

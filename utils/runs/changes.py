@@ -267,7 +267,7 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
         return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
     if name == "train_data":
         old, new = (train_sources(one.settings[name]) for one in (before, now))
-        if [source.weight for source in old] != [source.weight for source in new]:
+        if [*old.values()] != [*new.values()]:  # the weights
             return ""
     held, holds = (one.contents[CONTENTS[name]] for one in (before, now))
     return "the same contents" if held and held == holds else ""

@@ -1,13 +1,11 @@
 """The finished model: gathered from every rank, adapters merged, ready for from_pretrained.
 
-PEFT's own layers merge LoRA's adapters, one module at a time: they stand on the meta device without
-memory, and only the one that is merged holds tensors.
+PEFT's own layers merge LoRA's adapters on the meta device: only one at a time holds tensors.
 """
 
 import copy
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -150,17 +148,11 @@ def _save(
 
 
 def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Cast:
-    kept = [
-        name
-        for names in (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
-        for name in names or ()
-    ]
-    in_float32 = re.compile("|".join(map(re.escape, kept))) if kept else None
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
     def cast(name: str, value: Tensor) -> Tensor:
-        if not value.is_floating_point() or (in_float32 and in_float32.search(name)):
-            return value
-        return value.to(dtype)
+        in_float32 = any(part in name for part in kept)
+        return value if in_float32 or not value.is_floating_point() else value.to(dtype)
 
     return cast
 

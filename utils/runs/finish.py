@@ -61,20 +61,16 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 
 
 def _finish(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    step = trainer.state.global_step
-    last_logs = [entry for entry in trainer.state.log_history if entry["step"] == step]
+    state, step = trainer.state, trainer.state.global_step
+    last_logs = [entry for entry in state.log_history if entry["step"] == step]
     evaluated = any(key.startswith("eval_") for entry in last_logs for key in entry)
     if trainer.eval_dataset and not evaluated:
         trainer.evaluate()
     trainer.checkpoints.check_ownership()
     final = export_final(trainer, save_dtype)
-    if trainer.state.best_model_checkpoint:
-        logger.info(
-            "best checkpoint: %s (%s = %.4f)",
-            trainer.state.best_model_checkpoint,
-            trainer.args.metric_for_best_model,
-            trainer.state.best_metric,
-        )
+    if best := state.best_model_checkpoint:
+        metric = trainer.args.metric_for_best_model
+        logger.info("best checkpoint: %s (%s = %.4f)", best, metric, state.best_metric)
     _leave_together(trainer)
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
     logger.info(

@@ -134,8 +134,7 @@ def known_files(output_dir: Path) -> bool:
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
         names.discard(CONFIG)  # of a start that was killed before it wrote the rest
-    others = sorted(name for name in names if not _OURS.fullmatch(name))
-    if others:
+    if others := sorted(name for name in names if not _OURS.fullmatch(name)):
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
             f"{others[0]}): name another directory; nothing is written over."

@@ -23,15 +23,14 @@ logger = logging.getLogger(__name__)
 def prepare_wandb(report_to: Sequence[str], output_dir: Path, run_id: str) -> None:
     """Set wandb's environment variables, before the Trainer is made; rank 0 alone calls it.
 
-    Without a key, or where the server cannot be reached, wandb goes offline and says so. A resumed
-    run continues the same wandb run. What the user set (WANDB_MODE, WANDB_PROJECT, ...) stays.
+    Without a key or a server in reach wandb goes offline, with a log line. A resumed run continues
+    the same wandb run. What the user set (WANDB_MODE, WANDB_PROJECT, ...) stays.
     """
     if "wandb" not in report_to:
         return
-    os.environ.setdefault("WANDB_PROJECT", "stoker")
-    os.environ.setdefault("WANDB_DIR", str(output_dir))
-    os.environ.setdefault("WANDB_RUN_ID", run_id)
-    os.environ.setdefault("WANDB_RESUME", "allow")
+    ours = {"PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow"}
+    for name, value in ours.items():
+        os.environ.setdefault(f"WANDB_{name}", value)
     if redact_argv(sys.argv) != sys.argv:
         # wandb uploads the command line with its metadata; there is no switch for that part alone.
         os.environ["WANDB_X_DISABLE_META"] = "true"
@@ -124,15 +123,11 @@ def warn_of_other_versions(checkpoint: Path) -> None:
     """Warn of packages of other versions than wrote a checkpoint: the order of sums may change."""
     written = read_manifest(checkpoint).versions
     now = package_versions()
-    changed = [
-        f"{name} {written[name]} -> {now[name]}"
-        for name in PACKAGES
-        if name in written and written[name] != now[name]
-    ]
-    if changed:
+    others = [name for name in PACKAGES if written.get(name, now[name]) != now[name]]
+    if others:
         logger.warning(
             "%s was written with other versions: %s. The numbers may differ in their last bits.",
-            checkpoint, ", ".join(changed),
+            checkpoint, ", ".join(f"{name} {written[name]} -> {now[name]}" for name in others),
         )  # fmt: skip
 
 

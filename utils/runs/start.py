@@ -46,7 +46,7 @@ from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.launch.slurm import request_from
 from utils.model.finished_model import name_of
-from utils.model.stages import origin_directory, own_checkpoint, weights_directory, weights_origin
+from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, weights_dtype
 from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan, on_a_login_node
@@ -235,8 +235,7 @@ def check_start(
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif found.resume_from is not None:
         logger.info("a start would resume from %s", found.resume_from)
-    origin_directory(settings, launch.strategy, found.resume_from)
-    _check_weights(settings, config)
+    _check_weights(settings, config, origin_directory(settings, launch.strategy, found.resume_from))
     return 0
 
 
@@ -318,19 +317,16 @@ def check_progress(
         )
 
 
-def _check_weights(settings: RunSettings, config: PreTrainedConfig) -> None:
+def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path | None) -> None:
     """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
 
-    Jobs start without a network: for them a model of the Hub has to be in the cache.
+    `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
+    Hub has to be in the cache.
     """
     model = settings.model
-    if model.init_from is None and model.model_config is not None:
-        return  # random ones
-    path = str(model.model_name_or_path)
-    if model.init_from is not None:
-        if not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
-            return  # it has weights of its own
-        path = str(weights_directory(settings))
+    if origin is None and (model.init_from is not None or model.model_config is not None):
+        return  # those of the run's own checkpoint, or random ones
+    path = str(origin or model.model_name_or_path)
     if not Path(path).is_dir() and not _is_cached(path, model.model_revision):
         if request_from(os.environ) is None and not is_offline_mode():
             logger.info("weights: %s is not in the cache here, a start downloads it", path)

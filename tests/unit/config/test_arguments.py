@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.config.arguments import (
-    TrainSource,
     accumulation_steps,
     batch_arithmetic,
     eval_splits,
@@ -18,12 +17,12 @@ from utils.config.errors import ConfigurationError
 
 def test_train_entries_are_directories_with_a_weight_for_all_or_none():
     for entry, source in {
-        "data/a": TrainSource("data/a"),
-        "data/a=0.5": TrainSource("data/a", 0.5),
-        "/data/lr=3/a": TrainSource("/data/lr=3/a"),
-        "/data/lr=3/a=1e-2": TrainSource("/data/lr=3/a", 0.01),
+        "data/a": {"data/a": None},
+        "data/a=0.5": {"data/a": 0.5},
+        "/data/lr=3/a": {"/data/lr=3/a": None},
+        "/data/lr=3/a=1e-2": {"/data/lr=3/a": 0.01},
     }.items():
-        assert train_sources([entry]) == (source,)
+        assert train_sources([entry]) == source
     for entry in ("a=", "a=x", "a=0", "a=nan", "a=inf", "=2"):
         with pytest.raises(ValueError, match=f"train_data '{entry}': expected DIR or DIR=weight"):
             train_sources([entry])
