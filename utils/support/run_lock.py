@@ -115,12 +115,12 @@ class RunLock:
         number, before = _newest(self.folder)
         if number == 0 or before.get("left"):
             return number
-        named, until = _named(before), time.monotonic()
+        until = time.monotonic()
         if not before or not _is_gone(before["owner"]):
             until += WATCH_S
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                named, WATCH_S,
+                _named(before), WATCH_S,
             )  # fmt: skip
         while time.monotonic() < until:
             time.sleep(LOOK_S)
@@ -133,23 +133,19 @@ class RunLock:
                     "would overwrite each other. Wait for it to end, stop it (touch "
                     f"{self.output_dir / 'STOP'}), or name another --output_dir."
                 )
-        logger.warning("%s: its last owner is gone (%s)", self.output_dir, named)
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
         return number
 
     def _keep_beating(self) -> None:
-        warned = False
-        while not self.stop.wait(BEAT_S):
+        while self.lost is None and not self.stop.wait(BEAT_S):
             self.beats += 1
-            try:
+            # Storage that fails says so elsewhere; a lock that is not renewed may be lost.
+            with contextlib.suppress(OSError):
                 self.lost = self.new_owner()
-                if self.lost is not None:
+                if self.lost is None:
+                    self.write()
+                else:
                     logger.error("%s", self.lost)
-                    return
-                self.write()
-            except OSError as error:
-                if not warned:
-                    logger.warning("the lock of %s cannot be renewed: %s", self.output_dir, error)
-                warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""
@@ -185,12 +181,14 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     same_job = owner["job"] is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
     if same_job and _restart_count() > owner["restart_count"]:
         return True
-    if owner["machine"] == _machine():
-        with contextlib.suppress(PermissionError):  # another user's is alive
-            try:
-                os.kill(owner["pid"], 0)
-            except ProcessLookupError:
-                return True
+    if owner["machine"] != _machine():
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
     return False
 
 

@@ -110,12 +110,11 @@ def test_a_process_that_ends_leaves_the_lock(end, holder, tmp_path, caplog):
     assert sum(thread.name == "run-lock" for thread in threading.enumerate()) == 1
 
 
-def test_a_killed_process_is_known_to_be_gone_at_once(holder, tmp_path, caplog):
+def test_a_killed_process_is_known_to_be_gone_at_once(holder, tmp_path):
     process = holder()
     process.kill()
     process.wait()
     assert seconds_to_take(tmp_path) < run_lock.WATCH_S
-    assert f"its last owner is gone (process {process.pid} on" in caplog.text
 
 
 @pytest.mark.parametrize("content", [HERE, ELSEWHERE, None])
@@ -164,9 +163,7 @@ def test_a_run_that_was_suspended_learns_that_it_lost_its_lock(holder, tmp_path)
     assert taken_over(tmp_path) is None, "and its end changed nothing"
 
 
-def test_the_heartbeat_learns_of_a_loss_and_logs_once_that_it_cannot_write(
-    tmp_path, caplog, monkeypatch
-):
+def test_the_heartbeat_outlives_a_full_disk_and_learns_of_a_loss(tmp_path, monkeypatch):
     def full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
@@ -174,7 +171,6 @@ def test_the_heartbeat_learns_of_a_loss_and_logs_once_that_it_cannot_write(
     with monkeypatch.context() as disk:
         disk.setattr(run_lock.RunLock, "write", full)
         time.sleep(5 * run_lock.BEAT_S)
-    assert caplog.text.count(f"the lock of {tmp_path} cannot be renewed") == 1
     assert known_loss(tmp_path) is None
     owned_by(tmp_path, ELSEWHERE, number=2)
     give_up_at = time.monotonic() + 20
