@@ -27,15 +27,20 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def with_free_port(allocation: Allocation) -> Allocation:
-    """Return the allocation with a free port: any for the only node, else its own.
+    """Return the allocation; if its port is taken and this is the only node, with another one.
 
     Raises UnfitClusterError for a taken port that the user or other nodes count on.
     """
     if allocation.node > 0:
         return allocation
-    any_port = len(allocation.hosts) == 1 and not os.environ.get(MAIN_PORT)
-    with listen(allocation.host, 0 if any_port else allocation.port) as listener:
-        return replace(allocation, port=listener.getsockname()[1])
+    try:
+        listen(allocation.host, allocation.port).close()
+    except UnfitClusterError:
+        if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
+            raise
+        with listen(allocation.host, 0) as listener:
+            return replace(allocation, port=listener.getsockname()[1])
+    return allocation
 
 
 def listen(host: str, port: int) -> socket.socket:
