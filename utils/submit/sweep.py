@@ -45,7 +45,6 @@ class Sweep:
     Paths are relative to the repository's root.
     """
 
-    file: str
     script: str
     config: Sequence[str]
     settings: Mapping[str, Any]
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         last, index = len(sweep.points) - 1, words[1]
         if not index.isdecimal() or int(index) > last:
             raise ConfigurationError(
-                f"{sweep.file} has {last + 1} points, numbered from 0: there is no point {index}. "
+                f"{words[0]} has {last + 1} points, numbered from 0: there is no point {index}. "
                 f"Give --array=0-{last}."
             )
         sys.stdout.write("".join(f"{word}\0" for word in sweep.arguments(int(index))))
@@ -137,7 +136,9 @@ def read_sweep(file: str) -> Sweep:
     points: dict[str, dict[str, Any]] = {}
     if not isinstance(fixed, dict):
         faults.append(("settings", "expected settings as `name: value`"))
-    elif not (isinstance(grid, dict) and grid and all(map(_is_axis, grid.values()))):
+    elif not (
+        isinstance(grid, dict) and grid and all(isinstance(v, list) and v for v in grid.values())
+    ):
         faults.append(("grid", "expected `setting: [values]`, at least one"))
     else:
         faults += [("settings", fault) for fault in _faults_of(fixed)]
@@ -148,11 +149,7 @@ def read_sweep(file: str) -> Sweep:
         raise ConfigurationError(
             [f"{file}{lines.get(key, '')}: {key}: {fault}" for key, fault in dict.fromkeys(faults)]
         )
-    return Sweep(file, script, config, fixed, points, Path(values["output_dir"]))
-
-
-def _is_axis(values: Any) -> bool:
-    return isinstance(values, list) and len(values) > 0
+    return Sweep(script, config, fixed, points, Path(values["output_dir"]))
 
 
 def _grid_points(
