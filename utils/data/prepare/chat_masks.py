@@ -8,13 +8,12 @@ delimited by two comparisons near its marks:
             a generation prompt: what they share is given to the model, what follows it produces.
     end     the text up to the next message, and the same text when the turn is the last one: what
             they share ends the turn, up to its special token. A template without one (GLM) ends a
-            turn with the token that opens the next message; it is appended to the last turn. If
-            there is no special token at all, the last turn gets the tokenizer's EOS.
+            turn with the token that opens the next message, which is appended to the last turn;
+            without any special token the last turn gets the tokenizer's EOS.
 
 Both depend on the text and the kinds of the messages around it alone, so they are cached, and a
-chat costs two renderings. In either case every chat must pass the same checks: each message's text
-is in the rendering, and what is trained on of an assistant turn is its own text and the token that
-ends it.
+chat costs two renderings. Either way every chat is checked: each message's text is in the
+rendering, and of an assistant turn its own text and the token that ends it are trained on.
 """
 
 import json
@@ -103,14 +102,9 @@ class ChatMasks:
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
         """Raise UnusableRowError unless spans hold a turn's words, no other's, and its end."""
-        words = [chat.marks[number].at for number in chat.own.get(turn, ())]
-        inside = {
-            mark.message
-            for low, high in spans
-            for mark in chat.marks[
-                bisect_right(chat.indices, low) : bisect_left(chat.indices, high)
-            ]
-        }
+        words = [chat.indices[number] for number in chat.own.get(turn, ())]
+        between = [(bisect_right(chat.indices, a), bisect_left(chat.indices, b)) for a, b in spans]
+        inside = {mark.message for first, last in between for mark in chat.marks[first:last]}
         trained_text = "".join(text[slice(*span)] for span in spans)
         written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._stop)
         ending = text[slice(*spans[-1])].rstrip() if spans else ""
@@ -263,11 +257,9 @@ class ChatMasks:
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
     """Return what delimits a turn besides the text around it: the kinds of messages there."""
     given = chat.chat
+    keys = ("content", "tool_calls", "reasoning_content")
     kinds = [
-        (
-            message["role"],
-            *(bool(message.get(k)) for k in ("content", "tool_calls", "reasoning_content")),
-        )
+        (message["role"], *(bool(message.get(key)) for key in keys))
         for message in given.messages[max(turn - 1, 0) : turn + 2]
     ]
     is_last = turn == len(given.messages) - 1

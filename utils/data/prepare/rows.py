@@ -129,9 +129,8 @@ def naming_hint(columns: Sequence[str]) -> str:
             "or chosen=completion where they are texts"
         )
     return (
-        "name yours: --columns question=prompt answer=completion for a prompt and its completion, "
-        "question=instruction context=input answer=output for chats, or conversation=messages, "
-        "or body=text"
+        "name yours, as in --columns question=prompt answer=completion for a prompt and its "
+        "completion, question=instruction context=input answer=output for chats, or body=text"
     )
 
 

@@ -56,7 +56,8 @@ def given_tokenizer(
         return None
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
     _add_tokens(tokenizer, arguments.add_tokens)
-    _attach_template(tokenizer, arguments, plan)
+    if plan.needs_chat_template or arguments.chat_template is not None:
+        attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)
     return tokenizer
 
 
@@ -89,7 +90,8 @@ def trained_tokenizer(
         logger.info("training a tokenizer of %s tokens", f"{arguments.train_tokenizer:,}")
         texts = _training_texts(plan, arguments.tokenizer_sample_bytes)
         tokenizer = train_tokenizer(texts, arguments.train_tokenizer)
-        _attach_template(tokenizer, arguments, plan)
+        if plan.needs_chat_template or arguments.chat_template is not None:
+            attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)
         save_tokenizer(tokenizer, folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -141,27 +143,14 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> N
 # --- the chat template
 
 
-def _attach_template(
-    tokenizer: "PreTrainedTokenizerBase", arguments: PreparationArguments, plan: PreparationPlan
-) -> None:
-    """Check the template where chats need it; a text dataset only passes a given one on."""
-    if plan.needs_chat_template or arguments.chat_template is not None:
-        attach_training_template(tokenizer, arguments.chat_template)
-        if "strftime_now" in str(tokenizer.chat_template):
-            logger.info(
-                "the chat template prints today's date: it is %s in this data (--template_date)",
-                plan.settings.template_date,
-            )
-
-
-def attach_training_template(
-    tokenizer: "PreTrainedTokenizerBase", template_file: str | None
+def attach_template(
+    tokenizer: "PreTrainedTokenizerBase", template_file: str | None, date: str | None = None
 ) -> None:
     """Give the tokenizer the chat template that is trained with and saved beside the data.
 
     The file's template if there is one, else the tokenizer's own. Its loss masks come from its
-    {% generation %} markers, else they are derived, which is logged. Raises ConfigurationError
-    without a template, or where no chat could be trained on, with the reason.
+    {% generation %} markers, else they are derived; that and the date that it prints are logged.
+    Raises ConfigurationError without a template, or where no chat could be trained on.
     """
     origin = template_file or "the tokenizer's chat template"
     if template_file is not None:
@@ -187,15 +176,19 @@ def attach_training_template(
             "derived from its renderings, and checked for every chat",
             origin,
         )
+    if "strftime_now" in str(tokenizer.chat_template):
+        logger.info(
+            "the chat template prints today's date: it is %s in this data (--template_date)", date
+        )
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
     """Return a chat that the template can train on; raises ValueError, with why not."""
     found = DocumentTokenizer(tokenizer)(PROBES)
-    for probe in found:
-        if isinstance(probe, TokenizedDocument):
-            return probe
-    raise ValueError(str(found[0]))
+    trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
+    if (probe := next(trained, None)) is None:
+        raise ValueError(str(found[0]))
+    return probe
 
 
 def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -230,8 +223,7 @@ def read_chat_template(path: str) -> str:
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return where the loss masks of chats come from: "template" markers, or "derived"."""
-    is_marked = GENERATION.search(str(tokenizer.chat_template))
-    return "template" if is_marked else "derived"
+    return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -11,7 +11,7 @@ from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenization import DocumentTokenizer, token_mask
 from utils.data.prepare.tokenizer import (
-    attach_training_template,
+    attach_template,
     end_of_turn_id,
     read_chat_template,
 )
@@ -31,14 +31,6 @@ def trained_on(tokenizer, messages):
     return tokenizer.decode(found.ids[found.loss_mask == 1])
 
 
-def test_an_answer_of_weight_zero_is_not_trained_on():
-    tokenizer = samples.chatml_tokenizer()
-    messages = samples.chat("q", "bad answer", "q2", "good answer")["messages"]
-    messages[1]["weight"] = 0
-    messages[3]["weight"] = 1
-    assert trained_on(tokenizer, messages) == "good answer<|im_end|>"
-
-
 @pytest.mark.parametrize("markers", [True, False])
 def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
     """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
@@ -55,18 +47,21 @@ def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
 
 
 def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog):
+    """An answer of weight zero is not trained on."""
     tokenizer = samples.tiny_tokenizer(WITHOUT_MARKERS)
     with caplog.at_level("INFO"):
-        attach_training_template(tokenizer, None)
+        attach_template(tokenizer, None)
     assert "derived from its renderings" in caplog.text
     assert tokenizer.chat_template == WITHOUT_MARKERS
-    messages = samples.chat("q", "a", "r", "b")["messages"]
-    assert trained_on(tokenizer, messages) == "a<|im_end|>b<|im_end|>"
+    messages = samples.chat("q", "a", "r", "b", "s", "c")["messages"]
+    messages[1]["weight"] = 0
+    messages[3]["weight"] = 1
+    assert trained_on(tokenizer, messages) == "b<|im_end|>c<|im_end|>"
 
 
 def test_no_chat_template_is_refused_with_one_to_take():
     with pytest.raises(ConfigurationError, match=r"no chat template: give --chat_template FILE"):
-        attach_training_template(samples.tiny_tokenizer(), None)
+        attach_template(samples.tiny_tokenizer(), None)
 
 
 WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
@@ -87,7 +82,7 @@ def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, pr
     file = tmp_path / "a.jinja"
     file.write_text(template)
     with pytest.raises(ConfigurationError, match=rf"a\.jinja cannot be trained with: .*{problem}"):
-        attach_training_template(samples.tiny_tokenizer(), str(file))
+        attach_template(samples.tiny_tokenizer(), str(file))
 
 
 def test_a_broken_or_missing_template_file_is_named(tmp_path):

@@ -90,28 +90,19 @@ def test_of_messages_with_a_completion_that_alone_is_trained_on(tmp_path):
 OVERLONG = [samples.chat("q", "a"), samples.chat("q", "a " * 200), samples.chat("q " * 200, "a")]
 
 
-@pytest.mark.parametrize(
-    ("on_overlong", "documents", "dropped", "truncated"),
-    [
-        ("drop", 1, {"overlong": 2}, 0),
-        ("truncate", 2, {"truncated_without_loss": 1}, 1),
-    ],
-)
-def test_overlong_chats_are_dropped_or_truncated_and_counted(
-    tmp_path, on_overlong, documents, dropped, truncated
-):
-    content = prepared(tmp_path, OVERLONG, sequence_length=64, on_overlong=on_overlong)
-    assert content["statistics"]["documents"] == documents
-    assert content["statistics"]["longest_document"] <= 64
-    assert content["preparation"]["sources"]["dropped"] == dropped
-    assert content["preparation"]["sources"]["truncated"] == truncated
-
-
-def test_an_overlong_chat_is_an_error_that_names_its_line_and_a_long_text_is_kept(tmp_path):
+def test_overlong_chats_are_dropped_truncated_or_an_error_and_long_texts_kept(tmp_path):
+    expected = {"drop": (1, {"overlong": 2}, 0), "truncate": (2, {"truncated_without_loss": 1}, 1)}
+    for choice, (documents, dropped, truncated) in expected.items():
+        (folder := tmp_path / choice).mkdir()
+        content = prepared(folder, OVERLONG, sequence_length=64, on_overlong=choice)
+        assert content["statistics"]["documents"] == documents
+        assert content["statistics"]["longest_document"] <= 64
+        assert content["preparation"]["sources"]["dropped"] == dropped
+        assert content["preparation"]["sources"]["truncated"] == truncated
     with pytest.raises(ConfigurationError, match=r"chats\.jsonl:2: \d+ tokens, more than the sequ"):
         prepared(tmp_path, OVERLONG, sequence_length=64)
-    (tmp_path / "b").mkdir()
-    content = prepared(tmp_path / "b", [{"text": "a b " * 500}], None, sequence_length=64)
+    (tmp_path / "texts").mkdir()
+    content = prepared(tmp_path / "texts", [{"text": "a b " * 500}], None, sequence_length=64)
     assert content["statistics"]["longest_document"] > 500
 
 

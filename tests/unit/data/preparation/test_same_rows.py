@@ -7,10 +7,7 @@ import datasets
 import preparation_samples as samples
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from utils.config.preparation import PreparationArguments
-from utils.data.prepare.plan import plan_preparation
-from utils.data.prepare.units import read_documents
+import pytest
 
 
 def call(arguments):
@@ -79,20 +76,6 @@ def _with_all_columns(rows):
 WRITERS = (as_json, as_struct_parquet, as_struct_folder, as_json_parquet, as_json_folder, as_csv)
 
 
-def documents(source):
-    """What is tokenized of a source: the messages and tools of each row."""
-    arguments = PreparationArguments(
-        sources=[str(source)], output_dir="out", tokenizer_name_or_path="t"
-    )
-    plan = plan_preparation(arguments)
-    return [
-        # As text, so that the order of keys counts, as it does in a rendered chat.
-        json.dumps([found.messages, found.tools]) if hasattr(found, "messages") else str(found)
-        for unit in plan.units
-        for found in read_documents(unit, plan.settings)
-    ]
-
-
 def in_one_order(value):
     if isinstance(value, dict):
         return {key: in_one_order(value[key]) for key in sorted(value)}
@@ -123,30 +106,36 @@ ANSWERED = [
 ]
 
 
-def test_the_same_data_in_seven_kinds_of_file_gives_one_token_dataset(tmp_path):
-    tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer")
-    rows = in_one_order(ANSWERED)
+@pytest.fixture
+def tokenizer(tmp_path):
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    fingerprints = {}
-    for write in (as_jsonl, *WRITERS):
-        folder = tmp_path / write.__name__
-        folder.mkdir()
-        samples.prepare(
-            sources=[write(folder, rows)],
-            output_dir=folder / "out",
-            tokenizer_name_or_path=tokenizer,
-            chat_template=str(tmp_path / "template.jinja"),
-        )
-        described = json.loads((folder / "out" / "train" / "stoker.json").read_text())
-        fingerprints[write.__name__] = described["fingerprint"]
-        assert described["statistics"]["documents"] == 2
-    assert len(fingerprints) == 7
-    assert len(set(fingerprints.values())) == 1, fingerprints
+    return samples.saved_tokenizer(tmp_path / "tokenizer")
 
 
-def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
-    rows = [{"messages": [answer(call({"city": None})) | {"content": ""}]}]
-    expected = documents(as_jsonl(tmp_path, rows))
-    assert '{"city": null}' in expected[0]
+def described(tmp_path, tokenizer, write, rows):
+    """Prepare rows from one kind of file; return what describes the data, its example as made."""
+    folder = tmp_path / write.__name__
+    folder.mkdir()
+    samples.prepare(
+        sources=[write(folder, rows)],
+        output_dir=folder / "out",
+        tokenizer_name_or_path=tokenizer,
+        chat_template=str(tmp_path / "template.jinja"),
+    )
+    return json.loads((folder / "out" / "train" / "stoker.json").read_text())
+
+
+def test_the_same_data_in_seven_kinds_of_file_gives_one_token_dataset(tmp_path, tokenizer):
+    rows = in_one_order(ANSWERED)
+    found = [described(tmp_path, tokenizer, write, rows) for write in (as_jsonl, *WRITERS)]
+    assert all(one["statistics"]["documents"] == 2 for one in found)
+    assert len({one["fingerprint"] for one in found}) == 1
+
+
+def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path, tokenizer):
+    rows = [{"messages": [answer(call({"city": None})) | {"content": "x"}]}]
+    expected = described(tmp_path, tokenizer, as_jsonl, rows)
+    assert '{"city": null}' in expected["preparation"]["example"]
     for write in (as_json, as_json_parquet, as_json_folder, as_csv):
-        assert documents(write(tmp_path, rows)) == expected
+        found = described(tmp_path, tokenizer, write, rows)
+        assert found["fingerprint"] == expected["fingerprint"]
