@@ -69,7 +69,7 @@ def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsy
     """README's own example."""
     sft_train.main(argv(models, chats, tmp_path / "run"))
     said = capsys.readouterr().out
-    assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
+    assert "eos_token <|im_end|> instead of <|endoftext|>" in said
     assert "another chat template; final/ gets it" in said
     final = tmp_path / "run" / "final"
     tokenizer = AutoTokenizer.from_pretrained(final)
@@ -100,7 +100,7 @@ def refusal(arguments: list[str]) -> str:
 def test_what_does_not_fit_the_data_is_refused(models, chats, tmp_path):
     given = {"tokenizer_name_or_path": models / "base"}
     said = refusal(argv(models, chats, tmp_path / "run", **given))
-    assert "eos_token <|im_end|> (3) instead of <|endoftext|> (0)" in said
+    assert "eos_token <|im_end|> instead of <|endoftext|>" in said
     assert "Leave --tokenizer_name_or_path out" in said
     other = AutoTokenizer.from_pretrained(chats / "tokenizer")
     other.chat_template += " "
