@@ -11,7 +11,6 @@ from saved_datasets import documents_of, masks_of, save
 
 from utils.data.loader import (
     PackedDataset,
-    TokenCounts,
     TrainLoader,
     eval_loader,
     model_inputs,
@@ -103,8 +102,15 @@ def check_batch(rows, numbers):
 # ---- one batch
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
-@pytest.mark.parametrize("mask", [None, "labels", "assistant_masks", "completion_mask"])
+@pytest.mark.parametrize(
+    ("packing", "mask"),
+    [
+        ("best_fit", None),
+        ("best_fit", "completion_mask"),
+        ("concat", "labels"),
+        ("none", "assistant_masks"),
+    ],
+)
 def test_a_batch_is_what_its_rows_say_token_by_token(tmp_path, packing, mask):
     input_ids = documents(30, seed=0)
     columns = {mask: masks_for(input_ids)} if mask else {}
@@ -175,9 +181,10 @@ def same(first, second):
         assert all(torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one)
 
 
-def test_ranks_together_load_the_batches_of_one(tmp_path):
+def test_ranks_together_load_the_batches_of_one_from_any_step_on(tmp_path):
     rows = packed(tmp_path / "d")
-    whole = [row for batch in loader(rows) for row in batch["input_ids"].tolist()]
+    batches = list(loader(rows))
+    whole = [row for batch in batches for row in batch["input_ids"].tolist()]
     for world_size, micro_batch in ((2, 2), (4, 1), (2, 4)):
         ranks = [
             list(loader(rows, rank=rank, world_size=world_size, micro_batch=micro_batch))
@@ -187,6 +194,13 @@ def test_ranks_together_load_the_batches_of_one(tmp_path):
         assert [
             row for turn in turns for part in turn for row in part["input_ids"].tolist()
         ] == whole
+    for step in range(6):
+        real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches[4 * step :][:4])
+        assert loader(rows).tokens_seen.in_step(step).tolist() == [real]
+    resumed = loader(rows)
+    resumed.batch_sampler.resume_at(4)
+    same(list(resumed), batches[16:])
+    assert len(resumed) == len(batches) == 24
 
 
 @pytest.mark.slow
@@ -203,15 +217,6 @@ def test_workers_load_the_same_batches_in_the_same_order(tmp_path, context):
     same(list(ahead), list(loader(rows)))
 
 
-def test_a_resumed_loader_gives_the_rest_of_the_uninterrupted_one(tmp_path):
-    rows = packed(tmp_path / "d")
-    whole = list(loader(rows))
-    resumed = loader(rows)
-    resumed.batch_sampler.resume_at(4)
-    same(list(resumed), whole[16:])
-    assert len(resumed) == len(whole) == 24
-
-
 def test_loading_draws_nothing_from_the_global_random_state(tmp_path):
     rows = packed(tmp_path / "d")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
@@ -223,35 +228,8 @@ def test_loading_draws_nothing_from_the_global_random_state(tmp_path):
     assert pickle.dumps(np.random.get_state()) == numpy_state
 
 
-def test_tokens_of_a_step_are_those_its_ranks_load(tmp_path):
-    rows = packed(tmp_path / "d")
-    ranks = [list(loader(rows, rank=rank, world_size=2)) for rank in range(2)]
-    for step in range(6):
-        batches = [batch for rank in ranks for batch in rank[2 * step : 2 * step + 2]]
-        real = sum(int((batch["input_ids"] != PAD).sum()) for batch in batches)
-        assert loader(rows).tokens_seen.in_step(step).tolist() == [real]
-
-
-def test_waiting_is_the_time_of_the_loader_not_of_the_consumer(tmp_path, monkeypatch):
-    rows = packed(tmp_path / "d")
-    clock = [0.0]
-    monkeypatch.setattr("utils.data.loader.time.perf_counter", lambda: clock[0])
-    assemble = PackedDataset.__getitems__
-
-    def slow(self, numbers):
-        clock[0] += 0.5
-        return assemble(self, numbers)
-
-    monkeypatch.setattr(PackedDataset, "__getitems__", slow)
-    loading = loader(rows)
-    for _ in loading:
-        clock[0] += 10
-    assert loading.wait_s == pytest.approx(len(loading) * 0.5)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
-    rows = packed(tmp_path / "d")
+def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path):
+    rows, world_size = packed(tmp_path / "d"), 3
     plans = [eval_batches(len(rows), 4, rank, world_size) for rank in range(world_size)]
     ranks = [list(eval_loader(rows, plan)) for plan in plans]
     assert len({len(rank) for rank in ranks}) == 1
@@ -265,39 +243,12 @@ def test_evaluation_loads_every_row_once_over_all_ranks(tmp_path, world_size):
     assert not any(b["loss_mask"].any() for b in batches if (b["input_ids"] == PAD).all())
 
 
-# ---- tokens seen
-
-
-def test_every_step_is_counted_once_over_all_starts():
-    asked = []
-
-    def in_step(step: int) -> np.ndarray:
-        asked.append(step)
-        return np.array([100 + step, 10])
-
-    whole = TokenCounts(in_step, ["web", "code"])
-    assert whole.count(0) == 0
-    assert whole.count(2) == whole.count(1) == 100 + 101 + 20
-    state = dict(whole.by_name)
-    assert state == {"web": 201, "code": 20}
-    assert whole.count(3) == 221 + 102 + 10
-    assert asked == [0, 1, 2]
-    resumed = TokenCounts(in_step, ["web", "books"])  # another source than before
-    resumed.resume(2, state)
-    assert resumed.count(3) == whole.count(3)
-    assert resumed.by_name == {"web": 303, "code": 20, "books": 10}
-    assert asked == [0, 1, 2, 2], "a long run is not counted again from its start"
-
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
+def test_names_are_short_and_differ():
+    for paths, names in (
         (["/d/web", "/d/code"], ["web", "code"]),
         (["/d/web/train", "/d/code/train"], ["web", "code"]),
         (["/a/web", "/b/web", "/b/code"], ["a/web", "b/web", "b/code"]),
         (["/train", "/a/train"], ["/", "a"]),
         (["/one"], ["one"]),
-    ],
-)
-def test_names_are_short_and_differ(paths, names):
-    assert source_names([Path(path) for path in paths]) == names
+    ):
+        assert source_names([Path(path) for path in paths]) == names

@@ -78,32 +78,25 @@ def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_it_is_off_unless_asked_for(tmp_path, caplog):
+def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, caplog):
     assert not chosen(tmp_path)
     assert "needs a C++ compiler" in caplog.text
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path, asked=True)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_run_that_resumes_keeps_it(device, compiled, tmp_path, caplog):
-    record_start(tmp_path, compiled)
-    assert chosen(tmp_path, device=device) is compiled
-    assert "as in the last start of this run" in caplog.text
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_a_run_that_cannot_keep_it_is_refused(tmp_path):
+    # A dry run on a login node needs none.
+    assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
+    assert "the compute node needs a C++ compiler" in caplog.text
+    assert not chosen(tmp_path, device="cpu", elsewhere=True)
+    assert "settled on the compute node, on where a GPU trains" in caplog.text
     record_start(tmp_path, compiled=True)
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path)
     assert not chosen(tmp_path, asked=False)
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_a_dry_run_on_a_login_node_needs_no_compiler(tmp_path, caplog):
-    assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
-    assert "the compute node needs a C++ compiler" in caplog.text
-    assert not chosen(tmp_path, device="cpu", elsewhere=True)
-    assert "settled on the compute node, on where a GPU trains" in caplog.text
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_that_resumes_keeps_it(compiled, tmp_path, caplog):
+    record_start(tmp_path, compiled)
+    for device in ("cpu", "cuda"):
+        assert chosen(tmp_path, device=device) is compiled
+    assert "as in the last start of this run" in caplog.text

@@ -113,15 +113,12 @@ def test_what_cannot_work_is_refused_all_at_once(report, monkeypatch):
     assert os.environ["WORLD_SIZE"] == "8"
 
 
-@pytest.mark.parametrize(
-    ("change", "settings", "message"),
-    [
+def test_what_works_but_badly_is_a_warning(report):
+    for change, settings, message in (
         ({"signal_lead_s": None}, {}, "no stop signal .*--signal=B:USR1@300 to slurm/multi"),
         ({"requeue": False}, {}, "not requeued"),
         ({}, {"save_strategy": "no", "save_steps": None}, "a crash loses everything"),
-    ],
-)
-def test_what_works_but_badly_is_a_warning(report, change, settings, message):
-    warning = report(replace(REQUESTED, **change), level="WARNING", **settings)
-    assert len(warning.splitlines()) == 1
-    assert re.search(message, warning)
+    ):
+        warning = report(replace(REQUESTED, **change), level="WARNING", **settings)
+        assert len(warning.splitlines()) == 1
+        assert re.search(message, warning)
