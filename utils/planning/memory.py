@@ -32,8 +32,7 @@ VARIABLE = "STOKER_GPU_MEMORY_GIB"
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Two codes and, for each block of up to 256 of them, two float32 scales.
 BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-# cuBLAS's workspaces on Hopper, of a quarter of that elsewhere: one for the forward pass's thread,
-# one for the backward pass's.
+# cuBLAS's on Hopper: one for the forward pass's thread, one for the backward pass's.
 WORKSPACE_BYTES = 2 * 32 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
@@ -249,7 +248,7 @@ def estimate_memory(
     training, dtype = settings.training, weights_dtype(settings.model, config)
     weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
     moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
-    states = round(trainable * optimizer_bytes(training.optim, moments))
+    states = round(trainable * _optimizer_bytes(training.optim, moments))
     if launch.strategy.startswith("zero") and work.autocast is not None:
         # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
         # arXiv 1910.02054, section 3.1).
@@ -288,15 +287,12 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained.itemsize)
 
 
-def optimizer_bytes(name: str, both_moments: float) -> float:
-    """Return what an optimizer keeps for each weight that it trains; AdamW's where not known.
-
-    both_moments: the bytes of AdamW's two.
-    """
+def _optimizer_bytes(name: str, adamw: float) -> float:
+    """Return what an optimizer keeps for each weight; AdamW's two moments where not known."""
     name = str(getattr(name, "value", name))
     if name in ("sgd", "adafactor", "lomo", "adalomo"):
         return 0
-    kept = 2 if "8bit" in name else both_moments
+    kept = 2 if "8bit" in name else adamw
     return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
 
 

@@ -8,11 +8,11 @@ import copy
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -124,7 +124,10 @@ def trace(
 def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
     layers = layers_of(model)
     kinds = _kinds(layers)
-    with FakeTensorMode(), torch.device(work.device), buffers_alone(), _experts_by_shape():
+    # Experts multiply by the operator that transformers has for where torch has none: it takes
+    # tensors without data of any type, and what it makes is as large.
+    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)
+    with FakeTensorMode(), torch.device(work.device), buffers_alone(), by_shape:
         _put_on_device(model)
         if cut:
             for kind in set(kinds):
@@ -187,21 +190,6 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
 
 
-@contextmanager
-def _experts_by_shape() -> Iterator[None]:
-    """Within, experts multiply by the operator that transformers has for where torch has none.
-
-    It takes tensors without data of any type; what it makes is as large as what torch's makes.
-    """
-    replaced: Any = moe
-    original = moe._can_use_grouped_mm
-    replaced._can_use_grouped_mm = lambda *_: False
-    try:
-        yield
-    finally:
-        replaced._can_use_grouped_mm = original
-
-
 def cut_as_compiled(layer: nn.Module) -> None:
     """Let a layer keep for its backward pass what a compiled one keeps.
 
@@ -230,7 +218,8 @@ def cut_as_compiled(layer: nn.Module) -> None:
 def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
     """Go forward and back on one layer of each kind and return what was counted."""
     inputs, live = _fake_batch(work), LiveBytes([*model.parameters(), *model.buffers()])
-    with _first_of_each_kind(layers_of(model), live), live:
+    call = _first_of_each_kind(layers_of(model), live)
+    with mock.patch.object(GradientCheckpointingLayer, "__call__", call), live:
         with torch.autocast(work.device, work.autocast, enabled=work.autocast is not None):
             live.begin("inputs")
             loss = model(**inputs).loss
@@ -324,47 +313,39 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     return kinds
 
 
-@contextmanager
-def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
-    """Let the others pass on what they get, and note when a first one begins and ends."""
-    numbers = {layer: number for number, layer in enumerate(layers)}
-    kinds = _kinds(layers)
+def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
+    """Return how layers are called: the first of a kind is gone through and noted, others are not.
+
+    These pass on what they get.
+    """
+    numbers, kinds = {layer: number for number, layer in enumerate(layers)}, _kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return beside the hidden states
     shared: list[Any] = []
-    marked: Any = GradientCheckpointingLayer
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = numbers.get(layer)
         if number is None:  # inside another
             return nn.Module.__call__(layer, *args, **kwargs)
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden, *others = args or (kwargs.pop("hidden_states"),)
         kind = kinds[number]
         if number != kind:
             return (hidden, *outputs[kind]) if kind in outputs else hidden
         # What all layers share goes with the last of them, whichever that is.
-        shared.append((args[1:], kwargs))
+        shared.append((others, kwargs))
         # A view, for its hook has to come before that of the layer below, whose output this is.
         own = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         hidden = own.view_as(own)
         hidden.register_hook(lambda _: live.begin(REST))
         live.begin(f"{FORWARD} {number}")
-        if args:
-            output = nn.Module.__call__(layer, hidden, *args[1:], **kwargs)
-        else:
-            output = nn.Module.__call__(layer, **{**kwargs, "hidden_states": hidden})
-        result = output[0] if isinstance(output, tuple) else output
+        output = result = nn.Module.__call__(layer, hidden, *others, **kwargs)
         if isinstance(output, tuple):
-            outputs[number] = output[1:]
+            result, *outputs[number] = output
         gradients = _bytes(weight for weight in layer.parameters() if weight.requires_grad)
         result.register_hook(lambda _: live.begin(f"{BACKWARD} {number}", gradients))
         live.begin(REST)
         return output
 
-    marked.__call__ = call
-    try:
-        yield
-    finally:
-        del marked.__call__
+    return call
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
