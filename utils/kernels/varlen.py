@@ -116,7 +116,10 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             f"queries for {keys} keys). Train with --attn_implementation sdpa; to generate, call "
             "model.set_attn_implementation('sdpa')."
         )
-    dtype = _compute_dtype(query, value)
+    # Rotary embeddings and norms kept in fp32 leave queries wider than values.
+    dtype = value.dtype if query.dtype == torch.float32 else query.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
         _warn_slower(kernel.label, query.device.type, dtype)
@@ -142,16 +145,6 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     documents = Documents(cu_seq_lens_q, max_length_q or length, row_length=length)
     output = kernel.run(query, key, value, documents, terms)
     return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
-
-
-def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Choose autocast's dtype, or the narrower one of query and value.
-
-    Rotary embeddings and norms kept in fp32 leave queries wider than values.
-    """
-    if torch.is_autocast_enabled(query.device.type):
-        return torch.get_autocast_dtype(query.device.type)
-    return value.dtype if query.dtype == torch.float32 else query.dtype
 
 
 @cache

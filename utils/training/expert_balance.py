@@ -9,6 +9,7 @@ from typing_extensions import override
 from utils.callbacks.metrics import MetricCallback
 from utils.data.loader import Batch
 from utils.model.loss_head import RouterTerm, balance_loss
+from utils.support.collectives import gathered
 from utils.training.resume_state import rank_share
 
 if TYPE_CHECKING:
@@ -35,12 +36,11 @@ class ExpertBalance(MetricCallback):
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Take over what was not logged before."""
         sums, self.steps = saved.get(KEY, ([0.0], 0))
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.total = rank_share(sums, rank, ranks)
+        self.total = rank_share(sums, self.trainer.args)
 
     def resume_state(self) -> dict[str, Any]:
         """Return each rank's sum over the steps that were not logged, and their number."""
-        return {KEY: [self._by_rank(), self.steps]} if self.steps else {}
+        return {KEY: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
         """Prepare a step of these micro-batches; collective over ranks."""
@@ -69,16 +69,11 @@ class ExpertBalance(MetricCallback):
     def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values, reduction="sum")
 
-    def _by_rank(self) -> list[float]:
-        own = torch.as_tensor(self.total, dtype=torch.float32, device=self.accelerator.device)
-        sums: torch.Tensor = self.accelerator.gather(own.reshape(1))
-        return sums.tolist()
-
     @override
     def metrics(self) -> dict[str, float]:
         """Return the mean of the term since the last log."""
         if not self.steps:
             return {}
-        sums, steps = self._by_rank(), self.steps
+        sums, steps = gathered(float(self.total)), self.steps
         self.total, self.steps = 0.0, 0
         return {"aux_loss": sum(sums) / len(sums) / steps}

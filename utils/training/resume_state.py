@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from utils.checkpoints.files import read_manifest
 from utils.data.order import PADDING_SEQUENCE
+from utils.support.collectives import gathered
 
 if TYPE_CHECKING:
     from utils.training.trainer import PackedTrainer
@@ -85,7 +86,8 @@ class ResumeState(TrainerCallback):
         loader.tokens_seen.count(step)
         values: dict[str, Any] = {"tokens": dict(loader.tokens_seen.by_name)}
         if unlogged := step - trainer._globalstep_last_logged:
-            values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": self._unlogged_losses()}
+            sums = gathered(trainer._tr_loss.item())
+            values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": sums}
         for callback in self._resumable():
             values |= callback.resume_state()
         states: Any = trainer.state.stateful_callbacks  # a dict, whatever its annotation says
@@ -101,7 +103,7 @@ class ResumeState(TrainerCallback):
         if "tokens" in saved:
             loader.tokens_seen.resume(state.global_step, saved["tokens"])
         if sums := saved.get("unlogged_loss_sums"):
-            own = rank_share(sums, args.process_index, args.world_size)
+            own = rank_share(sums, args)
             self.trainer._tr_loss = torch.full_like(self.trainer._tr_loss, own)
             self.trainer._globalstep_last_logged -= saved["unlogged_steps"]
         for callback in self._resumable():
@@ -119,15 +121,9 @@ class ResumeState(TrainerCallback):
                 total += entry["loss"] * (entry["step"] - counted)
                 counted = entry["step"]
         if state.global_step > counted:  # steps that a stop leaves without a log
-            sums = self._unlogged_losses()
+            sums = gathered(self.trainer._tr_loss.item())
             total += sum(sums) / len(sums)
         return total / max(state.global_step, 1)
-
-    def _unlogged_losses(self) -> list[float]:
-        """Return each rank's sum of the losses since the last log."""
-        own = self.trainer._tr_loss.detach().float().reshape(1)
-        sums: torch.Tensor = self.trainer.accelerator.gather(own)
-        return sums.tolist()
 
     @override
     def on_epoch_begin(
@@ -156,9 +152,10 @@ def _saved(state: TrainerState) -> dict[str, Any]:
     return states.get(KEY, {})
 
 
-def rank_share(sums: list[float], rank: int, world_size: int) -> float:
+def rank_share(sums: list[float], args: TrainingArguments) -> float:
     """Return this rank's sum; on another number of ranks one with the same mean over ranks."""
-    return sums[rank] if len(sums) == world_size else sum(sums) / len(sums)
+    same = len(sums) == args.world_size
+    return sums[args.process_index] if same else sum(sums) / len(sums)
 
 
 class DataEpochs(TrainerCallback):

@@ -66,9 +66,8 @@ class PackedTrainer(Trainer):
         if self.compiled:
             compile_layers(model)  # before FSDP2 shards them
         self.generation = finished_generation(model, tokenizer, data.train)
-        by_type: dict[type, Any] = {type(callback): callback for callback in callbacks}
-        self.guard: NonFiniteGuard = by_type[NonFiniteGuard]
-        self.watch: StopWatch = by_type[StopWatch]
+        (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
+        (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
