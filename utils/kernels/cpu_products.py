@@ -22,12 +22,8 @@ def settle_products(device: str) -> str | None:
     1.8 times as long with them. "medium" allows torch to round factors to bfloat16, which oneDNN
     does with AMX only; a check shows that it does not here. What the user told torch stays.
     """
-    slow = (
-        device == "cpu"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and not has_amx()
-        and cpu_fact("vendor_id") not in ("", "GenuineIntel")
-    )
+    avx_512 = device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
     if not slow or torch.get_float32_matmul_precision() != _EXACT:
         return None
     torch.set_float32_matmul_precision(_ONEDNN)

@@ -114,16 +114,6 @@ def test_under_autocast_the_float32_weight_keeps_a_float32_gradient():
         assert far(actual, wanted) < 1.2 * far(usual, wanted)
 
 
-def test_a_frozen_weight_has_no_gradient_and_takes_no_product(monkeypatch):
-    tensors, targets = made()
-    expected = reference(tensors, targets)[1][0]
-    monkeypatch.delattr(module._Work, "_add_weight_gradient")
-    hidden, weight = tensors
-    loss = linear_cross_entropy(hidden, weight.detach(), targets)
-    (loss / 7).backward()
-    assert far(hidden.grad, expected) < 2e-6
-
-
 @pytest.mark.parametrize("layout", LAYOUTS[1:], indirect=True)
 def test_a_gpu_is_given_rows_of_whole_16_bytes(monkeypatch):
     tensors, targets = made(torch.bfloat16, with_bias=True)
