@@ -213,9 +213,10 @@ class Preparation:
         lengths = figures["length_percentiles_tokens"]
         logger.info(
             f"{split}: {documents:,} documents, {tokens:,} tokens, as counted while tokenizing; "
-            f"{figures['loss_token_share']:.1%} loss tokens, {figures['bytes_per_token']:.2f} "
-            f"bytes/token; tokens a document: p1 {lengths['p1']:,}, p50 {lengths['p50']:,}, p99 "
-            f"{lengths['p99']:,}, max {lengths['max']:,}; fingerprint {dataset.fingerprint[:16]}"
+            f"fingerprint {dataset.fingerprint[:16]}; {figures['loss_token_share']:.1%} loss "
+            f"tokens, {figures['bytes_per_token']:.2f} bytes/token; tokens a document: p1 "
+            f"{lengths['p1']:,}, p50 {lengths['p50']:,}, p99 {lengths['p99']:,}, max "
+            f"{lengths['max']:,}"
         )
 
     def _move_files(self, folder: Path, units: Sequence[int], features: dict[str, Any]) -> None:
