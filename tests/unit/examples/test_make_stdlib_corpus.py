@@ -28,15 +28,6 @@ def one_line(): "doc"; return "x" * 100000 + "a body that is long enough to be k
 '''
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("library")
-    for name in ("one.py", "wsgiref/a.py", "wsgiref/test/b.py", "test/c.py", "encodings/d.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(SOURCE)
-    return folder
-
-
 def test_instructions_are_signature_and_docstring_and_answers_the_code_without_it():
     functions = dict(corpus.documented_functions(SOURCE))
     assert len(functions) == 2
@@ -52,19 +43,17 @@ def test_instructions_are_signature_and_docstring_and_answers_the_code_without_i
     assert [*functions.values()][1].startswith("async def method(self):\n    result")
 
 
-def test_tests_and_tables_are_left_out(written):
-    assert [path for path, _ in corpus.read_sources(written)] == ["one.py", "wsgiref/a.py"]
-
-
-def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(written):
-    chats = list(corpus.unique_chats(list(corpus.read_sources(written))))
+def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(tmp_path):
+    for name in ("one.py", "wsgiref/a.py", "wsgiref/test/b.py", "test/c.py", "encodings/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(SOURCE)
+    sources = list(corpus.read_sources(tmp_path))
+    assert [path for path, _ in sources] == ["one.py", "wsgiref/a.py"], "no tests and tables"
+    chats = list(corpus.unique_chats(sources))
     assert {corpus.split_of(path) for path, _ in chats} == {"package"}
     assert len(chats) == 2
-
-
-def test_a_package_is_held_out_as_a_whole_and_modules_by_hash():
-    assert corpus.split_of("wsgiref/mime/text.py") == "package"
-    assert corpus.split_of("wsgiref.py") == "package"
+    # A package is held out as a whole, modules by hash.
+    assert corpus.split_of("wsgiref/mime/text.py") == corpus.split_of("wsgiref.py") == "package"
     found = [corpus.split_of(f"module{number}.py") for number in range(1000)]
     assert 15 < found.count("modules") < 50
     assert found.count("train") == 1000 - found.count("modules")
