@@ -22,6 +22,8 @@ PUBLISHED = {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
         "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
     },
+    # Greedy by choice, with flags that have no effect then
+    "greedy": {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
     # Llama 7B's conversions: no padding token was -1
     "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
 }  # fmt: skip
@@ -55,20 +57,15 @@ def test_published_settings_can_be_saved_again(name, tmp_path):
     if name == "vicuna":
         expected |= {"do_sample": True}
         assert "final/ gets them with do_sample: true" in repaired
+    elif name == "greedy":
+        del expected["temperature"], expected["length_penalty"]
+        assert "no length_penalty (it is 2.0), no temperature (it is 0.7)" in repaired
     elif name == "llama1":
         del expected["pad_token_id"]
         assert "no pad_token_id (it is -1)" in repaired
     else:
         assert not repaired
     assert saved == expected
-
-
-def test_flags_without_effect_are_left_out_where_greedy_was_chosen(tmp_path):
-    values = {"do_sample": False, "temperature": 0.7, "length_penalty": 2.0}
-    made, repaired = generation_settings(*_published(tmp_path, values))
-    assert "no length_penalty (it is 2.0), no temperature (it is 0.7)" in repaired
-    assert made.do_sample is False
-    assert made.temperature is None
 
 
 def test_what_is_never_valid_is_refused_with_the_file(tmp_path):
