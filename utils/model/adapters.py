@@ -1,7 +1,4 @@
-"""What of a model trains: LoRA's adapters, or all weights that text goes through.
-
-LoRA's targets are found before any weight is loaded, on the model without any.
-"""
+"""What of a model trains: LoRA's adapters, or all weights that text goes through."""
 
 import contextlib
 import logging
@@ -165,7 +162,7 @@ def _matched(
 ) -> list[str]:
     """Return the known names that end in one of those asked for, or match the only one's pattern.
 
-    What matches nothing is a problem, but for `had_experts` a former name of experts.
+    What matches nothing is a problem, but with `had_experts` not a former name of experts.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:

@@ -91,8 +91,8 @@ def text_model_of(model: PreTrainedModel) -> Any:
 def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config with the same head dimension, head grouping, windows and positions.
 
-    One layer of each layer type (two at least) remains, as do as many experts as one token uses.
-    Where heads cannot be cut they stay. Raises ConfigurationError where nothing small runs.
+    One layer of each type remains (two at least). Where heads cannot be cut they stay. Raises
+    ConfigurationError where nothing small runs.
     """
     text_config = model_config.get_text_config(decoder=True)
     if type(text_config) in AutoModelForCausalLM._model_mapping:

@@ -45,25 +45,20 @@ RUN_ON_CPU = (NAME, "sdpa", "eager")
 # What to do about a leak: always, and where layers are recurrent.
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 KERNELS = (
-    ", or install the kernels of its recurrent layers where it trains on GPUs "
-    "(flash-linear-attention and causal-conv1d, or mamba-ssm and causal-conv1d): with them this "
-    "check decides anew"
+    ", or install GPU kernels for its recurrent layers (flash-linear-attention and causal-conv1d, "
+    "or mamba-ssm and causal-conv1d), with which this check decides anew"
 )
 Rows = tuple[tuple[int, ...], ...]
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`name` is what transformers is told, `kernel` what computes, `reason` a line for the user.
-
-    batches: what the model is given, see `shape_inputs`.
-    """
+    """What transformers is told, what computes, and a line for the user."""
 
     name: str
     kernel: str
     reason: str
-    batches: str = "packed"
+    batches: str = "packed"  # what the model is given, see `shape_inputs`
 
 
 def choose_isolated_attention(
@@ -77,9 +72,8 @@ def choose_isolated_attention(
     """Choose the attention and prove, on `device`, that documents do not see each other.
 
     The arguments are those of `choose_attention`. Also returns how many documents were perturbed.
-    Where packed batches leak, plain ones do if each sequence holds one document (`whole_rows`):
-    padding lies behind it, where no token of a causal model sees it, and there is no mask. Else,
-    by default, block masks are tried, for models that put more into their masks than packing.
+    Where packed batches leak, plain ones are tried if each sequence holds one document
+    (`whole_rows`: padding lies behind it, where no token sees it), else, by default, block masks.
     Raises ConfigurationError with what to set.
     """
     choice = choose_attention(requested, model_config, device.type, dtype, whole_rows)
@@ -192,11 +186,7 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 
 
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
-    """Refuse packing where the place in the sequence counts, not that in the document.
-
-    Llama 4 scales the queries of its layers without rotary embeddings from position `floor_scale`
-    on, and counts from the beginning of the sequence. Raises ConfigurationError.
-    """
+    """Refuse packing where Llama 4 scales its queries by the position in the sequence."""
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
     if first and text.attn_temperature_tuning and sequence_length >= first:
@@ -238,7 +228,7 @@ def check_isolation(
     return len(list(_segments(checked[0])))
 
 
-def packed_batch(rows: Rows = ROWS) -> Batch:
+def packed_batch(rows: Rows = ROWS) -> dict[str, Any]:
     """Return packed rows as the loader makes them, the tail a segment of its own."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(rows), ROW_LENGTH)
@@ -252,13 +242,9 @@ def packed_batch(rows: Rows = ROWS) -> Batch:
     ends = torch.tensor([0, *segments, *[0] * missing]).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
     return {
-        "input_ids": input_ids,
-        "position_ids": positions,
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": ROW_LENGTH,
-        "max_length_k": ROW_LENGTH,
-    }
+        "input_ids": input_ids, "position_ids": positions, "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends, "max_length_q": ROW_LENGTH, "max_length_k": ROW_LENGTH,
+    }  # fmt: skip
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
@@ -271,7 +257,7 @@ def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, batch: Batch, batches: str) -> torch.Tensor:
+def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
     """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
     try:
         return model(**shape_inputs(batch, batches)).logits.view(*batch["input_ids"].shape, -1)
@@ -284,7 +270,7 @@ def _logits(model: PreTrainedModel, batch: Batch, batches: str) -> torch.Tensor:
         ) from error
 
 
-def _check_leaks(model: PreTrainedModel, batch: Batch, rows: Rows, batches: str) -> None:
+def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batches: str) -> None:
     """Perturb the first token of each segment in turn: its own later logits change, no others."""
     reference = _logits(model, batch, batches)
     attention = model.config._attn_implementation

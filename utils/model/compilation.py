@@ -92,16 +92,14 @@ COMPILERS = ["g++", "c++", "clang++", "gcc", "cc"]
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
-    """Check that layers can be compiled; return the directory that keeps what was compiled.
+    """Return the directory that keeps what was compiled (in a job: utils/launch/caches.py).
 
-    In a job it is on the node's disk, and passed on by the launcher (utils/launch/caches.py).
     Raises ConfigurationError under ZeRO-3, and without a C++ compiler unless another host compiles.
     """
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
-            "would compile again and again; take fsdp2.yaml, which shards as much, or set "
-            "--compile false"
+            "compiles each time; take fsdp2.yaml, which shards as much, or set --compile false"
         )
     given = os.environ.get("CXX") or os.environ.get("CC")
     names = [given.split()[0]] if given else COMPILERS  # "ccache g++": torch runs the first word
@@ -126,10 +124,8 @@ def compile_layers(model: nn.Module) -> int:
     """
     layers = marked_layers(model)
     if not layers:
-        raise ConfigurationError(
-            f"--compile true: {type(model).__name__} is not built of layers that transformers "
-            "marks as such; set --compile false"
-        )
+        name = type(model).__name__
+        raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
     # No two layers may be alike, and each is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -63,8 +63,7 @@ ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on
 def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any]:
     """Return what a model's configuration file holds, JSON or YAML.
 
-    Raises ConfigurationError, with the line where it is known, for a file that cannot be read, for
-    a key given twice, and where there is no model_type.
+    Raises ConfigurationError for a file that cannot be read, a key given twice or no model_type.
     """
     where = f"--{setting} {path}"
     try:
@@ -100,8 +99,8 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     """Return the configuration that a file describes, for a model from scratch.
 
     Vocabulary and special tokens follow the tokenizer unless the file sets them. Raises
-    ConfigurationError for values that the architecture cannot have, and for keys that nothing uses
-    in a file somebody wrote; those of a published one are logged.
+    ConfigurationError for values that the architecture cannot have, and for keys that nothing uses;
+    in a published file those are logged.
     """
     values = read_config_file(path)
     model_type = values["model_type"]
@@ -169,8 +168,7 @@ def compare_with_model(
 ) -> None:
     """Log how the tokenizer of the run, in `directory`, differs from the model's own.
 
-    Raises ConfigurationError where their ids mean other words, for the model would begin with other
-    ones' embeddings.
+    Raises ConfigurationError where their ids mean other words.
     """
     model, own = _own_tokenizer(settings)
     if own is None or model == directory:

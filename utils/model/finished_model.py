@@ -23,8 +23,6 @@ from utils.model.stages import stage_of
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
-# How GenerationConfig.validate names the settings that it objects to.
-_OBJECTION = re.compile(r"^- `(\w+)`:", re.MULTILINE)
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -129,14 +127,11 @@ def _published(settings: RunSettings, config: PreTrainedConfig) -> tuple[Generat
 
 
 def _objections(generation: GenerationConfig, origin: str, repaired: bool = False) -> set[str]:
-    """Return the settings that cannot be saved with the others.
-
-    Raises ConfigurationError for a value that is never valid, and for all that is left `repaired`.
-    """
+    """Return the settings that cannot be saved beside others; raises for what stays invalid."""
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        named = set(_OBJECTION.findall(str(error)))
+        named = set(re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE))
         if named and not repaired:
             return named
         raise ConfigurationError(

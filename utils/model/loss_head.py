@@ -56,16 +56,12 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """A loss, and with a router's term what a micro-batch has of it, without its padding.
-
-    `assignments` of its tokens and their summed `probabilities`, each (experts,) float32, over all
-    layers; `layers` is how many layers route.
-    """
+    """A loss, and with a router's term what a micro-batch has of it, without its padding."""
 
     loss: torch.Tensor | None = None
-    assignments: torch.Tensor | None = None
-    probabilities: torch.Tensor | None = None
-    layers: torch.Tensor | None = None
+    assignments: torch.Tensor | None = None  # of its tokens over all layers, (experts,) float32
+    probabilities: torch.Tensor | None = None  # their sum, (experts,) float32
+    layers: torch.Tensor | None = None  # how many route
 
 
 @dataclass(frozen=True)
@@ -286,9 +282,9 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the term that training adds; None: none.
 
-    Fine-tuning adds it wherever the architecture has a coefficient, as TRL does; `given` stands for
-    that one. Pretraining adds it where the configuration says output_router_logits. Raises
-    ConfigurationError where a coefficient is given to a model that has no such term.
+    Fine-tuning adds it wherever the architecture has a coefficient, as TRL does, or the given one;
+    pretraining where the configuration says output_router_logits. Raises ConfigurationError where
+    one is given to a model that has no such term.
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)

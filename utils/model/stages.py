@@ -36,7 +36,6 @@ from utils.support.collectives import on_rank_0
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # Strategies whose optimizer every rank has whole, as optimizer.pt holds it.
 WHOLE_OPTIMIZERS = ("single", "ddp")
 
@@ -82,8 +81,8 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory with the weights that a run with `--init_from` starts from.
 
-    Found at the first start, recorded from then on: the directory of a run stands for something
-    else as soon as that run resumes. Raises ConfigurationError when what was recorded is gone.
+    It is recorded at the first start: the directory of a run stands for something else as soon as
+    that run resumes. Raises ConfigurationError when what was recorded is gone.
     """
     init_from = str(settings.model.init_from)
     recorded = _recorded_directory(settings)
@@ -103,10 +102,9 @@ def weights_directory(settings: RunSettings) -> Path:
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
     """Return the directory of the stage's tokenizer; None where there is none."""
-    stage = stage_of(settings)
-    if stage is None or not any((stage / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return str(stage)
+    stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
+    found = stage is not None and any((stage / name).is_file() for name in files)
+    return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
@@ -119,9 +117,7 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
     if model.init_from is None:
         return None
     if resume_from is not None and not model.use_peft:
-        logger.info(
-            "init_from %s is ignored: the run has %s of its own", model.init_from, resume_from
-        )
+        logger.info(f"init_from {model.init_from} is ignored: the run has {resume_from} of its own")
         return None
     directory = weights_directory(settings)
     if model.init_optimizer and resume_from is None:
@@ -165,13 +161,13 @@ def _unfit(directory: Path) -> str | None:
     """Return why weights cannot be taken from a directory, and what can be done."""
     if not directory.is_dir():
         return f"there is no such directory: {directory}."
-    whole = any(directory.glob("*.safetensors"))
     if (directory / "adapter_config.json").is_file():
         return (
             f"{directory.name} holds a LoRA adapter without the weights that it adapts: name the "
             "directory of its run once that is finished, or its final/, which has both merged."
         )
-    if whole and not directory.name.startswith((INCOMPLETE, DAMAGED, DELETING)):
+    unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))
+    if not unfinished and any(directory.glob("*.safetensors")):
         return None
     return (
         f"{directory.name} holds no whole model in safetensors: name the final/ of a finished run, "

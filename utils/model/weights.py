@@ -70,8 +70,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
     """Load as from_pretrained does with these arguments; collective over ranks.
 
     Raises ConfigurationError on all ranks with every tensor that the directory lacks or has in
-    another shape, and with `exact` those in excess: transformers would put random weights there, or
-    drop it, and only warn. A weight that is tied to another one is not missing.
+    another shape, and with `exact` those in excess: transformers would only warn.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # There transformers looks for missing tensors alone, and raises on the first rank.
