@@ -42,8 +42,8 @@ class Deadline:
     """The end of the job's time limit, compared with how long steps and saves take.
 
     Two steps are allowed for: the one in which the ranks agree, and the one before it, in which
-    rank 0 did not look. `total_s` is left at the time `now`. A save that is being written in the
-    background has to end before the last one.
+    rank 0 did not look; and a save that is being written in the background. `total_s` is left at
+    the time `now`.
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
@@ -79,10 +79,10 @@ class StopWatch(TrainerCallback):
     the step of a stop is owed as well. What fails in the background is raised on all ranks. Each
     rank looks for signals and for its own failure, once a second; the rest is for rank 0.
 
-    stopped           whether the run ended early
-    evaluation_due    whether the evaluation of the current step is owed
-    extra_saves       the steps of checkpoints that no schedule asked for: the uninterrupted run
-                      has none there, so they are no candidates for the best one
+    stopped         whether the run ended early
+    evaluation_due  whether the evaluation of the current step is owed
+    extra_saves     steps of checkpoints that no schedule asked for: an uninterrupted run has none
+                    there, so they are no candidates for the best one
     """
 
     def __init__(
@@ -246,8 +246,9 @@ class StopWatch(TrainerCallback):
         """Remove the files that are acted upon, so that each counts once; all ranks call it."""
         if self.found < STOPPING:
             self.found = NOTHING
-        for name in names if self.rank == 0 else ():
-            (self.checkpoints.output_dir / name).unlink(missing_ok=True)
+        if self.rank == 0:
+            for name in names:
+                (self.checkpoints.output_dir / name).unlink(missing_ok=True)
 
     def _stop(self, agreed: int, place: str, control: TrainerControl) -> None:
         self.stopped = True

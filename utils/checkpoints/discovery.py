@@ -46,10 +46,10 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
     """Return the committed checkpoints of this run, newest first, by their manifests alone."""
     found = []
     for _, directory in numbered_checkpoints(output_dir):
-        if not (directory / MANIFEST).is_file():
-            continue
         try:
             manifest = read_manifest(directory)
+        except FileNotFoundError:
+            continue
         except (DamagedCheckpointError, OSError) as error:
             logger.warning("%s: %s; it does not count as a checkpoint", directory, error)
             continue
@@ -163,7 +163,7 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return how many checkpoints storage holds while the last of `saves` is written.
+    """Return how many checkpoints there are while the last of `saves` is written.
 
     LEAST_KEPT stay until it is committed: with a limit of 2 there are three for a moment.
     """

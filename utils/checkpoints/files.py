@@ -88,22 +88,21 @@ def flush_and_record(
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
-    folders = sorted({(directory / name).parent for name in names} | {directory})
+    paths = [directory / name for name in names]
 
-    def bring(name: str) -> None:
+    def bring(name: str, path: Path) -> int:
         if source is not None:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, directory / name)
-        flush(directory / name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, path)
+        flush(path)
+        return path.stat().st_size
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        brought = [pool.submit(bring, name) for name in names]
+        brought = [pool.submit(bring, *each) for each in zip(names, paths, strict=True)]
         digests = file_digests([(source or directory) / name for name in names], threads)
-        for work in brought:
-            work.result()
-    for folder in folders:
+        sizes = [work.result() for work in brought]
+    for folder in sorted({path.parent for path in paths} | {directory}):
         flush(folder)
-    sizes = [(directory / name).stat().st_size for name in names]
     return dict(zip(names, map(FileRecord, sizes, digests), strict=True))
 
 
@@ -118,23 +117,19 @@ def file_problems(
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
     problems += [f"{name} was not committed" for name in sorted(there - records.keys())]
-    whole = []
     for name in sorted(there & records.keys()):
-        path = directory / name
+        path, committed = directory / name, records[name].size_bytes
         if path.is_symlink() or not path.is_file():
             problems.append(f"{name} is no regular file")
-        elif path.stat().st_size != records[name].size_bytes:
-            problems.append(
-                f"{name} has {path.stat().st_size:,} bytes, not {records[name].size_bytes:,}"
-            )
-        elif tensors or path.suffix in DESCRIPTIONS:
-            whole.append(name)
+        elif (size := path.stat().st_size) != committed:
+            problems.append(f"{name} has {size:,} bytes, not {committed:,}")
     if problems:
         return problems
-    digests = file_digests(directory / name for name in whole)
+    read = [name for name in sorted(records) if tensors or Path(name).suffix in DESCRIPTIONS]
+    digests = file_digests(directory / name for name in read)
     return [
         f"{name} has other contents"
-        for name, digest in zip(whole, digests, strict=True)
+        for name, digest in zip(read, digests, strict=True)
         if digest != records[name].sha256
     ]
 
