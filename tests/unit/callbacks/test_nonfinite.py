@@ -93,13 +93,7 @@ def test_a_step_that_is_not_finite_ends_the_run_a_step_later_or_before_a_save(
 class SlowDevice:
     """An event of a device that has not come so far; to wait for it is counted."""
 
-    waits = 0
-
-    def __init__(self, passed: bool = False):
-        self.passed = passed
-
-    def record(self) -> None:
-        """Nothing."""
+    waits, passed = 0, False
 
     def query(self) -> bool:
         return self.passed
