@@ -125,8 +125,8 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
     layers = layers_of(model)
     kinds = _kinds(layers)
     # Experts multiply by the operator that transformers has for where torch has none: it takes
-    # tensors without data of any type, and what it makes is as large.
-    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)
+    # tensors without data of any type, and what it makes is as large. (A Mock would keep them.)
+    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _never)
     with FakeTensorMode(), torch.device(work.device), buffers_alone(), by_shape:
         _put_on_device(model)
         if cut:
@@ -137,6 +137,10 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
     sizes = [_bytes(layer.parameters()) for layer in layers]
     gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
     return StepTrace(_all_layers(stretches, kinds), gathered)
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

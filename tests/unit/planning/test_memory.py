@@ -107,7 +107,7 @@ def test_states_and_what_cannot_run_without_data(monkeypatch, caplog):
         for choice in ("none", "full")
     )
     assert none.counted
-    assert none.activations > full.activations
+    assert none.activations > 1.6 * full.activations, "its experts are not kept"
 
     def refuse(*_):
         raise RuntimeError("data-dependent")
