@@ -173,7 +173,7 @@ def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
     lines = tiny.train_lines(whole)
     assert [line["learning_rate"] / 1e-2 for line in lines] == pytest.approx(RATES, abs=0.01)
     for line in lines:
-        assert {"tokens_seen", "host_rss_gib", "host_peak_rss_gib"} <= line.keys()
+        assert {"tokens_seen", "host_rss_gib", "host_peak_rss_gib", "memory_by_rank"} <= line.keys()
     for line in lines[1:]:  # the first step is in no rate
         assert line["tokens_per_s"] > 0
         assert line["step_time_s"] > line["data_wait_s"] >= 0

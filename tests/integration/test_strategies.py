@@ -91,7 +91,8 @@ def test_pretraining_in_two_processes_equals_one(
     assert start["compiled"] is compiled
     assert (start["launch"]["strategy"], start["launch"]["world_size"]) == (strategy, 2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["host_rss_gib"] > 0 for line in lines if line["event"] == "train")
+    memory = [line["memory_by_rank"] for line in lines if line["event"] == "train"]
+    assert {tuple(row["rank"] for row in rows) for rows in memory} == {(0, 1)}
     assert_same_run(run, pretrained_alone)
 
 

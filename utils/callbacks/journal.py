@@ -19,6 +19,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
+from utils.callbacks.metrics import MemoryMonitor
 from utils.checkpoints.store import Checkpoints
 from utils.support.run_lock import known_loss
 
@@ -33,13 +34,18 @@ class Journal(TrainerCallback):
     """Writes every log event of rank 0; silent on other ranks.
 
     A line holds event (started, resumed, train, eval, save, and last stopped or summary), step,
-    epoch, time (unix seconds), split for an evaluation, and the logged figures. `stopped` tells at
-    the end whether the run ended early.
+    epoch, time (unix seconds), split for an evaluation, and the logged figures. `memory` has each
+    rank's; `stopped` tells at the end whether the run ended early.
     """
 
-    def __init__(self, checkpoints: Checkpoints, stopped: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        memory: MemoryMonitor | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ):
         self.path = checkpoints.output_dir / FILE_NAME
-        self.checkpoints, self.stopped = checkpoints, stopped
+        self.checkpoints, self.memory, self.stopped = checkpoints, memory, stopped
         self.saves_written = 0
         self.first_step: tuple[int, float] | None = None  # of this start, and when it ended
 
@@ -91,6 +97,8 @@ class Journal(TrainerCallback):
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
+        elif self.memory:
+            line["memory_by_rank"] = self.memory.by_rank
         self._write(line)
         logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
 

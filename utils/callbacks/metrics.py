@@ -3,7 +3,7 @@
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -14,6 +14,7 @@ from typing_extensions import override
 from utils.data.loader import TrainLoader
 from utils.model.compilation import compiled_graphs
 from utils.support.collectives import gathered
+from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class Throughput(MetricCallback):
 
 
 class MemoryMonitor(MetricCallback):
-    """Memory in GiB of the worst rank: most used, least free.
+    """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
 
     Device figures come from torch's caching allocator: allocated (tensors), reserved (taken from
     the driver) and the peak of allocated since training began, evaluations and saves included; free
@@ -163,6 +164,8 @@ class MemoryMonitor(MetricCallback):
     figures only: this process's resident set and its highest ever; data-loading workers are
     processes of their own and not in it.
     """
+
+    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last `metrics()`
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
@@ -174,7 +177,7 @@ class MemoryMonitor(MetricCallback):
     @override
     def metrics(self) -> dict[str, float]:
         """Return the worst rank's figures; collective over ranks."""
-        own = {
+        own: dict[str, float] = {
             "host_rss_gib": psutil.Process().memory_info().rss,
             "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -185,11 +188,15 @@ class MemoryMonitor(MetricCallback):
                 "memory_peak_gib": torch.cuda.max_memory_allocated(self.device),
                 "memory_free_gib": torch.cuda.mem_get_info(self.device)[0],
             }
-        ranks = gathered(own)
-        worst = {name: max(sizes[name] for sizes in ranks) for name in own}
+        own = {name: size_bytes / GIB for name, size_bytes in own.items()}
+        ranks = gathered((host_name(), own))
+        self.by_rank = [
+            {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
+        ]
+        worst = {name: max(sizes[name] for _, sizes in ranks) for name in own}
         if "memory_free_gib" in own:
-            worst["memory_free_gib"] = min(sizes["memory_free_gib"] for sizes in ranks)
-        return {name: size_bytes / GIB for name, size_bytes in worst.items()}
+            worst["memory_free_gib"] = min(sizes["memory_free_gib"] for _, sizes in ranks)
+        return worst
 
 
 class CompilationWatch(TrainerCallback):

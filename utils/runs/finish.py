@@ -33,6 +33,7 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(run.checkpoints, save_minutes=settings.run.save_minutes or 0)
+    memory = MemoryMonitor()
     return [
         HangWatch(settings.run.hang_timeout_s, run.hosts),
         *inherited,
@@ -40,9 +41,9 @@ def run_callbacks(settings: RunSettings, run: Run) -> list[TrainerCallback]:
         stop,
         Throughput(),
         MixtureShares(),
-        MemoryMonitor(),
+        memory,
         NonFiniteGuard(run.output_dir),
-        Journal(run.checkpoints, lambda: stop.stopped),
+        Journal(run.checkpoints, memory, lambda: stop.stopped),
     ]
 
 

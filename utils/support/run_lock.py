@@ -137,15 +137,19 @@ class RunLock:
         return number
 
     def _keep_beating(self) -> None:
+        warned = False
         while self.lost is None and not self.stop.wait(BEAT_S):
             self.beats += 1
-            # Storage that fails says so elsewhere; a lock that is not renewed may be lost.
-            with contextlib.suppress(OSError):
+            try:
                 self.lost = self.new_owner()
                 if self.lost is None:
                     self.write()
                 else:
                     logger.error("%s", self.lost)
+            except OSError as error:
+                if not warned:
+                    logger.warning("the lock of %s cannot be renewed: %s", self.output_dir, error)
+                warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""

@@ -154,9 +154,14 @@ def test_the_log_gets_the_worst_ranks_memory(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda _device: peak.__setitem__(0, 5)
     )
-    other = {"host_rss_gib": 99 * GIB, "memory_free_gib": 1 * GIB}
-    monkeypatch.setattr("utils.callbacks.metrics.gathered", lambda own: [own, {**own, **other}])
-    figures = memory_of("cuda").metrics()
+    other = {"host_rss_gib": 99, "memory_free_gib": 1}
+    monkeypatch.setattr(
+        "utils.callbacks.metrics.gathered", lambda own: [own, ("n2", own[1] | other)]
+    )
+    monitor = memory_of("cuda")
+    figures = monitor.metrics()
+    assert [line["memory_free_gib"] for line in monitor.by_rank] == [70, 1]
+    assert (monitor.by_rank[1]["rank"], monitor.by_rank[1]["host"]) == (1, "n2")
     del figures["host_peak_rss_gib"]
     assert figures == {
         "host_rss_gib": 99, "memory_allocated_gib": 1, "memory_reserved_gib": 8,

@@ -163,7 +163,9 @@ def test_a_run_that_was_suspended_learns_that_it_lost_its_lock(holder, tmp_path)
     assert taken_over(tmp_path) is None, "and its end changed nothing"
 
 
-def test_the_heartbeat_outlives_a_full_disk_and_learns_of_a_loss(tmp_path, monkeypatch):
+def test_the_heartbeat_logs_once_that_it_cannot_write_and_learns_of_a_loss(
+    tmp_path, caplog, monkeypatch
+):
     def full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
@@ -171,6 +173,7 @@ def test_the_heartbeat_outlives_a_full_disk_and_learns_of_a_loss(tmp_path, monke
     with monkeypatch.context() as disk:
         disk.setattr(run_lock.RunLock, "write", full)
         time.sleep(5 * run_lock.BEAT_S)
+    assert caplog.text.count(f"the lock of {tmp_path} cannot be renewed") == 1
     assert known_loss(tmp_path) is None
     owned_by(tmp_path, ELSEWHERE, number=2)
     give_up_at = time.monotonic() + 20
