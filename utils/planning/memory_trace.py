@@ -125,7 +125,7 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
     layers = layers_of(model)
     kinds = _kinds(layers)
     # Experts multiply by the operator that transformers has for where torch has none: it takes
-    # tensors without data of any type, and what it makes is as large. (A Mock would keep them.)
+    # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _never)
     with FakeTensorMode(), torch.device(work.device), buffers_alone(), by_shape:
         _put_on_device(model)
