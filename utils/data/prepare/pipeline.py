@@ -161,10 +161,12 @@ class Preparation:
             )
             logger.info("from %s: %s", units[0].parts[0].file.path, written or "nothing")
         dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(total.dropped.items()))
-        notes = "".join(f"; {name}: {number:,}" for name, number in total.notes.items() if number)
-        logger.info("dropped: %s%s", dropped or "none", notes)
+        logger.info("dropped: %s", dropped or "none")
         for example in total.examples:
             logger.info("  dropped %s", example)
+        for name, number in total.notes.items():
+            if number:
+                logger.info(f"{number:,} {NOTES[name]}")
 
     def _assemble_split(
         self,

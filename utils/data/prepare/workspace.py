@@ -25,8 +25,14 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
 EXAMPLES_KEPT = 5
-# What else is counted of documents; continued: further parts of a very long text.
-NOTES = ("truncated", "continued", "without_earlier_thinking")
+# What else is counted of documents, and what it means.
+NOTES = {
+    "truncated": "documents were cut to sequence_length",
+    "continued": "documents are further parts of very long texts",
+    "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "
+    "template leaves out when the model is used too; to train on all of it, give each of these "
+    "chats once for every turn",
+}
 
 
 @dataclass
@@ -34,7 +40,7 @@ class UnitCounts:
     """What became of the records of a unit, or of several.
 
     documents, tokens, loss_tokens and text_bytes go by split, dropped records by reason, with the
-    first few messages as examples, notes by what NOTES names.
+    first few messages as examples, notes by the names of NOTES.
     """
 
     documents: Counter[str] = field(default_factory=Counter)

@@ -147,5 +147,5 @@ def test_thinking_that_the_template_drops_is_counted_and_logged(tmp_path, caplog
     chat = samples.chat("q", "<think>hm</think>a", "r", "b")
     with caplog.at_level("INFO"):
         content = prepared(tmp_path, [chat, samples.chat("q", "a")], drops)["preparation"]
-    assert "without_earlier_thinking: 1" in caplog.text
+    assert "1 chats lost the thinking of their earlier turns" in caplog.text
     assert content["sources"]["without_earlier_thinking"] == 1
