@@ -23,6 +23,31 @@ def tokenizer(tmp_path):
 
 
 @pytest.fixture
+def two(tmp_path):
+    """Two sources of texts whose rows have a language and a score."""
+    for name in ("a", "b"):
+        rows = [
+            {"text": f"{name} {i} " + "word " * 8, "language": ("en", "de")[i % 2], "score": i % 5}
+            for i in range(200)
+        ]
+        samples.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    return str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+
+
+@pytest.fixture
+def prepare(tmp_path, tokenizer):
+    """Prepare into a folder of tmp_path, with the small tokenizer unless one is trained."""
+
+    def prepared(name, **settings):
+        if "train_tokenizer" not in settings:
+            settings = {"tokenizer_name_or_path": tokenizer, **settings}
+        samples.prepare(output_dir=tmp_path / name, **settings)
+        return tmp_path / name
+
+    return prepared
+
+
+@pytest.fixture
 def workers_for_little(monkeypatch):
     """Let the few documents here be enough work for worker processes."""
     worth = dict.fromkeys(units.LEAST_BYTES_A_WORKER, 1)

@@ -1,5 +1,6 @@
 """Small documents, tokenizers and calls that the preparation tests share."""
 
+import copy
 import json
 import random
 from functools import cache
@@ -61,8 +62,6 @@ def _trained():
 
 def tiny_tokenizer(chat_template: str | None = None):
     """Return a fresh tokenizer of 320 tokens, with a chat template if one is given."""
-    import copy
-
     tokenizer = copy.deepcopy(_trained())
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -79,13 +78,18 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
 
 
 def prepare(**settings) -> Preparation:
-    """Do what prepare_data.py does and return the preparation."""
+    """Do what prepare_data.py does."""
     sources = [p if isinstance(p, dict) else str(p) for p in settings.pop("sources")]
     output_dir = str(settings.pop("output_dir"))
     arguments = PreparationArguments(sources=sources, output_dir=output_dir, **settings)
     preparation = Preparation(arguments)
     preparation.run()
     return preparation
+
+
+def description(split: Path) -> dict:
+    """Return what stoker.json says of a split."""
+    return json.loads((split / "stoker.json").read_text())
 
 
 def data_bytes(folder: Path) -> dict[str, bytes]:

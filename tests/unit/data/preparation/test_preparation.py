@@ -1,38 +1,37 @@
 """A preparation writes the same bytes whichever way it went: in parts, interrupted, by workers."""
 
-import gzip
 from pathlib import Path
 
-import datasets
 import preparation_samples as samples
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from utils.data.prepare.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-def test_shards_merged_are_the_undivided_preparation(tmp_path, source, tokenizer):
+@pytest.mark.slow
+@pytest.mark.usefixtures("workers_for_little")
+def test_a_mixture_is_the_same_however_the_work_is_divided(tmp_path, prepare, two):
     shards = 15  # more than there are work units
-    settings = {
-        "sources": [source],
-        "eval_sources": [f"other={samples.text_source(tmp_path / 'other.jsonl', 40, seed=9)}"],
-        "tokenizer_name_or_path": tokenizer,
-        "validation_fraction": 0.2,
+    other = samples.text_source(tmp_path / "other.jsonl", 40, seed=9)
+    given = {
+        "sources": [
+            {"path": two[0], "weight": 1.5, "max_tokens": 2000},
+            {"path": two[1], "filter": {"language": "en"}},
+        ],
+        "eval_sources": [f"other={other}"],
+        "validation_fraction": 0.1,
     }
-    samples.prepare(**settings, output_dir=tmp_path / "whole")
+    one = samples.data_bytes(prepare("one", **given))
     for shard in reversed(range(shards)):
-        samples.prepare(**settings, output_dir=tmp_path / "parts", shard=f"{shard}/{shards}")
-    samples.prepare(**settings, output_dir=tmp_path / "parts", merge=shards)
-    assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "parts")
+        prepare("parts", shard=f"{shard}/{shards}", **given)
+    assert one == samples.data_bytes(prepare("parts", merge=shards, **given))
+    assert one == samples.data_bytes(prepare("workers", num_proc=2, **given))
 
 
-def test_an_interrupted_preparation_is_continued(tmp_path, source, tokenizer, monkeypatch):
-    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer}
-    samples.prepare(**settings, output_dir=tmp_path / "whole")
+def test_an_interrupted_preparation_is_continued(prepare, source, monkeypatch):
+    whole = prepare("whole", sources=[source])
     finish, finished = Workspace.finish, []
 
     def interrupted(self, unit, counts):
@@ -45,16 +44,16 @@ def test_an_interrupted_preparation_is_continued(tmp_path, source, tokenizer, mo
 
     monkeypatch.setattr(Workspace, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        samples.prepare(**settings, output_dir=tmp_path / "out")
-    samples.prepare(**settings, output_dir=tmp_path / "out")
+        prepare("out", sources=[source])
+    resumed = prepare("out", sources=[source])
     assert finished[:6] == [0, 1, 2, 3, None, 4]
-    assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "out")
+    assert samples.data_bytes(whole) == samples.data_bytes(resumed)
 
 
 @pytest.mark.parametrize("last", ["data-00003", ".shards.finished"])
-def test_an_interrupted_assembly_is_continued(tmp_path, source, last, monkeypatch):
+def test_an_interrupted_assembly_is_continued(tmp_path, prepare, source, last, monkeypatch):
     settings = {"sources": [source], "train_tokenizer": 300, "validation_fraction": 0.3}
-    samples.prepare(**settings, output_dir=tmp_path / "whole")
+    whole = prepare("whole", **settings)
     original = Path.replace
 
     def interrupted(self, target):
@@ -62,35 +61,9 @@ def test_an_interrupted_assembly_is_continued(tmp_path, source, last, monkeypatc
             raise KeyboardInterrupt
         return original(self, target)
 
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        samples.prepare(**settings, output_dir=tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare("out", **settings)
     assert (tmp_path / "out" / "tokenizer").exists() == (last == ".shards.finished")
-    monkeypatch.setattr(Path, "replace", original)
-    samples.prepare(**settings, output_dir=tmp_path / "out")
-    assert samples.data_bytes(tmp_path / "whole") == samples.data_bytes(tmp_path / "out")
-
-
-def test_every_source_kind_gives_the_same_rows(tmp_path, tokenizer):
-    records = [{"text": text} for text in samples.sentences(60)]
-    plain = samples.write_jsonl(tmp_path / "a.jsonl", records)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
-    table = pa.Table.from_pylist(records)
-    pq.write_table(table, tmp_path / "d.parquet", row_group_size=7)
-    # Written in another order, which its indices mapping puts right.
-    backwards = datasets.Dataset.from_list(records[::-1])
-    backwards.select(range(59, -1, -1)).save_to_disk(str(tmp_path / "e"))
-    (tmp_path / "f").mkdir()
-    for number, record in enumerate(records):
-        (tmp_path / "f" / f"{number:03d}.txt").write_text(record["text"], encoding="utf-8")
-    found = []
-    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e", "f"):
-        samples.prepare(
-            sources=[tmp_path / name],
-            output_dir=tmp_path / f"out-{name}",
-            tokenizer_name_or_path=tokenizer,
-        )
-        found.append(samples.rows(tmp_path / f"out-{name}" / "train"))
-    assert len(found[0]) == 60
-    assert all(other == found[0] for other in found[1:])
+    assert samples.data_bytes(whole) == samples.data_bytes(prepare("out", **settings))

@@ -1,85 +1,41 @@
 """The same rows give the same tokens from every kind of file that can hold them."""
 
 import csv
+import gzip
 import json
 
 import datasets
 import preparation_samples as samples
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
+import zstandard
 
 
-def call(arguments):
-    return {"type": "function", "function": {"name": "go", "arguments": arguments}}
-
-
-def answer(*calls):
-    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
-
-
-def as_jsonl(folder, rows):
-    return samples.write_jsonl(folder / "a.jsonl", rows)
-
-
-def as_json(folder, rows):
+def written(folder, rows):
+    """Write rows as every kind of file; those called struct cannot hold a null as it was meant."""
+    plain = samples.write_jsonl(folder / "a.jsonl", rows)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
     (folder / "a.json").write_text(json.dumps(rows, indent=1))
-    return folder / "a.json"
-
-
-def as_struct_parquet(folder, rows):
-    """What pyarrow and pandas write: one struct with the keys of all rows."""
-    pq.write_table(pa.Table.from_pylist(_with_all_columns(rows)), folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-def as_struct_folder(folder, rows):
-    table = pa.Table.from_pylist(_with_all_columns(rows))
-    datasets.Dataset(table).save_to_disk(folder / "dataset")
-    return folder / "dataset"
-
-
-def _json_features(rows):
-    features = datasets.Features(
-        {name: datasets.List(datasets.Json()) for name in _with_all_columns(rows)[0]}
-    )
-    return datasets.Dataset.from_list(_with_all_columns(rows), features=features)
-
-
-def as_json_parquet(folder, rows):
-    """What datasets writes with `Json()` features."""
-    _json_features(rows).to_parquet(folder / "j.parquet")
-    return folder / "j.parquet"
-
-
-def as_json_folder(folder, rows):
-    _json_features(rows).save_to_disk(folder / "json")
-    return folder / "json"
-
-
-def as_csv(folder, rows):
-    names = list(_with_all_columns(rows)[0])
+    names = dict.fromkeys(name for row in rows for name in row)
     with (folder / "a.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(names)
         writer.writerows(
             [json.dumps(row[name]) if name in row else "" for name in names] for row in rows
         )
-    return folder / "a.csv"
-
-
-def _with_all_columns(rows):
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in names} for row in rows]
-
-
-WRITERS = (as_json, as_struct_parquet, as_struct_folder, as_json_parquet, as_json_folder, as_csv)
-
-
-def in_one_order(value):
-    if isinstance(value, dict):
-        return {key: in_one_order(value[key]) for key in sorted(value)}
-    return [in_one_order(item) for item in value] if isinstance(value, list) else value
+    complete = [{name: row.get(name) for name in names} for row in rows]
+    # What pyarrow and pandas write: one struct with the keys of all rows.
+    structs = pa.Table.from_pylist(complete)
+    pq.write_table(structs, folder / "struct.parquet", row_group_size=1)
+    # Written in another order, which its indices mapping puts right.
+    order = range(len(rows) - 1, -1, -1)
+    datasets.Dataset(structs.take(list(order))).select(order).save_to_disk(folder / "struct")
+    features = datasets.Features({name: datasets.List(datasets.Json()) for name in names})
+    kept = datasets.Dataset.from_list(complete, features=features)
+    kept.to_parquet(folder / "json.parquet")
+    kept.save_to_disk(folder / "json")
+    return list(folder.iterdir())
 
 
 # With tools and calls as they are, so that every key and null of them shows in the tokens.
@@ -91,51 +47,56 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages
 {%- else %}{{ m.content }}<|im_end|>{% endif %}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-SCHEMA = {"type": "object", "properties": {"days": {"type": "integer"}}}
-ANSWERED = [
-    # So that every file has a column with every key, as real ones do.
-    {"messages": [answer(call({"city": "Bonn", "days": 2, "metric": True}))]},
-    {
-        "messages": [
-            {"role": "user", "content": "Is it cold there? ß"},
-            answer(call({"days": 3})),
-            {"role": "assistant", "content": "Yes."},
-        ],
-        "tools": [{"type": "function", "function": {"name": "go", "parameters": SCHEMA}}],
-    },
-]
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    return samples.saved_tokenizer(tmp_path / "tokenizer")
+def described(tmp_path, rows, kinds=""):
+    """Prepare rows from each kind of file whose name begins so; return what describes the data."""
+    (folder := tmp_path / "rows").mkdir()
+    tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    found = []
+    for path in written(folder, rows):
+        if not path.name.startswith(kinds):
+            continue
+        out = tmp_path / f"from-{path.name}"
+        samples.prepare(sources=[path], output_dir=out, tokenizer_name_or_path=tokenizer)
+        found.append(samples.description(out / "train"))
+    return found
 
 
-def described(tmp_path, tokenizer, write, rows):
-    """Prepare rows from one kind of file; return what describes the data, its example as made."""
-    folder = tmp_path / write.__name__
-    folder.mkdir()
-    samples.prepare(
-        sources=[write(folder, rows)],
-        output_dir=folder / "out",
-        tokenizer_name_or_path=tokenizer,
-        chat_template=str(tmp_path / "template.jinja"),
-    )
-    return json.loads((folder / "out" / "train" / "stoker.json").read_text())
+def call(arguments):
+    function = {"arguments": arguments, "name": "go"}
+    called = [{"function": function, "type": "function"}]
+    return {"content": None, "role": "assistant", "tool_calls": called}
 
 
-def test_the_same_data_in_seven_kinds_of_file_gives_one_token_dataset(tmp_path, tokenizer):
-    rows = in_one_order(ANSWERED)
-    found = [described(tmp_path, tokenizer, write, rows) for write in (as_jsonl, *WRITERS)]
-    assert all(one["statistics"]["documents"] == 2 for one in found)
+def test_the_same_data_in_nine_kinds_of_file_gives_one_token_dataset(tmp_path):
+    schema = {"properties": {"days": {"type": "integer"}}, "type": "object"}
+    turns = [{"content": "Is it cold there? ß", "role": "user"}, call({"days": 3})]
+    tool = {"function": {"name": "go", "parameters": schema}, "type": "function"}
+    rows = [
+        # So that every file has a column with every key, as real ones do.
+        {"messages": [call({"city": "Bonn", "days": 2, "metric": True})]},
+        {"messages": [*turns, {"content": "Yes.", "role": "assistant"}], "tools": [tool]},
+    ]
+    found = described(tmp_path, rows)
+    assert [one["statistics"]["documents"] for one in found] == [2] * 9
     assert len({one["fingerprint"] for one in found}) == 1
 
 
-def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path, tokenizer):
-    rows = [{"messages": [answer(call({"city": None})) | {"content": "x"}]}]
-    expected = described(tmp_path, tokenizer, as_jsonl, rows)
-    assert '{"city": null}' in expected["preparation"]["example"]
-    for write in (as_json, as_json_parquet, as_json_folder, as_csv):
-        found = described(tmp_path, tokenizer, write, rows)
-        assert found["fingerprint"] == expected["fingerprint"]
+def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
+    rows = [{"messages": [call({"city": None}) | {"content": "x"}]}]
+    found = described(tmp_path, rows, ("a", "json"))
+    assert len(found) == 7
+    assert len({one["fingerprint"] for one in found}) == 1
+    assert '{"city": null}' in found[0]["preparation"]["example"]
+
+
+def test_text_files_are_the_documents_of_their_texts(tmp_path, prepare):
+    texts = samples.sentences(60)
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "files").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "files" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    lines = prepare("from-lines", sources=[source])
+    files = prepare("from-files", sources=[tmp_path / "files"])
+    assert samples.rows(lines / "train") == samples.rows(files / "train")

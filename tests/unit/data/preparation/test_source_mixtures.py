@@ -30,18 +30,6 @@ def texts(output, tokenizer_folder, split="train"):
     return tokenizer.batch_decode(samples.rows(output / split), skip_special_tokens=True)
 
 
-@pytest.fixture
-def two(tmp_path):
-    """Two sources of texts whose rows have a language and a score."""
-    for name in ("a", "b"):
-        rows = [
-            {"text": f"{name} {i} " + "word " * 8, "language": ("en", "de")[i % 2], "score": i % 5}
-            for i in range(200)
-        ]
-        samples.write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    return str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
-
-
 def test_a_weight_says_how_often_each_document_is_written(tmp_path, tokenizer, two):
     sources = [{"path": two[0], "weight": 2.5}, two[1]]
     out = tmp_path / "out"
@@ -68,27 +56,6 @@ def test_a_cap_is_never_exceeded_and_nearly_reached(
     lengths = [len(row) for row in samples.rows(out / "train")]
     assert cap - 15 * max(lengths) <= sum(lengths) <= cap
     assert sum(lengths) > 0.5 * cap
-
-
-@pytest.mark.slow
-def test_a_mixture_is_the_same_however_the_work_is_divided(
-    tmp_path, tokenizer, two, small_units, workers_for_little
-):
-    given = {
-        "sources": [
-            {"path": two[0], "weight": 1.5, "max_tokens": 2000},
-            {"path": two[1], "filter": {"language": "en"}},
-        ],
-        "tokenizer_name_or_path": tokenizer,
-        "validation_fraction": 0.1,
-    }
-    samples.prepare(output_dir=tmp_path / "one", **given)
-    samples.prepare(output_dir=tmp_path / "two", num_proc=2, **given)
-    for shard in range(3):
-        samples.prepare(output_dir=tmp_path / "three", shard=f"{shard}/3", **given)
-    samples.prepare(output_dir=tmp_path / "three", merge=3, **given)
-    one = samples.data_bytes(tmp_path / "one")
-    assert one == samples.data_bytes(tmp_path / "two") == samples.data_bytes(tmp_path / "three")
 
 
 def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
