@@ -1,6 +1,7 @@
 """Command lines of both scripts, read and checked as the scripts do."""
 
 import pytest
+import tiny
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
@@ -11,21 +12,12 @@ BASE = {
     "train_data": "data/x",
     "model_config": "model.yaml",
     "use_cpu": "true",
+    "output_dir": "runs/x",
 }
 
 
-def words(changes):
-    given = {**BASE, "output_dir": "runs/x", **changes}
-    return [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
-    ]
-
-
 def parse(parse_argv=parse_pretraining, **changes):
-    return parse_argv(words(changes), description="")
+    return parse_argv(tiny.flags(**{**BASE, **changes}), description="")
 
 
 def problems_of(parse_argv=parse_pretraining, **changes):
