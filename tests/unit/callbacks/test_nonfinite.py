@@ -58,36 +58,15 @@ class Run:
         self.state.global_step += 1
 
 
-@pytest.mark.parametrize(
-    ("losses", "norm", "cause"),
-    [
-        ((1.0, math.nan), 1.0, "step 2: the loss of rank 0 in micro-batch 2 is nan."),
-        ((1.0, 1.0), torch.tensor(math.inf), "the gradient norm is not finite (inf), though"),
-        ((1.0, 1.0), -1.0, "the gradient norm is not finite (-1.0), though"),  # DeepSpeed's
-    ],
-)
-def test_a_step_that_is_not_finite_ends_the_run_a_step_later_or_before_a_save(
-    tmp_path, losses, norm, cause
-):
+def test_a_norm_of_minus_1_is_deepspeeds_nan_and_ends_the_run_a_step_later(tmp_path):
     run = Run(tmp_path)
     run.step()
     run.guard.settle(nn.Linear(2, 2))
     assert not list(tmp_path.iterdir())
-    run.step(*losses, norm=norm)
-    with pytest.raises(NotFiniteError, match="step 2: "):
-        run.guard.settle()  # asked before a save
+    run.step(norm=-1.0)
     run.step()
-    with pytest.raises(NotFiniteError) as caught:
+    with pytest.raises(NotFiniteError, match=r"step 2: the gradient norm is not finite \(-1\.0\)"):
         run.event("on_step_begin")
-    assert cause in str(caught.value)
-    assert caught.value.exit_code == 78
-    assert len(caught.value.problems) == 1
-    facts = json.loads((tmp_path / "nonfinite-step-2.json").read_text())
-    spoilt = [place for place, loss in enumerate(losses) if not math.isfinite(loss)]
-    expected = [12 + place * 4 + row for place in spoilt for row in (0, 1)] or list(range(12, 24))
-    assert [entry["document"] for entry in facts["documents"]] == expected
-    assert facts["documents_of"] == ("the micro-batches" if spoilt else "the global batch")
-    assert not list(tmp_path.glob(".*"))
 
 
 class SlowDevice:
@@ -138,7 +117,7 @@ def test_gradients_that_a_loss_scaler_handles_are_not_judged(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.bfloat16, math.nan), (torch.float16, -math.inf)]
 )
-def test_spoilt_weights_are_found_and_named_with_the_last_step(dtype, value, tmp_path):
+def test_spoilt_weights_are_found_and_named(dtype, value):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
     assert spoilt_weights(model) == []
     with torch.no_grad():
@@ -149,14 +128,6 @@ def test_spoilt_weights_are_found_and_named_with_the_last_step(dtype, value, tmp
     assert spoilt_weights(nn.Identity()) == []
     model[0].weight.ds_tensor = torch.tensor([1.0, value])  # ZeRO-3's shard
     assert spoilt_weights(model) == ["0.weight"]
-    run = Run(tmp_path)
-    run.step()
-    run.step()
-    words = r"step 2: 1 of the weights are not finite after it \(0\.weight first\), though"
-    with pytest.raises(NotFiniteError, match=words):
-        run.guard.settle(model)
-    facts = json.loads((tmp_path / "nonfinite-step-2.json").read_text())
-    assert facts["weights"] == ["0.weight"]
 
 
 def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):

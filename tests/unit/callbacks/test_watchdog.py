@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState
 from utils.callbacks import watchdog
 from utils.callbacks.watchdog import HangWatch
 from utils.launch.verdict import hang_verdict
-from utils.support.notes import Note, leave_note, read_notes
+from utils.support.notes import Note, leave_note
 
 ALONE = SimpleNamespace(process_index=0, world_size=1)
 
@@ -113,28 +113,6 @@ def notes(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_hang_ends_the_process_with_note_stack_and_verdict(notes, capsys):
-    ended = []
-
-    def train_for_ever():
-        train(0.3, ended.append)
-        wait_until(lambda: ended)
-
-    train_for_ever()
-    assert ended == [76]
-    [note] = read_notes(notes)
-    assert (note.kind, note.exit_code, note.rank, note.beats) == ("hung", 76, 0, 1)
-    assert note.text.startswith("made no progress for 0 s after step 0 (beat 1), in tests/unit/ca")
-    verdict = (notes / "verdict.txt").read_text()
-    assert verdict.startswith("rank 0 on n1 made no progress for 0 s")
-    assert (notes / "exit_code").read_text() == "76\n"
-    shown = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("n1 rank 0  ") for line in shown)
-    assert any(line.endswith("in train_for_ever") for line in shown)
-    assert shown[-1] == f"n1 rank 0  {verdict.strip()}"
-    assert not running()
-
-
 def test_a_rank_joins_when_another_one_has_given_up(notes, training, monkeypatch):
     training.step()
     ended = []
@@ -185,14 +163,6 @@ def hung(rank: int, beats: int, text: str = "stands in f", waiting: bool = True)
 @pytest.mark.parametrize(
     ("notes", "verdict"),
     [
-        # The one with the fewest beats.
-        ([hung(0, 12), hung(1, 11, "stands in get"), hung(2, 12)],
-         "rank 1 on n1 stands in get; the other ranks waited for it."),
-        # The one without a note.
-        ([hung(0, 11), hung(2, 12)],
-         "rank 1 on n1: no sign of life, while the others hang. It was stopped (SIGSTOP, a frozen "
-         "host), stands in a call that never returns to Python, or is gone. rank 0 on n0 stands "
-         "in f"),
         ([Note("failed", 1, "ValueError: x", 2, "n2", 0.0), hung(0, 5)],
          "rank 2 on n2 ended (failed: ValueError: x); the other ranks waited for it."),
         # Of ranks equally far the one in no collective.

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -86,10 +85,9 @@ def seconds_to_take(output_dir: Path) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("machine", ["", "another"])
-def test_a_second_job_is_refused_and_told_whose_it_is(machine, holder, tmp_path, monkeypatch):
+def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    process = holder(machine=machine)
+    process = holder()
     named = rf"{tmp_path} is in use by process {process.pid} on \S+ \(Slurm job 42\), since 20"
     for _ in range(2):  # being refused changes nothing
         began = time.monotonic()
@@ -117,16 +115,15 @@ def test_a_killed_process_is_known_to_be_gone_at_once(holder, tmp_path):
     assert seconds_to_take(tmp_path) < run_lock.WATCH_S
 
 
-@pytest.mark.parametrize("content", [HERE, ELSEWHERE, None])
-def test_an_owner_without_a_heartbeat_is_taken_over(content, tmp_path, caplog):
-    """Its pid may be another process's by now, or mean nothing here; or it could not write it."""
+@pytest.mark.parametrize("written", [True, False])
+def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
+    """Its pid may be another process's by now; or it was killed before it wrote its name."""
     caplog.set_level(logging.INFO)
-    path = owned_by(tmp_path, content or HERE)
-    named = "a process that left no name"
-    if content is None:
+    path = owned_by(tmp_path, HERE)
+    named = f"process {os.getpid()} on n1, since 2026"
+    if not written:
         path.write_bytes(b"")
-    else:
-        named = f"process {content['pid']} on {content['host']}, since 2026"
+        named = "a process that left no name"
     assert seconds_to_take(tmp_path) >= run_lock.WATCH_S
     assert f"belongs to {named}: waiting up to 0 s for its heartbeat" in caplog.text
     assert f"its last owner is gone ({named}" in caplog.text
@@ -148,19 +145,6 @@ def test_a_requeued_job_takes_its_own_lock_at_once(tmp_path, monkeypatch):
         owned_by(tmp_path, ELSEWHERE | {"job": "42", "restart_count": 1}, number=2 * number)
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
         assert (seconds_to_take(tmp_path) >= run_lock.WATCH_S) == (count == "1")
-
-
-@pytest.mark.slow
-def test_a_run_that_was_suspended_learns_that_it_lost_its_lock(holder, tmp_path):
-    asks = "sys.stdin.readline(); print(run_lock.taken_over(output_dir), flush=True)"
-    end = f"import signal; os.kill(os.getpid(), signal.SIGSTOP); {asks}"
-    process = holder(end, machine="another")
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    take_run_lock(tmp_path)
-    process.send_signal(signal.SIGCONT)
-    assert f"was taken over by process {os.getpid()} on" in process.stdout.readline()
-    process.wait()
-    assert taken_over(tmp_path) is None, "and its end changed nothing"
 
 
 def test_the_heartbeat_logs_once_that_it_cannot_write_and_learns_of_a_loss(
