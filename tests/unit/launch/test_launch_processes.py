@@ -30,7 +30,6 @@ def test_a_launch_that_went_wrong_is_explained(monkeypatch):
         ({"SLURM_STEP_NUM_TASKS": "4"}, 1, 1, r"srun started 4 copies.*--ntasks-per-node=1"),
         ({}, 1, 4, r"4 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*launch_node.sh"),
         ({"MASTER_ADDR": "n1"}, 1, 1, None),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, 1, 1, None),
         ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8, 4, None),
         ({"WORLD_SIZE": "1"}, 1, 4, None),
     ]:
@@ -44,9 +43,7 @@ def test_a_launch_that_went_wrong_is_explained(monkeypatch):
     [
         ("fsdp2", "MULTI_CPU", 0, "asked for fsdp2, but accelerate runs ddp on cuda"),
         ("fsdp2", "FSDP", 1, "asked for fsdp2, but accelerate runs fsdp1"),
-        ("zero2", "DEEPSPEED", 3, "asked for zero2, but accelerate runs zero3"),
         ("single", "DEEPSPEED", 2, "asked for single, but accelerate runs zero2"),
-        ("single", "MULTI_GPU", 0, None),
         ("single", "NO", 0, None),
         ("fsdp2", "FSDP", 2, None),
         ("zero_file", "DEEPSPEED", 3, None),
@@ -119,13 +116,6 @@ def run_ranks(trouble: str) -> list[tuple[int, str]]:
     ]  # fmt: skip
     outputs = [process.communicate(timeout=60)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
-
-
-@pytest.mark.slow
-def test_the_first_collective_gathers_the_hosts():
-    (code, output), _ = run_ranks("pass")
-    assert code == 0, output
-    assert "hosts=('n0', 'n1')" in output
 
 
 @pytest.mark.slow

@@ -75,10 +75,10 @@ def test_the_exit_code_of_a_single_process_passes(worker, tmp_path):
     assert "worker None True ['code', '5', '$$', '${local_rank}']" in done.stdout
 
 
-def start(tmp_path: Path, worker: Path, up: Path, until: str, **changes: str) -> subprocess.Popen:
+def start(tmp_path: Path, worker: Path, until: str, **changes: str) -> subprocess.Popen:
     """Launch the worker and wait until files of this name are there."""
     process = subprocess.Popen(
-        [str(LAUNCH_NODE), str(worker), "stop", str(up)],
+        [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
         env=environment(tmp_path, **changes), cwd=tmp_path,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -90,24 +90,22 @@ def start(tmp_path: Path, worker: Path, up: Path, until: str, **changes: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_sigterm_asks_for_a_stop_and_becomes_75(worker, tmp_path, processes):
-    up = tmp_path / "up"
-    process = start(tmp_path, worker, up, "up", STOKER_PROCESSES_PER_NODE=processes)
+def test_sigterm_asks_for_a_stop_and_becomes_75(worker, tmp_path):
+    process = start(tmp_path, worker, "up")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "SIGTERM, asking the processes to stop" in output
-    assert output.count("found SIGTERM to the job") == int(processes)
+    assert "found SIGTERM to the job" in output
     assert not list(tmp_path.glob("stoker-*"))
 
 
 @pytest.mark.slow
 def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_path):
-    up, notes = tmp_path / "up", tmp_path / "notes"
+    notes = tmp_path / "notes"
     notes.mkdir()
-    process = start(tmp_path, worker, up, "up", STOKER_NOTES_DIR=str(notes))
-    remains = Path("/proc") / up.read_text()
+    process = start(tmp_path, worker, "up", STOKER_NOTES_DIR=str(notes))
+    remains = Path("/proc") / (tmp_path / "up").read_text()
     assert remains.exists()
     (notes / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
     (notes / "exit_code").write_text("76\n")
@@ -125,7 +123,7 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
 
 @pytest.mark.slow
 def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
-    process = start(tmp_path, worker, tmp_path / "up", "stoker-*")  # made before torch is imported
+    process = start(tmp_path, worker, "stoker-*")  # made before torch is imported
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
@@ -133,25 +131,18 @@ def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
     assert not [*tmp_path.glob("up"), *tmp_path.glob("stoker-*")]
 
 
-@pytest.mark.parametrize(
-    ("command", "changes", "message"),
-    [
-        ((), {}, "nothing is no file in"),
-        (("pretrain.py",), {"ACCELERATE_CONFIG": "/no.yaml"}, "=/no.yaml is no accelerate config"),
-    ],
-)
-def test_what_cannot_be_launched_is_refused(tmp_path, command, changes, message):
-    done = launch(tmp_path, *command, **changes)
+def test_what_is_no_file_is_not_launched(tmp_path):
+    done = launch(tmp_path)
     assert done.returncode == 2, done.stdout
-    assert message in done.stdout
+    assert "nothing is no file in" in done.stdout
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.glob("stoker-*"))
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path) -> Path:
-    """launch_node.sh in a repository of its own, with a `python` that tells what it was given."""
-    root = tmp_path / "repository"
+def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_path):
+    """Signals and the exit code pass; tests/slurm/test_hostile_values.py has all words."""
+    root, tools = tmp_path / "repository", tmp_path / "tools"
+    script, cluster_env = root / "slurm/launch_node.sh", root / "slurm/cluster.env"
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("cluster.env"))
     (root / "bin").mkdir()
     (root / "bin/python").write_text(
@@ -159,39 +150,28 @@ def stand_in(tmp_path: Path) -> Path:
         'kill -USR1 $$\nprintf "alive"\nexit 7\n'
     )
     (root / "bin/python").chmod(0o755)
-    return root
 
+    def started(path: str) -> tuple[int, str]:
+        done = launch(tmp_path, "x.py", script=script, PATH=path, SLURMD_NODENAME="n2")
+        return done.returncode, done.stdout
 
-def started(root: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    path = f"{root / 'bin'}{os.pathsep}/usr/bin:/bin"
-    script = root / "slurm/launch_node.sh"
-    return launch(root.parent, "x.py", script=script, **({"PATH": path} | changes))
-
-
-def test_launch_node_reads_cluster_env_and_becomes_python(stand_in):
-    """Signals and the exit code pass; tests/slurm/test_hostile_values.py has all words."""
-    shutil.copy(stand_in / "slurm/cluster.env.example", stand_in / "slurm/cluster.env")
-    done = started(stand_in)
-    assert done.stdout == f"python|{stand_in}|0||-m|utils.launch.node|x.py|alive"  # after a USR1
-    assert done.returncode == 7
-    (stand_in / "slurm/cluster.env").write_text("export X=from-cluster-env$UNSET\n")
-    assert "|from-cluster-env|" in started(stand_in).stdout
-
-
-def test_launch_node_refuses_what_starts_no_python(stand_in):
-    def refused(code: int, message: str, **env: str) -> None:
-        done = started(stand_in, SLURMD_NODENAME="n2", **env)
-        assert (done.returncode, message in done.stdout) == (code, True), done.stdout
-
-    (stand_in / "slurm/cluster.env").write_text('STOKER_CONTAINER="apptainer exec"\n')
-    refused(69, r"n2: there is no apptainer\ exec on PATH: activate the environment, or set")
-    (stand_in / "slurm/cluster.env").unlink()
-    (stand_in / "bin/python").unlink()
-    tools = stand_in / "tools"
+    path = f"{root / 'bin'}:/usr/bin:/bin"
+    shutil.copy(root / "slurm/cluster.env.example", cluster_env)
+    given = f"python|{root}|0||-m|utils.launch.node|x.py|alive"  # after a USR1
+    assert started(path) == (7, given)
+    cluster_env.write_text("export X=from-cluster-env$UNSET\n")
+    assert "|from-cluster-env|" in started(path)[1]
+    cluster_env.write_text('STOKER_CONTAINER="apptainer exec"\n')
+    code, output = started(path)
+    assert code == 69
+    assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or set" in output
+    cluster_env.unlink()
     tools.mkdir()
     for name in ("bash", "env", "dirname"):
         (tools / name).symlink_to(str(shutil.which(name)))
-    refused(69, "n2: there is no python on PATH: activate the environment", PATH=str(tools))
+    code, output = started(str(tools))
+    assert code == 69
+    assert "n2: there is no python on PATH: activate the environment" in output
 
 
 @pytest.mark.slow
@@ -236,11 +216,8 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
 
 def test_cores_are_shared_equally(monkeypatch):
     names = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    for given, threads in [
-        (("16", "64", ""), "4"), (("", "64", ""), "16"), (("2", "", ""), "1"),
-        (("2", "", "7"), None),
-    ]:  # fmt: skip
+    cases = {("16", "64", ""): "4", ("", "64", ""): "16", ("2", "", ""): "1", ("2", "", "7"): None}
+    for given, threads in cases.items():
         for name, value in zip(names, given, strict=True):
             monkeypatch.setenv(name, value)
         added = node.process_environment(Allocation(("n1", "n2"), 0, 4, None, "n1", 20000))

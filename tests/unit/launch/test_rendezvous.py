@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.launch import rendezvous
 from utils.launch.rendezvous import check_nodes, listen, node_facts, node_problems, with_free_port
 from utils.launch.slurm import Allocation
 
@@ -29,16 +28,16 @@ def port():
         return number
 
 
-def node(index: int, port: int, hosts=("n1", "n2"), address: str = "127.0.0.1") -> Allocation:
-    return Allocation(hosts, index, 2, None, address, port)
+def node(index: int, port: int) -> Allocation:
+    return Allocation(("n1", "n2"), index, 2, None, "127.0.0.1", port)
 
 
-def meet(port: int, hosts=("n1", "n2"), between=lambda: None, **facts) -> list[object]:
+def meet(port: int, between=lambda: None, **facts) -> list[object]:
     """What n1 and n2 are told at once; n2's facts are other ones, and it comes later."""
     told = [None, None]
 
     def attend(index: int) -> None:
-        allocation = node(index, port, hosts)
+        allocation = node(index, port)
         own = node_facts(allocation, [], 0) | (facts if index else {})
         try:
             told[index] = check_nodes(allocation, own)
@@ -73,36 +72,18 @@ def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
     listen("n1", port + 1).close()  # free again
 
 
-def test_a_node_that_does_not_come_is_named_on_all_that_did(port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_timeout_s", lambda: 0.4)
-    with pytest.raises(UnfitClusterError, match=r"n2: no\.such\.host:.*Name or service not known"):
-        check_nodes(node(1, port, address="no.such.host"), FACTS)
-    first, second = meet(port, ("n1", "n2", "n3"))
-    assert first == second
-    missing = rf"n3 did not come to 127.0.0.1:{port + 1} within 0.4 s.*STOKER_MAIN_ADDRESS"
-    assert re.match(missing, first[0])
-
-
-def test_a_taken_port_is_refused_or_replaced_by_the_only_node(port, monkeypatch):
+def test_the_only_node_replaces_a_taken_port_unless_the_user_gave_it(port, monkeypatch):
     alone = Allocation(("n1",), 0, 1, None, "127.0.0.1", port)
     with listen("n1", port):
         assert with_free_port(alone).port != port
         assert with_free_port(node(1, port)).port == port  # the first node's affair
-        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use .*: set STOKER_M"):
-            with_free_port(node(0, port))
         monkeypatch.setenv("STOKER_MAIN_PORT", str(port))
         with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use"):
             with_free_port(alone)
     assert with_free_port(alone) == alone
-    with listen("n1", port + 1), pytest.raises(UnfitClusterError, match=f"{port + 1} is in use"):
-        check_nodes(node(0, port), FACTS)
-
-
-def test_the_limit_must_be_seconds(port, monkeypatch):
-    for value in ("soon", "0", "inf", "nan"):
-        monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", value)
-        with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
-            check_nodes(node(1, port), FACTS)
+    monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "nan")
+    with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
+        check_nodes(node(1, port), FACTS)
 
 
 def test_each_difference_names_both_nodes():
@@ -110,7 +91,6 @@ def test_each_difference_names_both_nodes():
         ({"clock_ahead_s": -61.0}, r"the clock of n2 is -61 s off that of n1.*NTP"),
         ({"devices": 3}, r"n2: the job has 4 GPUs .*torch sees 3"),
         ({"same": SAME | {"processes": 2}}, r"processes: 4 on n1, but 2 on n2.*--gpus-per-node"),
-        ({"same": SAME | {"torch": None}}, r"torch: 2\.13\.0 on n1, but None on n2"),
         ({"same": SAME | {"code": "abd"}}, r"code: abc on n1, but abd on n2\. All nodes need one"),
     ]:
         [found] = node_problems([FACTS, FACTS | {"host": "n2"} | changes])
