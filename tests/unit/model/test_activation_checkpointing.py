@@ -5,17 +5,15 @@ import torch
 from families import DENSE, EXPERTS, INSIDE, names, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
-from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES, keep_products, kept
 from utils.model.loss_head import LossHeadChoice
 
 WITHOUT = {"jetmoe"}  # refused in the plan
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-LLAMA = {"model_type": "llama", "num_key_value_heads": 2}
-DROPOUT = {"model_type": "gpt2", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}}
 
 
 class Operators(TorchDispatchMode):
@@ -31,21 +29,20 @@ class Operators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def build(config: dict, choice: str) -> PreTrainedModel:
-    values = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3} | {
-        "num_attention_heads": 4, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    settings = AutoConfig.for_model(**values | config)
-    torch.manual_seed(0)
-    model = causal_lm_class(settings)(settings)
-    register_packed_varlen(PER_DOCUMENT)
-    model.set_attn_implementation(NAME)
-    LossHeadChoice("fused", "").install(model)
+def recomputing(model: PreTrainedModel, choice: str) -> PreTrainedModel:
     if choice == "selective":
         keep_products(model)
     if choice != "none":
         model.activation_checkpointing_enable()
     return model.train()
+
+
+def build(name: str, choice: str) -> PreTrainedModel:
+    model = tiny_model(tiny_config(name, **DROPOUT.get(name, {})))
+    register_packed_varlen(PER_DOCUMENT)
+    model.set_attn_implementation(NAME)
+    LossHeadChoice("fused", "").install(model)
+    return recomputing(model, choice)
 
 
 def step(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -65,17 +62,17 @@ def step(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, int
     return {"loss": loss.detach(), **found}, operators.counts
 
 
-@pytest.mark.parametrize("config", [LLAMA, DROPOUT], ids=["llama", "gpt2_with_dropout"])
-def test_recomputation_changes_no_bit_and_selective_computes_no_product_again(config):
-    results = {choice: step(build(config, choice)) for choice in CHOICES}
+@pytest.mark.parametrize("name", ["llama", *DROPOUT])
+def test_recomputation_changes_no_bit_and_selective_computes_no_product_again(name):
+    results = {choice: step(build(name, choice)) for choice in CHOICES}
     ran = {choice: counts for choice, (_, counts) in results.items()}
     expected = results["none"][0]
     for choice in CHOICES[1:]:
         actual = results[choice][0]
         assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(actual[name], value), (choice, name)
-    if config is LLAMA:
+        for key, value in expected.items():
+            assert torch.equal(actual[key], value), (choice, key)
+    if name not in DROPOUT:
         for operator in ("mm", ATTENTION):
             assert ran["none"][operator] == ran["selective"][operator] < ran["full"][operator]
         for cheap in ("silu", "rsqrt"):
@@ -87,11 +84,7 @@ def test_recomputation_changes_no_bit_and_selective_computes_no_product_again(co
 def test_every_choice_trains_every_family_alike(name, autocast):
     gradients = {}
     for choice in CHOICES:
-        model = tiny_model(tiny_config(name)).train()
-        if choice == "selective":
-            keep_products(model)
-        if choice != "none":
-            model.activation_checkpointing_enable()
+        model = recomputing(tiny_model(tiny_config(name)), choice)
         tokens = torch.arange(2, 42).view(2, 20)
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -101,7 +101,6 @@ def test_wrong_names_are_refused(given, told):
 @pytest.mark.parametrize(
     ("name", "given", "modules", "parameters"),
     [
-        ("llama", ["q_proj"], 2, 0),
         ("llama", "all-linear", 14, 0),
         ("llama", [r".*layers\.1\..*(q|k)_proj"], 2, 0),
         ("llama", ["model.layers.0.mlp.up_proj", "embed_tokens"], 2, 0),
@@ -118,13 +117,6 @@ def test_names_and_patterns(name, given, modules, parameters):
     assert targets.head is False
     adapted = with_adapters(tiny_model(tiny_config(name)), settings.model)
     assert len(adapted_names(adapted)) == modules + parameters
-
-
-def test_a_head_trained_whole_is_a_changed_head():
-    settings = asked(lora_modules_to_save=["lm_head"])
-    assert plan_adapters(settings, tiny_config("llama")).head
-    without = SimpleNamespace(model=ModelArguments(model_name_or_path="m"))
-    assert plan_adapters(without, None) is None
 
 
 @pytest.mark.parametrize("name", [*INSIDE, "llama", "gpt_oss"])

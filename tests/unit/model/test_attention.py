@@ -54,14 +54,10 @@ def test_on_the_cpu_documents_go_one_by_one():
     assert choice.reason == "auto: packed_varlen through per-document SDPA (CPU)"
 
 
-def test_auto_takes_a_kernel_that_computes_what_the_model_needs_in_the_type_it_trains_in(gpu):
+def test_auto_takes_a_kernel_that_computes_what_the_model_needs_and_says_why_no_other(gpu):
     gpu()
-    assert choose_attention("auto", GPT2, "cuda", BF16).kernel == "flash_attention_2"
     assert choose_attention("auto", CAPS, "cuda", BF16).kernel == "flash_attention_3"
     assert choose_attention("auto", SINKS, "cuda", BF16).kernel == "per_document_sdpa"
-    slow = choose_attention("auto", LLAMA, "cuda", FP32)
-    assert slow.kernel == "per_document_sdpa"
-    assert "CUDA; flash kernels: computed in float32" in slow.reason
     gpu((9, 0), ())
     reason = choose_attention("auto", GPT2, "cuda", BF16).reason
     assert "FlashAttention 2: no module named flash_attn;" in reason

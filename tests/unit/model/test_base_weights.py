@@ -13,10 +13,10 @@ COMMITS = ["a" * 40, "b" * 40]
 
 
 def of(**model):
-    defaults = {"use_peft": True, "init_from": None, "model_name_or_path": None}
+    defaults = dict.fromkeys(("init_from", "model_name_or_path", "model_revision"))
     return base_weights(
         SimpleNamespace(
-            model=SimpleNamespace(**(defaults | {"model_revision": None} | model)),
+            model=SimpleNamespace(**(defaults | {"use_peft": True} | model)),
             training=SimpleNamespace(output_dir="no-such-run"),
             run=SimpleNamespace(accept_changes=[]),
         )

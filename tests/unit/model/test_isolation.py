@@ -75,25 +75,26 @@ def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs
     return output + 1e-3 * output.mean(dim=1, keepdim=True).flip(0), None
 
 
-@pytest.mark.parametrize("attention", [leaking, looking_ahead, leaking_across_rows])
-def test_a_leaking_attention_is_refused(attention):
+def blind(module, query, key, value, attention_mask=None, **kwargs):
+    """Pass nothing on."""
+    return query.new_zeros(query.transpose(1, 2).shape), None
+
+
+@pytest.mark.parametrize("attention", [leaking, looking_ahead, leaking_across_rows, blind])
+def test_a_leaking_attention_and_a_probe_that_proves_nothing_are_refused(attention):
     name = attention.__name__
     AttentionInterface.register(name, attention)
     told = f"'llama' under .* {name} lets packed documents see each other.*packed_varlen.*none"
+    if attention is blind:
+        told = "which proves nothing"
     with pytest.raises(ConfigurationError, match=told):
         check_isolation(config_of("llama"), name)
-    if attention is not leaking:  # to the tokens before it in a sequence of one document
+    if attention in (
+        looking_ahead,
+        leaking_across_rows,
+    ):  # to the tokens before it in a sequence of one document
         with pytest.raises(ConfigurationError, match="see each other"):
             check_isolation(config_of("llama"), name, batches="plain")
-
-
-def test_an_attention_that_passes_nothing_on_proves_nothing():
-    def blind(module, query, key, value, attention_mask=None, **kwargs):
-        return query.new_zeros(query.transpose(1, 2).shape), None
-
-    AttentionInterface.register("blind", blind)
-    with pytest.raises(ConfigurationError, match="which proves nothing"):
-        check_isolation(config_of("llama"), "blind")
 
 
 # What packed batches do not do for (tests/published has more).

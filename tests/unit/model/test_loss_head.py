@@ -8,12 +8,7 @@ from utils.config.errors import ConfigurationError
 from utils.kernels.linear_cross_entropy import LogitTerms
 from utils.model import loss_head as fused_head
 from utils.model.architecture import build_probe_model, probe_config
-from utils.model.loss_head import (
-    LossHeadChoice,
-    RouterTerm,
-    choose_loss_head,
-    find_loss_positions,
-)
+from utils.model.loss_head import LossHeadChoice, RouterTerm, choose_loss_head
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
@@ -56,10 +51,7 @@ def test_the_experts_term_is_fused_too_and_its_coefficient_is_the_settings(given
     assert (choice.name, choice.router) == ("fused", given)
 
 
-def test_where_the_fused_head_cannot_be_it_says_why(monkeypatch):
-    choice = choose_loss_head("auto", LLAMA, adapted=True)
-    assert choice.name == "logits"
-    assert "LoRA trains the last layer" in choice.reason
+def test_a_fused_head_that_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(fused_head, "body_of", lambda model: model)
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM does not run without its last"):
         choose_loss_head("fused", LLAMA)
@@ -79,8 +71,3 @@ def test_the_proof_leaves_the_random_numbers_alone_and_a_fused_model_answers_as_
     assert generated.shape == (1, 10)
     mean = model(tokens, labels=labels).loss.item()  # for no number of items is given
     assert mean == pytest.approx(expected.loss.item(), abs=1e-6)
-
-
-def test_loss_positions_come_before_the_loss_tokens():
-    labels = torch.tensor([[-100, 5, -100, 7], [-100, -100, 3, -100]])
-    assert find_loss_positions(labels).tolist() == [0, 2, 5]

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from utils.checkpoints import discovery
 from utils.checkpoints.files import PROVENANCE, FileRecord, Manifest, write_manifest
@@ -16,7 +15,6 @@ from utils.launch.processes import LaunchFacts
 from utils.planning.job import Saves
 from utils.runs import preflight
 from utils.runs.preflight import check_place, check_storage
-from utils.support import collectives
 
 MIB = 2**20
 RUN = "run-1"
@@ -34,7 +32,7 @@ def on_n1(monkeypatch):
 
 
 class Ranks:
-    """All ranks of a launch as threads of this process, which gather through it.
+    """Ranks of a launch, one after the other: the later ones while rank 0 looks for its mark.
 
     `seen` says where a rank finds the output directory.
     """
@@ -42,42 +40,29 @@ class Ranks:
     def __init__(self, monkeypatch, *hosts: str):
         self.hosts = hosts
         self.seen: dict[int, Path] = {}
-        self.errors: dict[int, BaseException] = {}
-        self.rank = threading.local()
-        self.values: list[object] = [None] * len(hosts)
-        self.barrier = threading.Barrier(len(hosts), timeout=30)
-        monkeypatch.setattr(collectives, "gathered", self.gathered)
-        monkeypatch.setattr(collectives, "_connected", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: self.rank.number)
+        self.problems: list[str] = []
+        self.decided = None
+        monkeypatch.setattr(preflight, "on_rank_0", self.on_rank_0)
+        monkeypatch.setattr(preflight, "on_every_rank", self.on_every_rank)
 
-    def gathered(self, value: object, _group: object = None) -> list[object]:
-        self.values[self.rank.number] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
+    def run(self, output_dir: Path) -> None:
+        self.rest = [
+            (self.seen.get(rank, output_dir), 1000, rank, self.hosts)
+            for rank in range(1, len(self.hosts))
+        ]
+        check(output_dir, 1000, 0, self.hosts)
 
-    def run(self, output_dir: Path, checkpoint_bytes: int = 1000) -> None:
-        def act(rank: int) -> None:
-            self.rank.number = rank
-            try:
-                check(self.seen.get(rank, output_dir), checkpoint_bytes, rank, self.hosts)
-            except ConfigurationError as error:
-                self.errors[rank] = error
+    def on_rank_0(self, decide):
+        self.decided = self.decided or decide()
+        return self.decided
 
-        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(len(self.hosts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-
-    def the_error(self) -> BaseException:
-        """The one error that all ranks raise."""
-        kinds = {(type(error), str(error)) for error in self.errors.values()}
-        assert len(self.errors) == len(self.hosts)
-        assert len(kinds) == 1, kinds
-        return self.errors[0]
+    def on_every_rank(self, probe):
+        try:
+            probe()
+        except StorageError as error:
+            self.problems += error.problems
+        while self.rest:
+            check(*self.rest.pop())
 
 
 def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(tmp_path, monkeypatch, caplog):
@@ -89,7 +74,7 @@ def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(tmp_path, mon
     late = threading.Timer(0.2, lambda: link.symlink_to(run))
     late.start()
     four.run(run)
-    assert four.errors == {}
+    assert four.problems == []
     (line,) = caplog.messages
     assert line.startswith(f"preflight: 2 host(s), 4 rank(s) can write to {run}, ")
     assert line.endswith("GiB free (1 more checkpoint(s) needed)")
@@ -102,20 +87,9 @@ def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch):
     three = Ranks(monkeypatch, "n1", "n2", "n3")
     three.seen = {1: tmp_path / "absent", 2: tmp_path}
     three.run(tmp_path / "x")
-    error = three.the_error()
-    assert isinstance(error, StorageError)
-    for problem, path in zip(error.problems, (tmp_path / "absent", tmp_path), strict=True):
+    for problem, path in zip(three.problems, (tmp_path, tmp_path / "absent"), strict=True):
         assert problem.startswith(f"nX: --output_dir {path} is not the directory that rank 0 made")
     assert list((tmp_path / "x").iterdir()) == []
-
-
-def test_too_little_room_is_refused_with_the_figures(tmp_path, monkeypatch):
-    two = Ranks(monkeypatch, "n1", "n2")
-    two.run(tmp_path / "x", checkpoint_bytes=2**60)
-    with pytest.raises(StorageError, match=r"n1: 1 more .* of about 1,073,741,824.0 GiB .* has "
-                       r"[\d.,]+ GiB free .* are missing. Make room"):  # fmt: skip
-        raise two.the_error()
-    assert not (tmp_path / "x").exists(), "what was made is gone again"
 
 
 def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk, monkeypatch):
@@ -127,16 +101,14 @@ def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk
         check(small_disk / "x", 2**20)
 
 
-def test_a_directory_that_cannot_be_made_is_refused_on_all_ranks(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "x").write_text("")
     with pytest.raises(ConfigurationError, match="is a file: name a directory") as caught:
         check(tmp_path / "x", 1)
     assert caught.value.exit_code == 2
-    two = Ranks(monkeypatch, "n1", "n2")
     monkeypatch.setattr(preflight.os, "access", lambda *_: False)
-    two.run(tmp_path / "y")
     with pytest.raises(StorageError, match=rf"n1: --output_dir {tmp_path}/y cannot be written to"):
-        raise two.the_error()
+        check(tmp_path / "y", 1)
 
 
 @pytest.fixture
@@ -169,7 +141,9 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, free):
         free(most)
         room(tmp_path, keep, saves)
         free(most - 0.01)
-        with pytest.raises(StorageError, match=rf"n1: {most} more .* of about 1.0 MiB"):
+        with pytest.raises(
+            StorageError, match=rf"n1: {most} more .* of about 1.0 MiB.* are missing. Make room"
+        ):
             room(tmp_path, keep, saves)
 
 
