@@ -1,6 +1,5 @@
 """Rows that cannot be used: named or skipped, never silently."""
 
-import json
 import logging
 from collections import Counter
 
@@ -8,47 +7,73 @@ import preparation_samples as samples
 import pytest
 
 from utils.config.errors import ConfigurationError
-
-pytestmark = pytest.mark.usefixtures("small_units")
-
+from utils.data.prepare.documents import parse_documents
+from utils.data.prepare.records import BadRow, Location, Record
+from utils.data.prepare.rows import RowSettings
 
 BAD_LINES = {
     "malformed_json": (b'{"text": ', r"malformed JSON"),
     "not_an_object": (b"[1]", r"a record must be a JSON object, found list"),
-    "missing_field": (b'{"messages": []}', r"no 'text', which the format text needs"),
+    "missing_field": (b'{"messages": []}', r"no 'text', .*needs \(columns found: messages\)"),
     "wrong_type": (b'{"text": 7}', r"'text' must be a string, found int"),
-    "empty": (b'{"text": " \\n"}', r"empty document"),
+    "empty": (b'{"text": " \\n"}', r"empty document: 'text' has no text"),
     "invalid_utf8": (b'{"text": "\xff"}', r"not UTF-8"),
 }
 
 
-def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, tokenizer, caplog):
+def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, caplog):
     caplog.set_level(logging.INFO)
     source = samples.text_source(tmp_path / "a.jsonl", 100)
     good = source.read_bytes().splitlines(keepends=True)
-    settings = {"sources": [source], "output_dir": tmp_path / "out", "format": "text"}
     for line, message in BAD_LINES.values():
         source.write_bytes(b"".join([*good[:77], line + b"\n", *good[77:]]))
         with pytest.raises(ConfigurationError, match=rf"a\.jsonl:78: {message}.*--on_bad_row skip"):
-            samples.prepare(**settings, tokenizer_name_or_path=tokenizer)
+            prepare("out", sources=[source], format="text")
     bad = [line + b"\n" for line, _ in BAD_LINES.values()]
     source.write_bytes(b"".join([*bad, *good, *bad[:2]]))
-    samples.prepare(**settings, tokenizer_name_or_path=tokenizer, on_bad_row="skip")
-    assert len(samples.rows(tmp_path / "out" / "train")) == 100
-    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
-    dropped = Counter(dict.fromkeys(BAD_LINES, 1))
-    dropped.update({"malformed_json": 1, "not_an_object": 1})
-    assert content["sources"]["dropped"] == dict(dropped)
+    train = prepare("out", sources=[source], format="text", on_bad_row="skip") / "train"
+    assert len(samples.rows(train)) == 100
+    dropped = Counter([*BAD_LINES, "malformed_json", "not_an_object"])
+    assert samples.description(train)["preparation"]["sources"]["dropped"] == dropped
     assert "2 malformed_json" in caplog.text
     assert "a.jsonl:1: malformed JSON" in caplog.text
 
 
-def test_a_split_that_is_left_without_documents_is_named(tmp_path, tokenizer):
+def test_a_split_that_is_left_without_documents_is_named(tmp_path, prepare):
     source = samples.text_source(tmp_path / "a.jsonl", 5)
     with pytest.raises(ConfigurationError, match="validation: no document is left"):
-        samples.prepare(
-            sources=[source],
-            output_dir=tmp_path / "out",
-            tokenizer_name_or_path=tokenizer,
-            validation_fraction=1e-9,
-        )
+        prepare("out", sources=[source], validation_fraction=1e-9)
+
+
+CHAT = samples.chat("q", "a")["messages"]
+TEXTS = {"prompt": "a", "completion": "b"}
+PICTURE = [{"type": "image_url"}, {"type": "text"}]
+UNUSABLE = [
+    ("text", {"text": "a\ud800"}, "invalid_utf8: half a surrogate pair at character 1"),
+    ("messages", {"messages": "a"}, "wrong_type: must be a list of messages, found str"),
+    ("messages", {"messages": []}, "empty: 'messages' has no messages"),
+    ("messages", {"messages": [{"role": "user"}]}, "missing_field: has no 'content'"),
+    ("messages", {"messages": [{"content": "a"}]}, "missing_field: has no 'role'"),
+    ("messages", {"messages": [CHAT[1] | {"tool_calls": [1]}]}, "wrong_type: without the name"),
+    ("messages", {"messages": CHAT, "tools": "none"}, "wrong_type: 'tools' must be a list"),
+    ("messages", {"messages": CHAT, "chat_template_kwargs": 1}, "wrong_type: must be an object"),
+    ("messages", {"messages": [{"role": "user", "content": PICTURE}]}, "not_text: text alone"),
+    ("sharegpt", {"conversations": [{"from": "x", "value": "y"}]}, "unknown_role: known are human"),
+    ("alpaca", {"instruction": "i", "output": " "}, "empty: 'output' has no text"),
+    ("alpaca", {"instruction": "i", "output": "o", "history": [1]}, "wrong_type: must hold pairs"),
+    ("prompt_completion", {}, "missing_field: no 'prompt' and no 'completion'"),
+    ("prompt_completion", {"prompt": "a", "completion": " "}, "empty: 'completion' has no text"),
+    ("prompt_completion", {"prompt": "a", "completion": CHAT}, "wrong_type: 'prompt' must be a li"),
+    ("prompt_completion", TEXTS | {"tools": [{"name": "f"}]}, "wrong_type: go with messages"),
+]
+
+
+@pytest.mark.parametrize(("document_format", "fields", "problem"), UNUSABLE)
+def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem):
+    record = Record(fields, Location("a.jsonl", "line", 3))
+    (found,) = parse_documents(record, RowSettings(document_format))
+    assert isinstance(found, BadRow)
+    reason, words = problem.split(": ")
+    assert found.reason == reason
+    assert str(found).startswith("a.jsonl:3: ")
+    assert words in str(found)

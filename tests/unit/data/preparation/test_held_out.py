@@ -7,93 +7,82 @@ import preparation_samples as samples
 import pytest
 
 from utils.data.prepare import documents
+from utils.data.prepare.documents import ChatDocument, content_digest
+from utils.data.prepare.records import Location
 from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-def test_the_held_out_split_depends_on_content_alone(tmp_path, tokenizer):
-    records = [{"text": text} for text in samples.sentences(300)]
-    shuffled = [*records, *records[:100]]
-    random.Random(3).shuffle(shuffled)
+def prepared_texts(tmp_path, prepare, name, texts, **settings):
+    """Prepare texts into a folder of that name."""
+    path = samples.write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
+    return prepare(name, sources=[path], **settings)
+
+
+def vocabulary(folder):
+    return json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+
+
+def test_the_held_out_split_depends_on_content_alone(tmp_path, prepare):
+    texts = samples.sentences(300)
+    shuffled = random.Random(3).sample([*texts, *texts[:100]], 400)
     held_out = []
-    for name, order in (("a", records), ("b", shuffled)):
-        samples.prepare(
-            sources=[samples.write_jsonl(tmp_path / f"{name}.jsonl", order)],
-            output_dir=tmp_path / name,
-            tokenizer_name_or_path=tokenizer,
-            validation_fraction=0.25,
-        )
-        held_out.append({tuple(row) for row in samples.rows(tmp_path / name / "validation")})
-        train = {tuple(row) for row in samples.rows(tmp_path / name / "train")}
+    for name, order in (("a", texts), ("b", shuffled)):
+        out = prepared_texts(tmp_path, prepare, name, order, validation_fraction=0.25)
+        held_out.append({tuple(row) for row in samples.rows(out / "validation")})
+        train = {tuple(row) for row in samples.rows(out / "train")}
         assert not train & held_out[-1]
         assert len(train | held_out[-1]) == 300
     assert held_out[0] == held_out[1]
     assert 45 < len(held_out[0]) < 105
 
 
+def test_the_order_of_the_keys_of_a_chat_does_not_count():
+    messages = samples.chat("q", "a")["messages"]
+    chats = messages, [dict(reversed(turn.items())) for turn in messages], messages[:1]
+    one, same, other = (content_digest(ChatDocument(c, Location("a")), 0) for c in chats)
+    assert one == same != other
+
+
 def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
-    tmp_path, tokenizer, monkeypatch
+    tmp_path, prepare, monkeypatch
 ):
     monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 64)
     texts = [f"name{number:03d}\n" * 40 for number in range(20)]
-    samples.prepare(
-        sources=[samples.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])],
-        output_dir=tmp_path / "out",
-        tokenizer_name_or_path=tokenizer,
-        validation_fraction=0.4,
-    )
+    out = prepared_texts(tmp_path, prepare, "out", texts, validation_fraction=0.4)
     plain = samples.tiny_tokenizer()
     found = {}
     for split in ("train", "validation"):
-        parts = [plain.decode(row[:-1]) for row in samples.rows(tmp_path / "out" / split)]
+        parts = [plain.decode(row[:-1]) for row in samples.rows(out / split)]
         assert all(part.endswith("\n") for part in parts)
         found[split] = "".join(parts)
-        for text in texts:
-            assert found[split].count(text[:8]) in (0, 40)
+        assert all(found[split].count(text[:8]) in (0, 40) for text in texts)
     assert all(text in found["train"] or text in found["validation"] for text in texts)
     assert found["validation"]
-    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())["preparation"]
-    assert content["sources"]["continued"] == 20 * 4
+    assert samples.description(out / "train")["preparation"]["sources"]["continued"] == 20 * 4
 
 
-def test_the_tokenizer_never_sees_held_out_documents(tmp_path):
+def test_the_tokenizer_never_sees_held_out_documents(tmp_path, prepare):
     # The odd word is in one document; it is held out with some seed and trained on with another.
     texts = [*samples.sentences(300), "Xylophon " * 400]
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    settings = {"train_tokenizer": 300, "validation_fraction": 0.5}
     knows = {}
     for seed in range(4):
-        out = tmp_path / f"{seed}"
-        samples.prepare(
-            sources=[source],
-            output_dir=out,
-            train_tokenizer=300,
-            validation_fraction=0.5,
-            seed=seed,
-        )
-        vocabulary = json.loads((out / "tokenizer" / "tokenizer.json").read_text())["model"]
+        out = prepared_texts(tmp_path, prepare, str(seed), texts, **settings, seed=seed)
         longest = max(open_token_dataset(out / "validation").lengths)
-        knows[bool(longest > 400)] = any("Xylo" in token for token in vocabulary["vocab"])
+        knows[bool(longest > 400)] = any("Xylo" in token for token in vocabulary(out))
     assert knows == {True: False, False: True}
 
 
-def test_the_tokenizer_is_trained_on_a_sample_of_every_unit(tmp_path):
+def test_the_tokenizer_is_trained_on_a_sample_of_every_unit(tmp_path, prepare):
     # Every work unit (2000 bytes) begins with words of its own; only its beginning is read.
-    lines = []
-    for unit in range(6):
-        lines += [{"text": f"opening{unit} " * 30}, {"text": f"closing{unit} " * 150}]
-    source = samples.write_jsonl(tmp_path / "a.jsonl", lines)
+    texts = [text for n in range(6) for text in (f"opening{n} " * 30, f"closing{n} " * 150)]
     knows = {}
-    for sample_bytes in (600, 100_000):
-        out = tmp_path / f"{sample_bytes}"
-        samples.prepare(
-            sources=[source],
-            output_dir=out,
-            train_tokenizer=266,
-            tokenizer_sample_bytes=sample_bytes,
-        )
-        vocabulary = json.loads((out / "tokenizer" / "tokenizer.json").read_text())["model"]
-        merged = "".join(token for token in vocabulary["vocab"] if len(token) > 1)
-        knows[sample_bytes] = ("pen" in merged, "los" in merged)
+    for size in (600, 100_000):
+        settings = {"train_tokenizer": 266, "tokenizer_sample_bytes": size}
+        out = prepared_texts(tmp_path, prepare, str(size), texts, **settings)
+        merged = "".join(token for token in vocabulary(out) if len(token) > 1)
+        knows[size] = ("pen" in merged, "los" in merged)
     assert knows[600] == (True, False)
     assert knows[100_000][1]

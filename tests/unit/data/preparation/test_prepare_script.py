@@ -15,44 +15,47 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.data.prepare import units
 
-pytestmark = pytest.mark.usefixtures("small_units")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_units")]
 REPOSITORY = Path(__file__).parents[4]
 
 
-@pytest.mark.slow
-def test_the_script_prepares_reports_and_refuses(tmp_path, source):
-    command = [
-        *(sys.executable, "prepare_data.py", "--sources", str(source), "--train_tokenizer", "300"),
-        *("--output_dir", str(tmp_path / "out")),
-    ]
-    first = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def run(*command):
+    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_script_prepares_reports_and_refuses(tmp_path, source, prepare):
+    command = ["prepare_data.py", "--output_dir", tmp_path / "out", "--train_tokenizer", 300]
+    first = run(*command, "--sources", source)
     assert first.returncode == 0, first.stderr
     for part in ("documents/s", "tokens/s", "loss tokens", "p50", "[[0 ", "dropped: none"):
         assert part in first.stderr
-    again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    here = prepare("here", sources=[source], train_tokenizer=300) / "tokenizer"
+    assert samples.data_bytes(here) == samples.data_bytes(tmp_path / "out" / "tokenizer")
+    again = run(*command, "--sources", source)
     assert again.returncode == 0
     assert "already prepared" in again.stderr
-    command[3] = str(tmp_path / "nowhere.jsonl")
-    refused = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    refused = run(*command, "--sources", tmp_path / "nowhere.jsonl")
     assert refused.returncode == 2
     assert "nowhere.jsonl: no such file or folder" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.slow
 def test_a_bad_row_of_a_worker_names_its_line_and_a_killed_worker_ends_the_run_with_advice(
-    tmp_path, source, tokenizer, workers_for_little, monkeypatch
+    source, prepare, workers_for_little, monkeypatch
 ):
     with source.open("a") as stream:
         stream.write("{oops\n")
-    settings = {"sources": [source], "tokenizer_name_or_path": tokenizer, "num_proc": 2}
     with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
-        samples.prepare(**settings, output_dir=tmp_path / "out")
+        prepare("out", sources=[source], num_proc=2)
     assert len(caught.value.problems) == 1
     assert not caught.value.problems[0].startswith("-")
     monkeypatch.setattr(units, "_run_unit", _killed)
     with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
-        samples.prepare(**settings, output_dir=tmp_path / "killed")
+        prepare("killed", sources=[source], num_proc=2)
 
 
 def _killed(unit):
@@ -62,37 +65,22 @@ def _killed(unit):
 
 MEASURED = """
 import resource, sys
-from pathlib import Path
-sys.path.insert(0, {repository!r})
-import logging
+sys.path.insert(0, ".")
 from prepare_data import main
-main({first!r})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-main({second!r})
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+for name in ("small", "large"):
+    flags = ["--sources", f"{sys.argv[1]}/{name}.jsonl.gz", "--output_dir", sys.argv[1] + name]
+    main([*flags, "--tokenizer_name_or_path", sys.argv[2]])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_source(tmp_path, tokenizer):
     # One unit and one document size, so that what is measured is streaming, not the cut.
-    text = " ".join(samples.sentences(60))
-    sizes = {"small": 1_000, "large": 10_000}
-    for name, number in sizes.items():
+    line = json.dumps({"text": " ".join(samples.sentences(60))}) + "\n"
+    for name, kilobytes in (("small", 1_000), ("large", 10_000)):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", compresslevel=1) as stream:
-            line = json.dumps({"text": text}) + "\n"
-            for _ in range(number * 1000 // len(line)):
-                stream.write(line)
-    arguments = [
-        [
-            *("--sources", str(tmp_path / f"{name}.jsonl.gz"), "--output_dir"),
-            *(str(tmp_path / name), "--tokenizer_name_or_path", tokenizer),
-        ]
-        for name in sizes
-    ]
-    script = MEASURED.format(repository=str(REPOSITORY), first=arguments[0], second=arguments[1])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    grown_mib = float(done.stdout.splitlines()[-1])
-    assert grown_mib < 40
+            stream.writelines([line] * (kilobytes * 1000 // len(line)))
+    done = run("-c", MEASURED, tmp_path, tokenizer)
+    assert done.returncode == 0, done.stderr
+    small_kib, large_kib = map(int, done.stdout.split())
+    assert large_kib - small_kib < 40 * 1024

@@ -1,11 +1,22 @@
 import numpy as np
 import preparation_samples as samples
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from utils.config.errors import ConfigurationError
+from utils.data.prepare import tokenization
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, TextDocument
 from utils.data.prepare.records import BadRow, Location
-from utils.data.prepare.tokenization import DocumentTokenizer
+from utils.data.prepare.tokenization import (
+    DocumentTokenizer,
+    GigatokenEncoder,
+    choose_backend,
+    encode,
+)
 
 PLACE = Location("a.jsonl", "line", 1)
 
@@ -15,9 +26,11 @@ def tokenize(tokenizer, document):
     return found
 
 
-def with_bos(tokenizer, template="<|im_start|> $A"):
+def adding(tokenizer, template):
+    """Let a tokenizer add special tokens to each text."""
+    special_tokens = [("<|im_start|>", 2), ("<|im_end|>", 3), ("<|endoftext|>", 0)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=template, special_tokens=[("<|im_start|>", 2), ("<|endoftext|>", 0)]
+        single=template, special_tokens=special_tokens
     )
     return tokenizer
 
@@ -30,12 +43,13 @@ def test_texts_begin_and_end_once_whatever_the_tokenizer_adds():
     assert found.ids.dtype == np.uint16
     assert found.loss_mask is None
     for template in ("<|im_start|> $A", "<|im_start|> $A <|endoftext|>"):
-        tokenizer = with_bos(samples.tiny_tokenizer(), template)
+        tokenizer = adding(samples.tiny_tokenizer(), template)
         assert tokenize(tokenizer, text).ids.tolist() == [2, *plain, 0]
         pair = tokenize(tokenizer, CompletionDocument("a", "b", PLACE)).ids.tolist()
         assert (pair.count(2), pair.count(0), pair[-1]) == (1, 1, 0)
     chat = ChatDocument(samples.chat("q", "a")["messages"], PLACE)
-    assert tokenize(with_bos(samples.chatml_tokenizer()), chat).ids.tolist().count(2) == 2
+    tokenizer = adding(samples.chatml_tokenizer(), "<|im_start|> $A")
+    assert tokenize(tokenizer, chat).ids.tolist().count(2) == 2
 
 
 @pytest.mark.parametrize("closing", ["", "<|endoftext|>"])
@@ -56,13 +70,67 @@ def test_a_chat_that_the_template_refuses_is_a_bad_row_and_the_others_are_kept()
     template = samples.chatml_tokenizer().chat_template
     check = "{% if messages|length == 3 %}{{ raise_exception('roles must alternate') }}{% endif %}"
     tokenizer = DocumentTokenizer(samples.tiny_tokenizer(check + template))
-    chats = [
-        ChatDocument(samples.chat(*contents)["messages"], PLACE)
-        for contents in (("q", "a"), ("q", "a", "q"))
-    ]
+    turns = samples.chat("q", "a", "q")["messages"]
+    chats = [ChatDocument(turns[:2], PLACE), ChatDocument(turns, PLACE)]
     good, bad = tokenizer(chats)
     assert good.loss_tokens == 2
     assert isinstance(bad, BadRow)
     assert bad.reason == "template_refused"
     assert "roles must alternate" in str(bad)
     assert tokenizer(chats[1:]) == [bad]
+
+
+@pytest.mark.parametrize("template", ["$A", "<|im_start|> $A <|im_end|>"])
+def test_gigatoken_gives_the_ids_of_the_tokenizer(template):
+    tokenizer = adding(samples.tiny_tokenizer(), template)
+    fast = GigatokenEncoder(tokenizer)
+    pieces = [*"aB1 \n\t.,'é漢", "'s", "  ", "e\u0301", "🇩🇪", "\u3000", "\x00", "<|endoftext|>"]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.lists(st.sampled_from(pieces) | st.text()).map("".join), min_size=1))
+    def check(texts):
+        for special_tokens in (False, True):
+            found = fast._fast_ids(texts, special_tokens)
+            for one, other in zip(found, encode(tokenizer, texts, special_tokens), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    check()
+
+
+def words_only():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("make", "document_format", "reason"),
+    [
+        (words_only, "text", "gigatoken cannot be used: Unsupported model type"),
+        (samples.chatml_tokenizer, "messages", "the mask of a chat needs the offsets"),
+    ],
+)
+def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reason, caplog):
+    caplog.set_level("INFO")
+    assert choose_backend("auto", make(), document_format) == "tokenizers"
+    with pytest.raises(ConfigurationError, match=f"{reason}.*--tokenizer_backend tokenizers"):
+        choose_backend("gigatoken", make(), document_format)
+    assert "tokenizing with the tokenizer itself" in caplog.text
+
+
+def test_other_ids_are_found_before_any_work_and_while_working(monkeypatch):
+    fast, right = GigatokenEncoder(samples.tiny_tokenizer()), GigatokenEncoder._fast_ids
+    for _ in range(300):
+        fast(["x " * 1000], True)
+
+    def wrong(self, texts, special_tokens):
+        found = zip(texts, right(self, texts, special_tokens), strict=True)
+        return [ids[:-1] if "漢" in text or "x x" in text else ids for text, ids in found]
+
+    monkeypatch.setattr(GigatokenEncoder, "_fast_ids", wrong)
+    assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "tokenizers"
+    with pytest.raises(ConfigurationError, match="other ids for the text '漢字"):
+        choose_backend("gigatoken", samples.tiny_tokenizer(), "text")
+    texts = ["x " * 1000] * 2 * round(1 / tokenization.VERIFIED_SHARE)
+    with pytest.raises(ConfigurationError, match=r"'x x .*\.\.\.', so what it made cannot be"):
+        fast(texts, True)

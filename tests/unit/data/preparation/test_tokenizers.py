@@ -1,9 +1,5 @@
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import preparation_samples as samples
@@ -20,8 +16,6 @@ from utils.data.tokenizers import (
     vocabulary_size,
 )
 
-REPOSITORY = Path(__file__).parents[4]
-
 
 def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(tmp_path):
     samples.tiny_tokenizer().save_pretrained(tmp_path)
@@ -33,23 +27,6 @@ def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(t
     opening = tokenizer("assistant\n")["input_ids"]
     for content in ("def f", "    indented", "\tx", "1", "<|im_end|>"):
         assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
-
-
-TRAIN_AND_PRINT = """
-import preparation_samples as samples
-from utils.data.tokenizers import tokenizer_sha256
-print(tokenizer_sha256(samples.tiny_tokenizer()))
-"""
-
-
-@pytest.mark.slow
-def test_the_same_texts_give_the_same_tokenizer_in_another_process():
-    path = f"{REPOSITORY}:{Path(__file__).parent}"
-    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true"}
-    found = subprocess.check_output(
-        [sys.executable, "-c", TRAIN_AND_PRINT], env=environment | {"PYTHONPATH": path}, text=True
-    )
-    assert found.strip() == tokenizer_sha256(samples.tiny_tokenizer())
 
 
 def test_a_vocabulary_that_the_texts_cannot_fill_is_refused_with_what_they_can():

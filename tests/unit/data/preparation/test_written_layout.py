@@ -1,7 +1,5 @@
 """The splits as they are written: what opens them, and what describes them."""
 
-import json
-
 import datasets
 import numpy as np
 import preparation_samples as samples
@@ -14,21 +12,14 @@ from utils.data.token_dataset import open_token_dataset
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, tokenizer):
-    samples.prepare(
-        sources=[source],
-        eval_sources=[f"more={samples.text_source(tmp_path / 'more.jsonl', 20, seed=5)}"],
-        output_dir=tmp_path / "out",
-        tokenizer_name_or_path=tokenizer,
-        validation_fraction=0.1,
-    )
+def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, prepare):
+    more = samples.text_source(tmp_path / "more.jsonl", 20, seed=5)
+    out = prepare("out", sources=[source], eval_sources=[f"more={more}"], validation_fraction=0.1)
     counts, fingerprints = {}, set()
     for split in ("train", "validation", "more"):
-        dataset = datasets.load_from_disk(str(tmp_path / "out" / split))
-        assert dataset.features == datasets.Features(
-            {"input_ids": datasets.List(datasets.Value("uint16"))}
-        )
-        opened = open_token_dataset(tmp_path / "out" / split)
+        dataset = datasets.load_from_disk(str(out / split))
+        assert dataset.features == {"input_ids": datasets.List(datasets.Value("uint16"))}
+        opened = open_token_dataset(out / split)
         assert opened.statistics.documents == len(dataset)
         assert samples.document(opened, 0)[0].tolist() == dataset[0]["input_ids"]
         counts[split] = len(dataset)
@@ -36,21 +27,20 @@ def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, sourc
     assert counts["train"] + counts["validation"] == 200
     assert counts["more"] == 20
     assert len(fingerprints) == 3  # datasets keys its caches by them
-    assert not (tmp_path / "out" / ".shards").exists()
+    assert not (out / ".shards").exists()
 
 
-def test_the_description_holds_the_figures_of_the_report(tmp_path, source, tokenizer):
-    samples.prepare(sources=[source], output_dir=tmp_path / "out", tokenizer_name_or_path=tokenizer)
-    content = json.loads((tmp_path / "out" / "train" / "stoker.json").read_text())
+def test_the_description_holds_the_figures_of_the_report(source, prepare):
+    train = prepare("out", sources=[source]) / "train"
+    content = samples.description(train)
     preparation = content["preparation"]
-    lengths = [len(row) for row in samples.rows(tmp_path / "out" / "train")]
+    lengths = [len(row) for row in samples.rows(train)]
     assert preparation["tokens"] == content["statistics"]["tokens"] == sum(lengths)
     assert preparation["loss_token_share"] == 1.0
     percentiles = preparation["length_percentiles_tokens"]
-    for name in percentiles.keys() - {"max"}:
-        share = float(name[1:])
-        assert percentiles[name] == np.percentile(lengths, share, method="inverted_cdf")
-    assert percentiles["max"] == max(lengths)
+    assert percentiles.pop("max") == max(lengths)
+    for name, length in percentiles.items():
+        assert length == np.percentile(lengths, float(name[1:]), method="inverted_cdf")
     text_bytes = sum(len(text.encode()) for text in samples.sentences(200))
     assert preparation["bytes_per_token"] == pytest.approx(text_bytes / sum(lengths))
     assert content["tokenizer"]["vocabulary_size"] == 320
