@@ -10,11 +10,7 @@ from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenization import DocumentTokenizer, token_mask
-from utils.data.prepare.tokenizer import (
-    attach_template,
-    end_of_turn_id,
-    read_chat_template,
-)
+from utils.data.prepare.tokenizer import attach_template, end_of_turn_id, read_chat_template
 
 WITHOUT_MARKERS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>{% endfor %}"
@@ -59,11 +55,6 @@ def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog
     assert trained_on(tokenizer, messages) == "b<|im_end|>c<|im_end|>"
 
 
-def test_no_chat_template_is_refused_with_one_to_take():
-    with pytest.raises(ConfigurationError, match=r"no chat template: give --chat_template FILE"):
-        attach_template(samples.tiny_tokenizer(), None)
-
-
 WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
 
 
@@ -87,12 +78,9 @@ def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, pr
 
 def test_a_broken_or_missing_template_file_is_named(tmp_path):
     (tmp_path / "a.jinja").write_text("{% for m in messages %}")
-    with pytest.raises(ConfigurationError, match=r"a\.jinja: not valid Jinja"):
-        read_chat_template(str(tmp_path / "a.jinja"))
-    with pytest.raises(ConfigurationError, match=r"b\.jinja: cannot be read"):
-        read_chat_template(str(tmp_path / "b.jinja"))
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_chat_template(str(tmp_path))
+    for name, problem in (("a.jinja", "not valid Jinja"), ("b.jinja", "cannot be read")):
+        with pytest.raises(ConfigurationError, match=f"{name}: {problem}"):
+            read_chat_template(str(tmp_path / name))
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused_but_for_blanks():

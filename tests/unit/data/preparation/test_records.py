@@ -1,17 +1,65 @@
-import gzip
+"""Files as they are read: every record once, wherever a file is cut, and what cannot be read."""
 
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare import records
-from utils.data.prepare.records import BadRow, FilePart, Record, read_records
-from utils.data.prepare.sources import list_sources
+from utils.config.preparation import Source
+from utils.data.prepare import plan, records
+from utils.data.prepare.plan import cut_into_units
+from utils.data.prepare.records import FilePart, read_records
+from utils.data.prepare.sources import SourceFile, list_sources
 
 
-def read(path, columns=("text",)) -> list[Record | BadRow]:
+def read(path):
+    """Return the records and bad rows of a whole file."""
     (file,), _ = list_sources([str(path)], "text")
-    return list(read_records(FilePart(file, 0, file.size, file.size), columns))
+    return list(read_records(FilePart(file, 0, file.size, file.size), ("text",)))
+
+
+@given(
+    lines=st.lists(st.binary(max_size=30).map(lambda b: b.hex()), max_size=30),
+    cut=st.integers(1, 80),
+    ends_with_newline=st.booleans(),
+)
+def test_every_line_is_in_exactly_one_piece_wherever_the_cuts_fall(
+    tmp_path_factory, lines, cut, ends_with_newline
+):
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    text = "\n".join(json.dumps({"text": line}) for line in lines)
+    path.write_text(text + "\n" * ends_with_newline)
+    size = path.stat().st_size
+    file = SourceFile(str(path), "jsonl", None, size, 0)
+    pieces = [FilePart(file, at, min(at + cut, size), cut) for at in range(0, size, cut)]
+    found = [record for piece in pieces for record in read_records(piece, ["text"])]
+    assert [record.fields["text"] for record in found] == lines
+    numbers = range(1, len(lines) + 1)
+    assert [str(record.location) for record in found] == [f"{path}:{n}" for n in numbers]
+
+
+def units_of(path):
+    return cut_into_units([(Source((), "train"), list_sources([str(path)], "auto")[0])])
+
+
+def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 100)
+    rows = [{"text": f"row {i}"} for i in range(40)]
+    table = pa.Table.from_pylist([row | {"other": 1} for row in rows])
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
+    units = units_of(tmp_path / "a.parquet")
+    assert len(units) > 2
+    assert [unit.index for unit in units] == list(range(len(units)))
+    parts = [part for unit in units for part in unit.parts]
+    found = [record for part in parts for record in read_records(part, ["text"])]
+    assert [record.fields for record in found] == rows
+    assert str(found[33].location).endswith("a.parquet row 33")
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
@@ -23,6 +71,21 @@ def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, compress, suf
     path.write_bytes(compress(content)[:-500])
     with pytest.raises(ConfigurationError, match=rf"a\.{suffix}\.{ending}: cannot be read"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'text\n"a" b\n', r"a\.csv:2: malformed CSV"),
+        ("a.json", b'[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
+        ("a.json", b"[" * 100_000, "recursion"),
+        ("a.parquet", b"PAR1 nothing PAR1", r"a\.parquet: cannot be opened"),
+    ],
+)
+def test_files_that_cannot_be_read_to_their_end_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=message):
+        units_of(tmp_path / name) if name == "a.parquet" else read(tmp_path / name)
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path):
@@ -38,11 +101,19 @@ def test_a_very_long_text_file_is_cut_without_losing_a_character(tmp_path, monke
     monkeypatch.setattr(records, "LARGEST_DOCUMENT_BYTES", 1024)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     found = read(tmp_path / "a.txt")
-    assert "".join(record.fields["text"] for record in found) == text
+    texts = [record.fields["text"] for record in found]
+    assert "".join(texts) == text
     assert [record.part for record in found] == list(range(len(found)))
-    assert max(len(record.fields["text"].encode()) for record in found) <= 1024
+    assert max(len(part.encode()) for part in texts) <= 1024
     if "\n" in text:
-        assert all(record.fields["text"].endswith("\n") for record in found)
+        assert all(part.endswith("\n") for part in texts)
+
+
+def test_a_text_file_of_another_encoding_is_a_bad_row(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+    (bad,) = read(tmp_path / "a.txt")
+    assert bad.reason == "invalid_utf8"
+    assert str(bad).endswith("a.txt: not UTF-8 at byte 3")
 
 
 @pytest.mark.parametrize(
@@ -67,21 +138,3 @@ def test_csv_is_read_with_quotes_line_ends_and_places(tmp_path):
     assert second.fields == {"text": "ß", "n": "2"}
     assert bad.reason == "malformed_csv"
     assert str(bad).endswith("a.csv:5: 1 cells where the header names 2 columns")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", b'text\n"a" b\n', r"a\.csv:2: malformed CSV"),
-        ("a.json", b'[{"text": "a"}, {"text": oops}]', r"malformed JSON \(Expecting value: line 1"),
-        ("a.json", b"[" * 100_000, "recursion"),
-    ],
-)
-def test_files_that_cannot_be_read_to_their_end_are_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigurationError, match=message):
-        read(tmp_path / name)
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-    (bad,) = read(tmp_path / "a.txt")
-    assert bad.reason == "invalid_utf8"
-    assert str(bad).endswith("a.txt: not UTF-8 at byte 3")

@@ -73,8 +73,6 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     [
         ("a.json-lines", "x", "jsonl"),
         ("a.py", "x", "text"),
-        ("a.json", '[\n {"text": "a"}]', "json"),
-        ("a.json", '\ufeff{"version": "1", "data": [{"text": "a"}]}', "json"),
         ("a.json", '{"text": "a"}\n{"text": "b"}\n', "jsonl"),
         ("a.JSONL", '[{"text": "a"}]', "json"),
         ("a.tsv", "text\na\n", "csv"),
