@@ -11,19 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kill_fixtures import (  # noqa: F401 - as below
-    background,
-    beginning,
-    command,
-    longer,
-    of_two,
-    of_two_sharded,
-    recovering,
-    resuming,
-    slots,
-    starts,
-    stock,
-)
+from resumed_runs import models  # noqa: F401 - as below
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     _one_thread_and_a_private_cache,
     base_model,

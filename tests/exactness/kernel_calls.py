@@ -2,7 +2,7 @@
 
 strace stops a process at the entry of its n-th call of a kind and kills it there, or lets the call
 fail. A recording says which calls change something below a directory. Only the main thread is
-looked at, which killed_child.py lets do all of the writing (`other_threads_change` proves that), or
+looked at, which killed_child.py lets do all of the writing (test_kill_points.py proves that), or
 with -f every thread: strace counts the calls of each by itself.
 """
 
@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -37,6 +38,7 @@ CALLS = (
 RECORDING = ("-e", f"trace={CALLS}")
 # What differs from start to start in the names of files that are there for a moment.
 _CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)")
+KILL = "KILL"
 PID = "{pid}"  # in strace's flags: of the process that it is going to trace
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
 # Starting a process, multiprocessing asks for the exit codes of all others: where two threads ask
@@ -63,7 +65,8 @@ class Call:
         return f"{self.name} {self.file or '.'} #{self.occurrence}{aside}"
 
     def injecting(self, directory: Path, what: str) -> list[str]:
-        """The flags by which strace does something where the process enters this call."""
+        """The flags by which strace does `what`, KILL or an error, where it enters this call."""
+        what = "signal=KILL" if what == KILL else f"error={what}"
         random = "tmp*" in self.file  # nobody knows the name of its file beforehand
         when = self.number if random else self.occurrence
         # A draft is named after its process.
@@ -188,16 +191,6 @@ class Child:
         self.process.close()
 
 
-def killing(call: Call, directory: Path) -> list[str]:
-    """Kill the process where it enters this call."""
-    return call.injecting(directory, "signal=KILL")
-
-
-def failing(call: Call, directory: Path, error: str) -> list[str]:
-    """Let this call fail."""
-    return call.injecting(directory, f"error={error}")
-
-
 def changes_below(directory: Path, trace: str) -> list[Call]:
     """The calls of a recording that changed something below a directory, in their order."""
     counts: Counter[tuple[str, ...]] = Counter()
@@ -213,30 +206,21 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
     return found
 
 
-def hit(call: Call, directory: Path, ending: Ending, *, failed: bool = False) -> bool:
-    """Whether this very call is the last one that a start entered, or among those that failed.
+def hit(call: Call, directory: Path, ending: Ending) -> bool:
+    """Whether this very call is the last one of a killed start, or among those that failed.
 
     strace counts by thread: where one is made to fail, another's of the same number fails, too.
     """
     made = entered(ending.trace)
-    struck = [one for one in made if "(INJECTED)" in one.arguments] if failed else made[-1:]
+    struck = made[-1:]
+    if ending.exit_code != -signal.SIGKILL:
+        struck = [one for one in made if "(INJECTED)" in one.arguments]
     sought = (call.name, call.file, call.aside)
     return any(
         (one.name, _file(one.arguments, directory), one.thread not in ("", str(ending.pid)))
         == sought
         for one in struck
     )
-
-
-def other_threads_change(directory: Path, ending: Ending) -> list[str]:
-    """The calls of a recording of all threads by which another than the main one changes files."""
-    return [
-        f"{event.thread} {event.name}({event.arguments}"
-        for event in entered(ending.trace)
-        if event.thread != str(ending.pid)
-        and _file(event.arguments, directory) is not None
-        and _changes(event.name, event.arguments)
-    ]
 
 
 def _changes(name: str, arguments: str) -> bool:

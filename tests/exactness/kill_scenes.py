@@ -4,13 +4,13 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tiny
-from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, failing, hit, killing
+from kernel_calls import RECORDING, Call, Ending, Starts, changes_below, hit
 
 from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, numbered_checkpoints
 from utils.checkpoints.files import list_files
@@ -19,6 +19,7 @@ STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 # Of a checkpoint: they hold times, random names and the path of the run.
 INEXACT = {"trainer_state.json", "manifest.json", ".metadata", "training_args.bin"}
 ATTEMPTS = 8
+FAILED = "the next start failed:"
 
 
 @dataclass
@@ -77,38 +78,16 @@ class Scene:
             calls = calls[: first + 1]
         return calls
 
-    def killed_at(self, call: Call, directory: Path) -> Ending:
-        """Kill the start where it enters a call; what it left is in the directory."""
-
-        def struck(ending: Ending) -> bool:
-            return ending.exit_code == -9 and hit(call, directory, ending)
-
-        return self._aimed(call, directory, killing, struck)
-
-    def failed_at(self, call: Call, directory: Path, error: str) -> Ending:
-        """Let a call of the start fail."""
-
-        def struck(ending: Ending) -> bool:
-            return hit(call, directory, ending, failed=True)
-
-        return self._aimed(call, directory, lambda *at: failing(*at, error), struck)
-
-    def _aimed(
-        self,
-        call: Call,
-        directory: Path,
-        flags: Callable[[Call, Path], list[str]],
-        struck: Callable[[Ending], bool],
-    ) -> Ending:
-        """Start anew until the very call is struck.
+    def disturbed_at(self, call: Call, directory: Path, what: str) -> Ending:
+        """KILL the start where it enters a call, or let that fail; its directory is as it left it.
 
         One whose file has no name beforehand is counted among all of its kind, and a start may
         open a file more or less before it.
         """
         aim = call
         for _ in range(ATTEMPTS):
-            ending = self.start(self.fresh(directory), flags(aim, directory))
-            if struck(ending):
+            ending = self.start(self.fresh(directory), aim.injecting(directory, what))
+            if hit(call, directory, ending):
                 return ending
             # How far what came before it was from where it was recorded.
             shifts = [
@@ -119,12 +98,15 @@ class Scene:
             aim = dataclasses.replace(call, number=call.number + (shifts[-1] if shifts else 1))
         raise AssertionError(f"{call} was missed: {ending}")
 
-    def outcome(self, directory: Path) -> str:
-        """Start the same command again: 'same', 'refused', or 'different' than the whole run."""
-        self.next_ending = self.start(directory)
-        if self.next_ending.exit_code != 0:
-            return "refused"
-        return "different" if self.differences(directory) else "same"
+    def started_again(self, directory: Path, saved: Sequence[int] = ()) -> list[str]:
+        """Start the same command again, which resumes from the last of `saved`; what was wrong."""
+        again = self.start(directory)
+        if again.exit_code != 0:
+            return [f"{FAILED} {again.exit_code} {again.output[-3000:]}"]
+        found = [f"{name} differs" for name in self.differences(directory)]
+        if saved and f"resuming from {directory}/checkpoint-{saved[-1]}" not in again.output:
+            found.append(f"it did not resume from {saved[-1]}: {again.output[-2000:]}")
+        return found
 
     def differences(self, directory: Path) -> list[str]:
         """In which files the end of a run differs from the undisturbed one's."""
@@ -201,7 +183,9 @@ def committed(directory: Path) -> list[int]:
 
 
 def sample(calls: list[Call], count: int) -> list[Call]:
-    """Calls spread over all of them, the first and the last among them."""
+    """Calls spread over all of them, the first and the last among them; one is from the middle."""
+    if count == 1:
+        return [calls[len(calls) // 2]]
     if len(calls) <= count:
         return calls
     return [calls[round(place * (len(calls) - 1) / (count - 1))] for place in range(count)]

@@ -18,21 +18,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import accelerate.state
+import stock_trainer
 import torch
-import transformers
-import trl  # noqa: F401 - imported once, for all children
+from forked_ranks import PRELOADED
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import get_last_checkpoint
 from troubled_copies import trouble_copies
 
 import pretrain
 import utils.checkpoints.files
-import utils.model.weights
-import utils.planning.plan
-import utils.planning.run_data
-import utils.runs.finish
 import utils.runs.preflight
-import utils.runs.start
-import utils.training.trainer
-from utils.callbacks.stop import StopWatch
 from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
 from utils.launch.script import run_script
@@ -41,8 +36,8 @@ from utils.support import run_lock
 HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
 
 torch.set_num_threads(1)
-# What is imported on the way: accelerate and transformers look for the first two.
-for name in ("deepspeed", "wandb", "dotenv.main"):
+# Once, for all children.
+for name in PRELOADED:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -63,7 +58,10 @@ class InOneThread(concurrent.futures.Executor):
 
 
 def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
-    """Wait for `go`, then run a program to its end and leave with its exit code."""
+    """Wait for `go`, then run a program to its end and leave with its exit code.
+
+    `step_delay_s` among the options makes its steps long, `die_at` kills it when a step begins.
+    """
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -72,6 +70,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
     os.environ.update(options.get("env", {}))
     go.send("ready")
     go.recv()
+    disturb_steps(options)
     code = 1
     try:
         code = PROGRAMS[program](argv, options)
@@ -83,8 +82,20 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
     os._exit(code)
 
 
+def disturb_steps(options: dict) -> None:
+    begin = CallbackHandler.on_step_begin
+
+    def disturbed(handler, args, state, control):
+        time.sleep(options.get("step_delay_s", 0))
+        if state.global_step == options.get("die_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(handler, args, state, control)
+
+    CallbackHandler.on_step_begin = disturbed
+
+
 def stoker(argv: list[str], options: dict) -> int:
-    """pretrain.py; `step_delay_s` makes its steps long, `die_at` kills it when a step begins.
+    """pretrain.py.
 
     `staged_within`: what is written in the background is staged in the run directory's folder of
     that name, always the same. `quota_bytes` is all that fits into the run directory. `host` is the
@@ -104,15 +115,6 @@ def stoker(argv: list[str], options: dict) -> int:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
         rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes(run)
-    begin = StopWatch.on_step_begin
-
-    def disturbed(watch, args, state, control, **kwargs):
-        time.sleep(options.get("step_delay_s", 0))
-        if state.global_step == options.get("die_at"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin(watch, args, state, control, **kwargs)
-
-    StopWatch.on_step_begin = disturbed
     if os.environ.get("STOKER_TEST_CPU_STRATEGY") == "fsdp2":
         from sitecustomize import allow_fsdp2
 
@@ -149,44 +151,16 @@ def stage_within(memory: Path) -> None:
     staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
 
 
-class _NumberedRows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = (torch.arange(64) * 3 + index) % 126 + 2
-        return {"input_ids": ids, "labels": ids}
-
-
 def stock(argv: list[str], options: dict) -> int:
     """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end.
 
-    The options are those of `stoker`.
+    ARGV are the workspace and the run directory.
     """
-    from transformers.trainer_utils import get_last_checkpoint
-
-    model_config, output_dir = argv
-    transformers.set_seed(0)
-    config = transformers.AutoConfig.from_pretrained(model_config)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    args = transformers.TrainingArguments(
-        output_dir=output_dir, max_steps=options["max_steps"], save_steps=options["save_steps"],
-        save_total_limit=2, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
-        learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-
-    class Disturb(transformers.TrainerCallback):
-        def on_step_begin(self, _args, state, _control, **_kwargs):
-            time.sleep(options.get("step_delay_s", 0))
-            if state.global_step == options.get("die_at"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    trainer = transformers.Trainer(
-        model=model, args=args, train_dataset=_NumberedRows(), callbacks=[Disturb()]
-    )
-    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
-    trainer.save_model(str(Path(output_dir) / "final"))
+    workspace, run = map(Path, argv)
+    settings = {name: options[name] for name in ("max_steps", "save_steps")}
+    trainer = stock_trainer.make_trainer(workspace, run, save_total_limit=2, **settings)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(run) if run.is_dir() else None)
+    trainer.save_model(str(run / "final"))
     return 0
 
 

@@ -11,6 +11,7 @@ the rows of each (step, micro-batch) that rank R trained on, taken where the mod
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -24,27 +25,23 @@ from unittest import mock
 import stock_trainer
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from launching import ROOT, STRATEGIES, run_processes
-from resumed_runs import CONFIGS, Case, cut, main_of, outcome
+from launching import run_processes
+from resumed_runs import CONFIGS, Case, cut, outcome
 from transformers import Trainer
-
-FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration")
-ENVIRONMENT = {"PYTHONPATH": ":".join(map(str, FOLDERS)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def drive(
     starts: Sequence[dict[str, Any]], strategy: str, ranks: int, workspace: Path, root: Path
 ) -> str:
-    """Do these starts in one launch of so many ranks; return what the ranks printed."""
+    """Do these starts in one launch of so many ranks (single: here); what the ranks printed."""
+    if strategy == "single":
+        for start in starts:
+            do(start, workspace)
+        return ""
     plan = root / "plan.json"
     plan.write_text(json.dumps({"workspace": str(workspace), "starts": starts}))
     done = run_processes(
-        CONFIGS[strategy],
-        Path(__file__),
-        [str(plan)],
-        processes=ranks,
-        env=ENVIRONMENT,
-        timeout_s=3600,
+        CONFIGS[strategy], Path(__file__), [str(plan)], processes=ranks, timeout_s=3600
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
@@ -67,7 +64,8 @@ def do(item: dict[str, Any], workspace: Path) -> None:
     with recorded(item.get("judge_early", False)) as seen:
         if "case" in item:
             case = Case(**item["case"])
-            code = main_of(case)(case.argv(workspace, run, **item["changes"]))
+            main = importlib.import_module(case.script).main
+            code = main(case.argv(workspace, run, **item["changes"]))
             assert code == 0, f"{case.name} left with {code}"
             ended = outcome(run) if rank == 0 else None
         else:

@@ -1,16 +1,16 @@
 """Runs cut at every step: what is run, how a run is cut, and what of two runs is compared."""
 
 import hashlib
-import importlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -22,7 +22,6 @@ CONFIGS = {"single": "multi_gpu", "ddp": "multi_gpu"} | {
     name: name for name in ("fsdp2", "zero1", "zero2", "zero3")
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "strategy": tuple(RANKS),
     "kind": ("pretrain", "sft", "lora"),
     "dropout": (0.0, 0.1),
     "accumulation": (1, 4),
@@ -35,7 +34,7 @@ EVALUATED = ("eval_heldout_loss", "eval_heldout_perplexity", "eval_heldout_token
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of the product of CHOICES."""
+    """One configuration: a strategy and one of each of CHOICES."""
 
     strategy: str
     kind: str
@@ -89,27 +88,23 @@ class Case:
         return tiny.flags(**settings | changes)
 
 
-def add_models(workspace: Path, base_model: Path) -> None:
-    """Put the models of the cases into the workspace, with and without dropout."""
+@pytest.fixture(scope="session")
+def models(workspace: Path, base_model: Path) -> Path:
+    """The workspace, now with the models of the cases, with and without dropout."""
     for dropout in CHOICES["dropout"]:
-        name = f"dropout_{dropout}"
-        tiny.make_model_config(workspace / f"{name}.json", attention_dropout=dropout)
-        directory = workspace / name
-        if not directory.exists():
-            shutil.copytree(base_model, directory)
-            config = json.loads((directory / "config.json").read_text())
-            config["attention_dropout"] = dropout
-            (directory / "config.json").write_text(json.dumps(config))
+        directory = workspace / f"dropout_{dropout}"
+        tiny.make_model_config(
+            directory.with_name(f"{directory.name}.json"), attention_dropout=dropout
+        )
+        shutil.copytree(base_model, directory)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}))
+    return workspace
 
 
 def every_case(strategy: str) -> list[Case]:
     """All 24 cases of a strategy."""
-    values = [CHOICES[name] for name in list(CHOICES)[1:]]
-    return [Case(strategy, *chosen) for chosen in itertools.product(*values)]
-
-
-def main_of(case: Case):
-    return importlib.import_module(case.script).main
+    return [Case(strategy, *chosen) for chosen in itertools.product(*CHOICES.values())]
 
 
 def cut(whole: Path, step: int, run: Path) -> None:
@@ -134,17 +129,14 @@ def outcome(run: Path) -> dict[str, Any]:
     last = run / f"checkpoint-{STEPS}"
     state = json.loads((last / "trainer_state.json").read_text())
     lines = read_journal(run / "metrics.jsonl")
+
+    def logged(event: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        ours = [line for line in lines if line["event"] == event]
+        return {str(line["step"]): {name: line[name] for name in names} for line in ours}
+
     return {
-        "train": {
-            str(line["step"]): {name: line[name] for name in COMPARED}
-            for line in lines
-            if line["event"] == "train"
-        },
-        "evaluations": {
-            str(line["step"]): {name: line[name] for name in EVALUATED}
-            for line in lines
-            if line["event"] == "eval"
-        },
+        "train": logged("train", COMPARED),
+        "evaluations": logged("eval", EVALUATED),
         "best": [state["best_metric"], Path(state["best_model_checkpoint"]).name],
         "checkpoint": checkpoint_digests(last),
         "final": {"model.safetensors": digest(load_file(run / "final" / "model.safetensors"))},
@@ -209,7 +201,15 @@ def _parts(value: Any) -> Iterable[bytes]:
         yield from _parts(vars(value))
 
 
-def largest_difference(ours: dict[str, Any], theirs: dict[str, Any], metric: str) -> float:
-    """The largest |difference| of a training figure over the steps of two outcomes."""
-    assert ours["train"].keys() == theirs["train"].keys()
-    return max(abs(ours["train"][k][metric] - theirs["train"][k][metric]) for k in ours["train"])
+def largest_differences(
+    pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], metrics: Sequence[str]
+) -> dict[str, float]:
+    """The largest |difference| of training figures from whole outcomes, by resumed ones' steps."""
+    largest = dict.fromkeys(metrics, 0.0)
+    for whole, resumed in pairs:
+        assert resumed["train"]
+        for step, line in resumed["train"].items():
+            for metric in metrics:
+                different = abs(line[metric] - whole["train"][step][metric])
+                largest[metric] = max(largest[metric], different)
+    return {f"largest_{metric}_difference": value for metric, value in largest.items()}

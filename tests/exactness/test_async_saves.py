@@ -15,6 +15,7 @@ from utils.checkpoints.files import MANIFEST
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 TROUBLED = Path(__file__).with_name("troubled_copies.py")
 SETTINGS = {"per_device_train_batch_size": 1, "save_steps": 2}
@@ -24,13 +25,10 @@ def committed(run: Path) -> set[str]:
     return {path.parent.name for path in run.glob(f"checkpoint-*/{MANIFEST}")}
 
 
-def pytest_generate_tests(metafunc):
-    if "strategy" in metafunc.fixturenames:
-        every = ["multi_gpu", "fsdp2", "zero2", "zero3"]
-        chosen = every if metafunc.config.getoption("--exhaustive") else every[:1]
-        metafunc.parametrize("strategy", chosen)
-
-
+@pytest.mark.parametrize(
+    "strategy",
+    ["multi_gpu", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("fsdp2", "zero2", "zero3"))],
+)
 def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     strategy, pretraining, tmp_path
 ):
@@ -67,7 +65,7 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     tiny.assert_same_run(run, whole)
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_what_a_save_in_the_background_spares(figures, pretraining, tmp_path):
     """A checkpoint of 200 MB, one every two steps: medians of five, and what the steps took in all.
 

@@ -1,6 +1,5 @@
 """Proof 3: whatever happens to a file of a checkpoint is found, and nothing of it is loaded."""
 
-import os
 import shutil
 import warnings
 from collections import Counter
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import stock_trainer
 from launching import run_two_processes
-from resumed_runs import add_models
 
 import pretrain
 import sft_train
@@ -29,36 +27,26 @@ CONFIGS = {"2-rank DDP": "multi_gpu", "2-rank FSDP2": "fsdp2", "2-rank ZeRO-2": 
 Damage = Callable[[Path], None]
 
 
-def truncated_to(share: float) -> Damage:
-    return lambda path: os.truncate(path, int(path.stat().st_size * share))
-
-
-def shorter_by_one(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def longer_by_one(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
+def rewritten(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
 def flipped_bit(share: float) -> Damage:
     """One bit, `share` of the way through the file."""
 
-    def damage(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[min(int(len(content) * share), len(content) - 1)] ^= 1 << 3
-        path.write_bytes(content)
+    def flip(content: bytes) -> bytes:
+        place = min(int(len(content) * share), len(content) - 1)
+        return content[:place] + bytes([content[place] ^ 1 << 3]) + content[place + 1 :]
 
-    return damage
+    return rewritten(flip)
 
 
-def zeroed_block(path: Path) -> None:
+def zeroed_block(content: bytes) -> bytes:
     """The last 64 bytes: what a lost page looks like."""
-    content = path.read_bytes()
     zeros = bytes(min(64, len(content)))
-    if content[-len(zeros) :] == zeros:
+    if content.endswith(zeros):
         zeros = b"\xff" * len(zeros)
-    path.write_bytes(content[: -len(zeros)] + zeros)
+    return content[: -len(zeros)] + zeros
 
 
 def linked(path: Path) -> None:
@@ -82,27 +70,25 @@ def of_another_step(path: Path) -> None:
 
 def swapped(path: Path) -> None:
     """Contents exchanged with another file of the same checkpoint, sizes and all."""
+    content = path.read_bytes()
     other = next(
         candidate
         for candidate in sorted(path.parent.iterdir())
-        if candidate.is_file()
-        and candidate.name != "manifest.json"
-        and candidate.read_bytes() != path.read_bytes()
+        if candidate.is_file() and candidate.name != MANIFEST and candidate.read_bytes() != content
     )
-    content = path.read_bytes()
     path.write_bytes(other.read_bytes())
     other.write_bytes(content)
 
 
 DAMAGES: dict[str, Damage] = {
-    "emptied": truncated_to(0),
-    "cut in half": truncated_to(0.5),
-    "a byte short": shorter_by_one,
-    "a byte long": longer_by_one,
+    "emptied": rewritten(lambda content: content[:0]),
+    "cut in half": rewritten(lambda content: content[: len(content) // 2]),
+    "a byte short": rewritten(lambda content: content[:-1]),
+    "a byte long": rewritten(lambda content: content + b"\0"),
     "a bit flipped at the start": flipped_bit(0),
     "a bit flipped in the middle": flipped_bit(0.5),
     "a bit flipped at the end": flipped_bit(1),
-    "a block lost": zeroed_block,
+    "a block lost": rewritten(zeroed_block),
     "deleted": Path.unlink,
     "made a link": linked,
     "taken from another step": of_another_step,
@@ -157,11 +143,11 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
     trained, tmp_path, caplog, figures, request
 ):
     run_id = known_run_id(trained / "provenance.json")
-    found: list[tuple[str, str]] = []
     missed: list[tuple[str, str]] = []
-    files = {name for name, _ in cases(trained / "checkpoint-4")}
+    damages = list(cases(trained / "checkpoint-4"))
+    files = {name for name, _ in damages}
     assert {MANIFEST, "trainer_state.json"} < files
-    for name, kind in cases(trained / "checkpoint-4"):
+    for name, kind in damages:
         copy = tmp_path / "copy" / "run"
         for step in (2, 4):
             shutil.copytree(trained / f"checkpoint-{step}", copy / f"checkpoint-{step}")
@@ -173,24 +159,21 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
         said = f"set aside as {aside}.checkpoint-4" in caplog.text and (
             aside == "incomplete" or Path(name).name in caplog.text
         )
-        right = taken == copy / "checkpoint-2" and said
-        (found if right else missed).append((name, kind))
+        if taken != copy / "checkpoint-2" or not said:
+            missed.append((name, kind))
         shutil.rmtree(copy.parent)
     assert resume_point(trained, run_id) == trained / "checkpoint-4", "the undamaged one is whole"
     proof = figures("damage").setdefault(request.node.callspec.params["trained"], {})
-    proof |= {"files": len(files), "damages": len(found) + len(missed), "found": len(found)}
+    found = len(damages) - len(missed)
+    proof |= {"files": len(files), "damages": len(damages), "found": found}
     assert not missed
 
 
 @pytest.mark.parametrize("kinds", [["deleted"], pytest.param(list(DAMAGES), marks=EXHAUSTIVE)])
-def test_plain_trainer_takes_the_highest_number_as_it_is(
-    kinds, workspace, base_model, tmp_path, figures
-):
+def test_plain_trainer_takes_the_highest_number_as_it_is(kinds, models, tmp_path, figures):
     """What the same damages do to transformers' Trainer, resumed with its own search."""
-    add_models(workspace, base_model)
     whole = tmp_path / "whole"
-    trainer = stock_trainer.make_trainer(workspace, whole, max_steps=4)
-    trainer.train()
+    stock_trainer.make_trainer(models, whole, max_steps=4).train()
     ends = Counter({"went on in silence": 0, "next start failed": 0})
     with warnings.catch_warnings(action="ignore"):
         for name, kind in cases(whole / "checkpoint-3"):
@@ -200,7 +183,7 @@ def test_plain_trainer_takes_the_highest_number_as_it_is(
             for step in (2, 3):
                 shutil.copytree(whole / f"checkpoint-{step}", run / f"checkpoint-{step}")
             DAMAGES[kind](run / "checkpoint-3" / name)
-            trainer = stock_trainer.make_trainer(workspace, run, max_steps=4)
+            trainer = stock_trainer.make_trainer(models, run, max_steps=4)
             try:
                 trainer.train(resume_from_checkpoint=True)
                 ends["went on in silence"] += 1

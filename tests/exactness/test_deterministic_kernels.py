@@ -4,7 +4,6 @@ On a CPU all kernels in use are deterministic anyway: there the setting has to b
 these are the proofs of docs/exactness.md for one, eager and compiled.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import sys
 import pytest
 import torch
 from launching import ROOT
-from resumed_runs import Case, add_models, cut, outcome
+from resumed_runs import Case, cut, outcome
 
 pytestmark = pytest.mark.slow
 
@@ -35,20 +34,15 @@ DROPOUT = 0.0 if ON_GPU else 0.1
         pytest.param("sft", True, marks=GPU),
     ],
 )
-def test_resumed_equals_uninterrupted_under_full_determinism(
-    kind, compiled, workspace, base_model, tmp_path
-):
+def test_resumed_equals_uninterrupted_under_full_determinism(kind, compiled, models, tmp_path):
     """In processes of their own: cuBLAS reads what makes it deterministic when it is loaded."""
-    add_models(workspace, base_model)
     case = Case("single", kind, DROPOUT, 1, 0)
     changes = {"full_determinism": True, "compile": compiled, "bf16": ON_GPU}
 
     def start(run):
-        argv = case.argv(workspace, run, **changes)
+        argv = case.argv(models, run, **changes)
         command = [sys.executable, f"{case.script}.py", *argv]
-        done = subprocess.run(
-            command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return done.stdout
 

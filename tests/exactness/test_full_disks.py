@@ -4,16 +4,18 @@ With more room the same command resumes to the uninterrupted run's end, bit for 
 killed inside a save resumes on the same disk, wherever the undisturbed run had room.
 """
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
-from kernel_calls import Call, Ending, Starts, killing
-from kill_scenes import STEPS, Scene, committed
+from kernel_calls import KILL, Call, Ending, Starts
+from kill_scenes import Scene, committed
 
 from utils.checkpoints.discovery import RESERVE_BYTES, numbered_checkpoints, taken_bytes
 from utils.checkpoints.files import MANIFEST
@@ -40,7 +42,7 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
+def undisturbed(pretraining, tmp_path_factory) -> Undisturbed:
     """Six steps with a checkpoint after each, of which a limit of 2 keeps two."""
     place = tmp_path_factory.mktemp("full_disks")
     size = {"hidden_size": 64, "intermediate_size": 256}
@@ -48,18 +50,9 @@ def undisturbed(workspace, tmp_path_factory) -> Undisturbed:
     starts, whole = Starts(place), place / "whole"
 
     def scene(keep: object = 2, **changes: object) -> Scene:
-        def argv(output_dir: Path) -> list[str]:
-            settings = {
-                "train_data": workspace / "documents",
-                "tokenizer_name_or_path": workspace / "tokenizer",
-                "model_config": model,
-                "output_dir": output_dir,
-                "max_steps": STEPS,
-                "save_steps": 1,
-                "save_total_limit": keep,
-            }
-            return tiny.flags(**(tiny.RUN | settings | changes))
-
+        argv = functools.partial(
+            pretraining, model_config=model, save_steps=1, save_total_limit=keep, **changes
+        )
         options = {"one_thread": "async_save" not in changes}
         return Scene(starts, "stoker", argv, None, whole, options)
 
@@ -98,27 +91,16 @@ def tried(scene: Scene, disk) -> tuple[str, list[str]]:
     before = committed(run)
     end = "ended with 74" if "preflight: " in ending.output else "refused with 74"
     disk.resize(PLENTY_KIB, PLENTY_FILES)
-    again = scene.start(run)
-    if again.exit_code != ExitCode.DONE:
-        wrong.append(f"with more room {again.exit_code}: {again.output[-2000:]}")
-    elif before and f"resuming from {run}/checkpoint-{before[-1]}" not in again.output:
-        wrong.append(f"it did not resume from {before[-1]}")
-    else:
-        wrong += scene.differences(run)
-    return end, wrong
-
-
-def spread(least: float, most: float, count: int) -> list[float]:
-    return [least + (most - least) * place / (count - 1) for place in range(count)]
+    return end, wrong + scene.started_again(run, before)
 
 
 # Settings, and room for how many checkpoints: a few, and many with `--exhaustive`.
 KINDS = {
-    "limit of 2": ({"keep": 2}, [2.9, 3.1], spread(-0.7, 4.5, 30)),
-    "limit of 3": ({"keep": 3}, [3.1], spread(-0.7, 4.5, 12)),
-    "no limit": ({"keep": "null"}, [4.5], spread(1.5, 7.3, 12)),
+    "limit of 2": ({"keep": 2}, [2.9, 3.1], np.linspace(-0.7, 4.5, 30)),
+    "limit of 3": ({"keep": 3}, [3.1], np.linspace(-0.7, 4.5, 12)),
+    "no limit": ({"keep": "null"}, [4.5], np.linspace(1.5, 7.3, 12)),
     "limit of 2, in the background": (
-        {"keep": 2, "async_save": "true"}, [3.1], spread(-0.7, 4.5, 12),
+        {"keep": 2, "async_save": "true"}, [3.1], np.linspace(-0.7, 4.5, 12),
     ),
 }  # fmt: skip
 
@@ -135,8 +117,7 @@ def test_a_disk_of_any_size_harms_nothing(kind, undisturbed, disks, exhaustive, 
         wrong += [f"room for {checkpoints:.2f}: {problem}" for problem in problems]
         if kind.startswith("limit") and (end == "ended well") != (checkpoints > AT_ONCE):
             wrong.append(f"room for {checkpoints:.2f}: {end}")
-    noted(figures, kind, ends, wrong)
-    assert not wrong, "\n".join(wrong)
+    assert_harmless(figures, kind, ends, wrong)
 
 
 @pytest.mark.parametrize("keep", [2, "null"])
@@ -149,8 +130,9 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
         end, problems = tried(scene, disks(PLENTY_KIB, files))
         ends[end] += 1
         wrong += [f"{files} inodes: {problem}" for problem in problems]
-    noted(figures, f"few inodes, {'no limit' if keep == 'null' else 'limit of 2'}", ends, wrong)
-    assert not wrong, "\n".join(wrong)
+    assert_harmless(
+        figures, f"few inodes, {'no limit' if keep == 'null' else 'limit of 2'}", ends, wrong
+    )
     if exhaustive:
         assert set(ends) == {"ended well", "ended with 74"}  # nobody forecasts files
 
@@ -169,8 +151,9 @@ def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbe
     used_kib = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
     disk.resize(used_kib + int(free_kib), PLENTY_FILES)
     end, wrong = tried(scene, disk)
-    noted(figures, f"resumed beside half a checkpoint, limit of {keep}", Counter([end]), wrong)
-    assert not wrong, "\n".join(wrong)
+    assert_harmless(
+        figures, f"resumed beside half a checkpoint, limit of {keep}", Counter([end]), wrong
+    )
     assert end == ("ended well" if keep == 3 else "refused with 74")
 
 
@@ -191,24 +174,20 @@ def test_a_run_killed_in_a_save_resumes_on_the_same_disk(
     scene = undisturbed.scene(keep=keep)
     ends: Counter[str] = Counter()
     wrong = []
-    for checkpoints in spread(3.1, 3.9, 3) if exhaustive else [3.1]:
+    for checkpoints in np.linspace(3.1, 3.9, 3) if exhaustive else [3.1]:
         for call in KILLS if exhaustive else KILLS[-1:]:
             disk = disks(undisturbed.size_kib(checkpoints), PLENTY_FILES)
             run = disk.path / "run"
-            killed = scene.start(run, killing(call, run))
+            killed = scene.start(run, call.injecting(run, KILL))
             assert killed.exit_code == -9, killed.output
             problems = [line for line in harmed(run, killed) if not line.startswith("-9")]
-            again = scene.start(run)
-            if again.exit_code == ExitCode.DONE:
-                problems += scene.differences(run)
-            else:
-                problems.append(f"{again.exit_code} {again.output[-2000:]}")
+            problems += scene.started_again(run)
             ends["failed" if problems else "went on by itself"] += 1
             wrong += [f"{call}, room for {checkpoints:.2f}: {problem}" for problem in problems]
-    noted(figures, f"killed in a save, limit of {keep}", ends, wrong)
-    assert not wrong, "\n".join(wrong)
+    assert_harmless(figures, f"killed in a save, limit of {keep}", ends, wrong)
 
 
-def noted(figures, kind: str, ends: Counter[str], wrong: list[str]) -> None:
+def assert_harmless(figures, kind: str, ends: Counter[str], wrong: list[str]) -> None:
     if ends:
         figures("full_disks")[kind] = {"disks": ends.total(), **ends, "wrong": len(wrong)}
+    assert not wrong, "\n".join(wrong)

@@ -7,79 +7,204 @@ checkpoint is lost but those that rotation deletes.
 """
 
 import collections
+import concurrent.futures
+import functools
 import json
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernel_calls import RECORDING, Call, Event, changes_below, events, other_threads_change
-from kill_fixtures import in_slots
-from kill_scenes import STEPS, Scene, committed, lawful_states, sample
+from kernel_calls import KILL, RECORDING, Call, Event, Starts, changes_below, events
+from kill_scenes import FAILED, KEPT, SAVE_STEPS, STEPS, Scene, committed, lawful_states, sample
 
+from utils.checkpoints.discovery import RESERVE_BYTES
+from utils.checkpoints.files import MANIFEST
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 # Points of a scene in `make test`.
 SAMPLED = {"resuming": 6, "beginning": 3, "recovering": 3, "background": 3}
 SAMPLED_REFUSALS = {"resuming": 4, "beginning": 2, "recovering": 2, "background": 2}
 LAST = f"checkpoint-{STEPS}"
+LONGER = 8  # steps
+AT_ONCE = 2  # starts
+ENDS = ("survived", "next_start_failed", "ended_with_other_weights")
 
 
-def unsurvived(scene: Scene, calls: list[Call], slots: Path) -> list[str]:
-    """What was wrong after a kill at each of these calls; nothing, if all is well."""
+@pytest.fixture(scope="module")
+def slots(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kill_points")
+
+
+@pytest.fixture(scope="module")
+def starts(slots) -> Starts:
+    trial = subprocess.run(["strace", "-o", "/dev/null", "true"], check=False)
+    assert trial.returncode == 0, "strace works where processes may be traced (ptrace)"
+    return Starts(slots)
+
+
+@pytest.fixture(scope="module")
+def command(pretraining) -> Callable[..., list[str]]:
+    return functools.partial(
+        pretraining, max_steps=STEPS, save_steps=SAVE_STEPS, save_total_limit=KEPT
+    )
+
+
+@pytest.fixture(scope="module")
+def resuming(starts, command, slots) -> Scene:
+    """Checkpoints of steps 2 and 4, killed in step 6; the start saves that, rotates, exports."""
+    whole, prepared = slots / "whole", slots / "prepared"
+    ending = starts.run("stoker", command(whole))
+    assert ending.exit_code == ExitCode.DONE, ending.output
+    assert starts.run("stoker", command(prepared), die_at=5).exit_code == -9
+    assert committed(prepared) == [2, 4]
+    return Scene(starts, "stoker", command, prepared, whole)
+
+
+@pytest.fixture(scope="module")
+def beginning(resuming) -> Scene:
+    return Scene(resuming.starts, "stoker", resuming.argv, None, resuming.whole, first_only=True)
+
+
+@pytest.fixture(scope="module")
+def longer(starts, command, slots) -> Path:
+    """An undisturbed run of 8 steps."""
+    whole = slots / "whole_longer"
+    assert starts.run("stoker", command(whole, max_steps=LONGER)).exit_code == ExitCode.DONE
+    return whole
+
+
+@pytest.fixture(scope="module")
+def recovering(starts, command, longer, slots) -> Scene:
+    """Checkpoints of steps 2, 4 and 6, and all that kills leave behind; step 8 not committed.
+
+    The start has to set step 8 aside, and to delete that and step 2 before it has room to save.
+    """
+    prepared = slots / "prepared_to_recover"
+    argv = functools.partial(command, max_steps=LONGER, save_total_limit=3)
+    assert starts.run("stoker", argv(prepared), die_at=7).exit_code == -9
+    assert committed(prepared) == [2, 4, 6]
+    newest = prepared / f"checkpoint-{LONGER}"
+    shutil.copytree(longer / newest.name, newest)
+    (newest / MANIFEST).unlink()
+    for left in ("deleting.checkpoint-1", "resharded.checkpoint-6", f"incomplete.{newest.name}"):
+        (prepared / left).mkdir()
+        for name in ("optimizer.pt", "scheduler.pt"):
+            shutil.copy(newest / name, prepared / left)
+    size = sum(path.stat().st_size for path in newest.iterdir())
+    return Scene(
+        starts, "stoker", argv, prepared, longer,
+        options={"quota_bytes": int(3.5 * size + RESERVE_BYTES)},
+        steps=LONGER, kept=3, makes_room=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def background(starts, command, longer, slots) -> Scene:
+    """Checkpoints of steps 6 and 8, each staged in memory and written while training continues."""
+    prepared = slots / "prepared_aside"
+    argv = functools.partial(command, max_steps=LONGER, async_save="true")
+    before = command(prepared, max_steps=LONGER)
+    assert starts.run("stoker", before, die_at=5).exit_code == -9
+    assert committed(prepared) == [2, 4]
+    (prepared / "memory").mkdir()
+    return Scene(
+        starts, "stoker", argv, prepared, longer,
+        options={"staged_within": "memory"}, steps=LONGER, threads=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_two(starts, command, slots) -> Callable[[str], list[Scene]]:
+    """As `resuming` with two ranks under an accelerate config, by the rank that is disturbed."""
+
+    @functools.cache
+    def scenes(config: str) -> list[Scene]:
+        whole, prepared = slots / f"whole_{config}", slots / f"prepared_{config}"
+        with starts.ranks(command(whole), config=config) as ranks:
+            pass
+        assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output
+        with starts.ranks(command(prepared), config=config, die_at=5) as ranks:
+            pass
+        assert committed(prepared) == [2, 4]
+        return [
+            Scene(starts, "stoker", command, prepared, whole, rank=rank, config=config)
+            for rank in range(2)
+        ]
+
+    return scenes
+
+
+@pytest.fixture(scope="module")
+def stock(starts, models, slots) -> Scene:
+    """Plain Trainer in the place of `resuming`."""
+    whole, prepared = slots / "stock_whole", slots / "stock_prepared"
+    options = {"max_steps": STEPS, "save_steps": SAVE_STEPS}
+
+    def argv(directory: Path) -> list[str]:
+        return [str(models), str(directory)]
+
+    done = starts.run("stock", argv(whole), **options)
+    assert done.exit_code == 0, done.output
+    assert starts.run("stock", argv(prepared), die_at=5, **options).exit_code == -9
+    return Scene(starts, "stock", argv, prepared, whole, options)
+
+
+def in_slots(slots: Path, work: Callable, items: list) -> list:
+    """Do the work for each item in a directory of its own, some at once; all results."""
+    free = [slots / f"slot-{number}" for number in range(AT_ONCE)]
+
+    def do(item):
+        directory = free.pop()
+        try:
+            return work(item, directory)
+        finally:
+            free.append(directory)
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(do, items))
+
+
+def swept(scene: Scene, most: int, exhaustive: bool, slots: Path) -> tuple[list[Call], dict, list]:
+    """Kill a scene at its calls, or a sample; the calls, the figures, and what was wrong after."""
+    calls = scene.record(slots / "slot-0")
+    chosen = calls if exhaustive else sample(calls, most)
 
     def kill(call, directory: Path) -> list[str]:
-        scene.killed_at(call, directory)
-        whole = committed(directory)
-        wrong = [f"{call}: {loss}" for loss in scene.losses_of_checkpoints(directory)]
-        again = scene.start(directory)
-        if again.exit_code != ExitCode.DONE:
-            wrong.append(f"{call}: {again.exit_code} {again.output[-2000:]}")
-        else:
-            wrong += [f"{call}: {name} differs" for name in scene.differences(directory)]
-        if whole and f"resuming from {directory}/checkpoint-{whole[-1]}" not in again.output:
-            wrong.append(f"{call}: it did not resume from {whole[-1]}: {again.output[-2000:]}")
-        return wrong
+        scene.disturbed_at(call, directory, KILL)
+        wrong = scene.losses_of_checkpoints(directory)
+        wrong += scene.started_again(directory, committed(directory))
+        return [f"{call}: {line}" for line in wrong]
 
-    found = in_slots(slots, kill, calls)
-    return [line for lines in found for line in lines]
+    wrong = [lines for lines in in_slots(slots, kill, chosen) if lines]
+    survived = len(chosen) - len(wrong)
+    found = {"points": len(calls), "tried": len(chosen), "survived": survived}
+    return calls, found, wrong
 
 
 @pytest.mark.parametrize("name", list(SAMPLED))
 def test_a_kill_at_any_call_needs_nobody(name, request, slots, exhaustive, figures):
     scene = request.getfixturevalue(name)
-    calls = scene.record(slots / "slot-0")
-    chosen = calls if exhaustive else sample(calls, SAMPLED[name])
-    wrong = unsurvived(scene, chosen, slots)
+    calls, found, wrong = swept(scene, SAMPLED[name], exhaustive, slots)
     kinds = collections.Counter(call.name for call in calls)
-    figures("kill_points")[name] = {
-        "points": len(calls),
-        "tried": len(chosen),
-        "survived": len(chosen) - len({line.split(":")[0] for line in wrong}),
-        "calls": dict(sorted(kinds.items())),
-    }
-    assert not wrong, "\n".join(wrong)
+    figures("kill_points")[name] = {**found, "calls": dict(sorted(kinds.items()))}
+    assert not wrong
     assert {"mkdir", "openat", "write", "fsync", "rename"} <= set(kinds)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "name", ["of_two", pytest.param("of_two_sharded", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("config", ["multi_gpu", pytest.param("fsdp2", marks=EXHAUSTIVE)])
 def test_a_kill_of_one_of_two_ranks_at_any_call_needs_nobody(
-    name, rank, request, slots, exhaustive, figures
+    config, rank, of_two, slots, exhaustive, figures
 ):
-    scene = request.getfixturevalue(name)[rank]
-    calls = scene.record(slots / "slot-0")
-    chosen = calls if exhaustive else sample(calls, 3)[1:2]
-    wrong = unsurvived(scene, chosen, slots)
-    row = f"rank_{rank}_of_2" + (", FSDP2" if scene.config == "fsdp2" else "")
-    figures("kill_points")[row] = {
-        "points": len(calls),
-        "tried": len(chosen),
-        "survived": len(chosen) - len({line.split(":")[0] for line in wrong}),
-    }
-    assert not wrong, "\n".join(wrong)
+    _, found, wrong = swept(of_two(config)[rank], 1, exhaustive, slots)
+    row = f"rank_{rank}_of_2" + (", FSDP2" if config == "fsdp2" else "")
+    figures("kill_points")[row] = found
+    assert not wrong
 
 
 def test_the_checkpoints_that_may_be_there():
@@ -109,17 +234,13 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
 
     def refuse(case, directory) -> tuple[str, list[str]]:
         call, error = case
-        ending = scene.failed_at(call, directory, error)
+        ending = scene.disturbed_at(call, directory, error)
         wrong = scene.losses_of_checkpoints(directory, ending.exit_code == ExitCode.DONE)
         ends = {ExitCode.DONE: "went_on", ExitCode.STORAGE: "ended_with_74"}
         end = ends.get(ending.exit_code, "ended_otherwise")
         if end == "ended_otherwise":
             wrong.append(f"{ending.exit_code} {ending.output[-3000:]}")
-        again = scene.start(directory)
-        if again.exit_code != ExitCode.DONE:
-            wrong.append(f"then {again.exit_code} {again.output[-3000:]}")
-        else:
-            wrong += [f"{name} differs" for name in scene.differences(directory)]
+        wrong += scene.started_again(directory)
         return end, [f"{call} {error}: {line}" for line in wrong]
 
     results = in_slots(slots, refuse, cases)
@@ -128,51 +249,46 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
         **collections.Counter(end for end, _ in results),
         "survived": sum(not wrong for _, wrong in results),
     }
-    wrong = [line for _, lines in results for line in lines]
-    assert not wrong, "\n".join(wrong)
+    assert not [wrong for _, wrong in results if wrong]
 
 
 def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures):
     """Killed at the same calls, and refused by the same storage."""
     calls = stock.record(slots / "slot-0")
-    cases = [(call, error) for call in calls for error in errors_of(call)]
+    points = {
+        "kill_points": [(call, KILL) for call in calls],
+        "storage_refusals": [(call, error) for call in calls for error in errors_of(call)],
+    }
 
-    def kill(call, directory: Path) -> str:
-        stock.killed_at(call, directory)
-        return stock.outcome(directory)
+    def disturb(case, directory: Path) -> str:
+        stock.disturbed_at(case[0], directory, case[1])
+        wrong = stock.started_again(directory)
+        if not wrong:
+            return "survived"
+        return "next_start_failed" if FAILED in wrong[0] else "ended_with_other_weights"
 
-    def refuse(case, directory: Path) -> str:
-        stock.failed_at(case[0], directory, case[1])
-        return stock.outcome(directory)
-
-    for name, disturb, points in (
-        ("kill_points", kill, calls), ("storage_refusals", refuse, cases),
-    ):  # fmt: skip
-        chosen = points if exhaustive else sample(points, 2)
+    for name, cases in points.items():
+        chosen = cases if exhaustive else sample(cases, 2)
         outcomes = collections.Counter(in_slots(slots, disturb, chosen))
         figures(name)["plain_trainer"] = {
-            "points" if name == "kill_points" else "cases": len(points),
+            "points" if name == "kill_points" else "cases": len(cases),
             "tried": len(chosen),
-            "survived": outcomes["same"],
-            "next_start_failed": outcomes["refused"],
-            "ended_with_other_weights": outcomes["different"],
+            **{end: outcomes[end] for end in ENDS},
         }
         if exhaustive:
-            assert outcomes["refused"], "Trainer got better: say so where these figures are quoted"
+            assert outcomes[ENDS[1]], "Trainer got better: say so where these figures are quoted"
 
 
-@pytest.mark.parametrize(
-    "name", ["resuming", pytest.param("of_two_sharded", marks=pytest.mark.exhaustive)]
-)
-def test_no_thread_but_the_main_one_changes_the_run_directory(name, request, slots):
+@pytest.mark.parametrize("config", [None, pytest.param("fsdp2", marks=EXHAUSTIVE)])
+def test_no_thread_but_the_main_one_changes_the_run_directory(config, resuming, of_two, slots):
     """Or a sweep over the main thread's calls would be none over all."""
-    scenes = request.getfixturevalue(name)
-    for scene in scenes if isinstance(scenes, list) else [scenes]:
+    for scene in of_two(config) if config else [resuming]:
         directory = scene.fresh(slots / "slot-0")
         ending = scene.start(directory, ["-f", *RECORDING])
         assert ending.exit_code == ExitCode.DONE
-        assert changes_below(directory, ending.trace)
-        assert not other_threads_change(directory, ending)
+        calls = changes_below(directory, ending.trace)
+        assert calls
+        assert not [call for call in calls if call.aside]
 
 
 def test_all_is_on_stable_storage_before_the_manifest_is(resuming, slots):

@@ -7,30 +7,20 @@ the scheduler's and the random states. Nothing is compared with a tolerance.
 
 import json
 import signal
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import rank_driver
-import stock_trainer
-from launching import CPU_ENVIRONMENT, run_processes, start_processes
-from rank_driver import found
-from resumed_runs import (
-    CONFIGS,
-    RANKS,
-    STEPS,
-    Case,
-    add_models,
-    every_case,
-    largest_difference,
-    outcome,
-)
+from launching import CPU_ENVIRONMENT, run_processes, start_processes, wait_until
+from rank_driver import drive, found
+from resumed_runs import CONFIGS, RANKS, STEPS, Case, every_case, largest_differences, outcome
+from stock_trainer import METRICS
 
 import pretrain
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 EVERY_CUT = tuple(range(1, STEPS))
 SAMPLE = {
@@ -40,12 +30,6 @@ SAMPLE = {
     "zero2": ([Case("zero2", "pretrain", 0.0, 4, 0)], (3,)),
 }
 FIGURES = "resume_equality"
-
-
-@pytest.fixture(scope="module")
-def models(workspace, base_model):
-    add_models(workspace, base_model)
-    return workspace
 
 
 @pytest.mark.parametrize("strategy", list(RANKS))
@@ -60,32 +44,25 @@ def test_resumed_equals_uninterrupted(strategy, models, tmp_path, exhaustive, fi
         for whole in starts
         for step in cuts
     ]
-    if strategy == "single":  # without a launch
-        for start in starts + resumed:
-            rank_driver.do(start, models)
-    else:
-        rank_driver.drive(starts + resumed, strategy, RANKS[strategy], models, tmp_path)
-    unequal, differences = [], {"loss": 0.0, "grad_norm": 0.0}
-    for start in resumed:
-        run, whole = found(start), found({"run": start["cut"][0]})
-        for part, values in whole.items():
-            if run[part] != values:
-                unequal.append(f"{start['run']}: {part}")
-        for metric, largest in differences.items():
-            different = largest_difference(run, whole, metric)
-            differences[metric] = max(largest, different)
+    drive(starts + resumed, strategy, RANKS[strategy], models, tmp_path)
+    pairs = [(found({"run": start["cut"][0]}), found(start)) for start in resumed]
+    unequal = [
+        f"{start['run']}: {part}"
+        for start, (whole, run) in zip(resumed, pairs, strict=True)
+        for part, values in whole.items()
+        if run[part] != values
+    ]
     figures(FIGURES)[strategy] = {
         "configurations": len(cases),
         "cuts_of_each": len(cuts),
         "resumed_runs": len(cases) * len(cuts),
         "unequal": len(unequal),
-        "largest_loss_difference": differences["loss"],
-        "largest_grad_norm_difference": differences["grad_norm"],
+        **largest_differences(pairs, METRICS),
     }
     assert not unequal
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, figures):
     """What the same cuts do to transformers' Trainer with its own loader and its own resume."""
     cases = every_case("ddp") if exhaustive else [Case("ddp", "lora", 0.1, 4, 0)]
@@ -102,31 +79,27 @@ def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, fig
         }
         items.append({"run": whole, "cut": None, **settings})
         items += [{"run": f"{whole}-{cut}", "cut": [whole, cut], **settings} for cut in cuts]
-    if ranks == 1:  # without a launch
-        for item in items:
-            rank_driver.do(item, models)
-    else:
-        rank_driver.drive(items, "ddp", ranks, models, tmp_path)
+    drive(items, "single" if ranks == 1 else "ddp", ranks, models, tmp_path)
     pairs = [(found({"run": item["cut"][0]}), found(item)) for item in items if item["cut"]]
     assert len(pairs) == len(cases) * len(cuts)
-    differences = [stock_trainer.largest_differences(*pair) for pair in pairs]
+    differences = [largest_differences([pair], METRICS) for pair in pairs]
+    unequal = [
+        whole["checkpoint"] != resumed["checkpoint"] or any(different.values())
+        for (whole, resumed), different in zip(pairs, differences, strict=True)
+    ]
     figures(FIGURES)["plain_trainer" + (", ddp" if ranks > 1 else "")] = {
         "configurations": len(cases),
         "cuts_of_each": len(cuts),
         "resumed_runs": len(pairs),
-        "unequal": sum(not stock_trainer.are_equal(*pair) for pair in pairs),
-        "largest_loss_difference": max(one["loss"] for one in differences),
-        "largest_grad_norm_difference": max(one["grad_norm"] for one in differences),
+        "unequal": sum(unequal),
+        **largest_differences(pairs, METRICS),
     }
 
 
-def pytest_generate_tests(metafunc):
-    """Real processes, killed and stopped, take a minute each: all of them when exhaustive."""
-    if "killed" in metafunc.fixturenames:
-        strategies = list(RANKS) if metafunc.config.getoption("--exhaustive") else ["single"]
-        metafunc.parametrize("killed", strategies)
-
-
+# Real processes, killed and stopped, take a minute each.
+@pytest.mark.parametrize(
+    "killed", ["single", *(pytest.param(n, marks=EXHAUSTIVE) for n in RANKS if n != "single")]
+)
 def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, figures):
     """SIGKILL to one rank between two checkpoints, then STOP in the next life of the run.
 
@@ -156,7 +129,10 @@ def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, 
     slow = {**CPU_ENVIRONMENT[CONFIGS[killed]], "STOKER_TEST_STEP_DELAY_S": "0.8"}
     argv = case.argv(models, run, save_steps=3)
     resumed = start_processes(CONFIGS[killed], "pretrain.py", argv, env=slow, processes=ranks)
-    touch_stop_once_resumed(run)
+    resumes = '"event": "resumed"'
+    journal = run / "metrics.jsonl"
+    wait_until(lambda: resumes in journal.read_text(), "the run does not resume")
+    (run / "STOP").touch()
     done = resumed.wait(timeout_s=300)
     assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-6000:]
     assert set(done.codes) == {ExitCode.STOPPED}
@@ -167,12 +143,3 @@ def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, 
     assert first == 3 < second
     assert outcome(run) == outcome(whole)
     figures(FIGURES).setdefault("killed_and_stopped", []).append(killed)
-
-
-def touch_stop_once_resumed(run: Path) -> None:
-    give_up_at = time.monotonic() + 300
-    journal = run / "metrics.jsonl"
-    while '"event": "resumed"' not in journal.read_text():
-        assert time.monotonic() < give_up_at, "the run does not resume"
-        time.sleep(0.05)
-    (run / "STOP").touch()

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-import stock_trainer
 from rank_driver import drive, found
-from resumed_runs import STEPS, Case, add_models, largest_difference
+from resumed_runs import STEPS, Case, largest_differences
+from stock_trainer import METRICS
 
 pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 GLOBAL_BATCH_SIZE = 8
 SETTINGS = {
@@ -28,7 +29,7 @@ SETTINGS = {
 CUTS = (3, 5)  # where the first and the second number of ranks end
 # Losses of about 4 in float32: a few units in the last place.
 ROUNDING = 1e-5
-SAMPLE = [("zero3", "pretrain", [(2, 1)]), ("ddp", "pretrain", [(1, 2)])]
+SAMPLE = {"zero3": [(2, 1)], "ddp": [(1, 2)]}
 EVERY_ORDER = list(itertools.permutations((1, 2, 4)))
 FIGURES = "world_sizes"
 
@@ -75,11 +76,17 @@ class Start:
         }
 
 
+def every_start(orders: list[tuple[int, ...]], directory: Path) -> list[Start]:
+    """All beginnings of these orders, the shorter ones first."""
+    lengths = range(1, len(orders[0]) + 1)
+    begun = dict.fromkeys(order[:length] for length in lengths for order in orders)
+    return [Start(ranks, directory) for ranks in begun]
+
+
 def launch(
     strategy: str, kind: str, ranks: int, starts: list[Start], workspace: Path, root: Path
 ) -> str:
     """Do these starts one after the other in one launch of so many ranks; return its output."""
-    starts = sorted(starts, key=lambda start: start.dropout)
     items = [
         {
             "case": asdict(Case(strategy, kind, start.dropout, 1, 0)),
@@ -93,26 +100,25 @@ def launch(
     return drive(items, strategy, ranks, workspace, root)
 
 
-def pytest_generate_tests(metafunc):
-    if "orders" in metafunc.fixturenames:
-        names = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-        everything = [(name, "pretrain", EVERY_ORDER) for name in names]
-        everything += [(name, "lora", [(2, 1)]) for name in ("fsdp2", "zero2", "zero3")]
-        everything.append(("zero1 then zero2", "pretrain", [(2, 4), (2, 2)]))
-        chosen = everything if metafunc.config.getoption("--exhaustive") else SAMPLE
-        ids = [f"{strategy} {kind}" for strategy, kind, _ in chosen]
-        metafunc.parametrize(("strategy", "kind", "orders"), chosen, ids=ids)
-
-
+@pytest.mark.parametrize(
+    ("strategy", "kind", "orders"),
+    [
+        *(
+            pytest.param(name, "pretrain", EVERY_ORDER, marks=() if name in SAMPLE else EXHAUSTIVE)
+            for name in ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+        ),
+        *(
+            pytest.param(name, "lora", [(2, 1)], marks=EXHAUSTIVE)
+            for name in ("fsdp2", "zero2", "zero3")
+        ),
+        pytest.param("zero1 then zero2", "pretrain", [(2, 4), (2, 2)], marks=EXHAUSTIVE),
+    ],
+)
 def test_any_order_of_world_sizes_is_one_run(
-    strategy, kind, orders, workspace, base_model, tmp_path, exhaustive, figures
+    strategy, kind, orders, models, tmp_path, exhaustive, figures
 ):
-    add_models(workspace, base_model)
-    starts = [
-        Start(ranks, tmp_path)
-        for length in range(1, len(orders[0]) + 1)
-        for ranks in dict.fromkeys(order[:length] for order in orders)
-    ]
+    orders = orders if exhaustive else SAMPLE[strategy]
+    starts = every_start(orders, tmp_path)
     # Twice from one checkpoint, with random numbers that a rank of the start before never drew.
     first, second = orders[0][:2]
     with_dropout = exhaustive or strategy == "ddp"
@@ -128,7 +134,7 @@ def test_any_order_of_world_sizes_is_one_run(
                 now += repeated
             now = [start for start in now if start.ranks[-1] == ranks]
             name = strategy.split(" then ")[:length][-1]
-            told.append(launch(name, kind, ranks, now, workspace, tmp_path))
+            told.append(launch(name, kind, ranks, now, models, tmp_path))
     assert_the_same_samples(starts)
     reference = starts[0].outcome()
     differences = compare(starts, reference)
@@ -145,19 +151,11 @@ def test_any_order_of_world_sizes_is_one_run(
     }
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 @pytest.mark.parametrize("accumulation", ["as it was", "by hand"])
-def test_plain_trainer_on_other_numbers_of_ranks(
-    accumulation, workspace, base_model, tmp_path, exhaustive, figures
-):
+def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path, figures):
     """The same command on other ranks, and one whose accumulation a person has worked out anew."""
-    add_models(workspace, base_model)
-    orders = EVERY_ORDER if exhaustive else [(1, 2)]
-    starts = [
-        Start(ranks, tmp_path)
-        for length in range(1, len(orders[0]) + 1)
-        for ranks in dict.fromkeys(order[:length] for order in orders)
-    ]
+    starts = every_start(EVERY_ORDER, tmp_path)
     for length, ranks in dict.fromkeys((len(start.ranks), start.ranks[-1]) for start in starts):
         now = [start for start in starts if (len(start.ranks), start.ranks[-1]) == (length, ranks)]
         items = [
@@ -173,22 +171,21 @@ def test_plain_trainer_on_other_numbers_of_ranks(
         ]
         for start in now:
             start.run.parent.mkdir(exist_ok=True)
-        drive(items, "ddp", ranks, workspace, tmp_path)
-    others, differences = 0, []
+        drive(items, "ddp", ranks, models, tmp_path)
+    others, pairs = 0, []
     for start in starts:
         # The same first number of ranks: another one is another global batch from the start.
         reference = next(one for one in starts if one.ranks == start.ranks[:1])
         whole = reference.global_batches()
         others += sum(rows != whole[step] for step, rows in start.global_batches().items())
-        differences.append(stock_trainer.largest_differences(reference.outcome(), start.outcome()))
+        pairs.append((reference.outcome(), start.outcome()))
     assert (others > 0) == (accumulation == "as it was"), "Trainer changed: see what quotes it"
     figures(FIGURES)[f"plain Trainer, ddp, accumulation {accumulation}"] = {
-        "orders": len(orders),
+        "orders": len(EVERY_ORDER),
         "starts": len(starts),
         "global_batches_compared": sum(len(start.global_batches()) for start in starts),
         "global_batches_with_other_samples": others,
-        "largest_loss_difference": max(one["loss"] for one in differences),
-        "largest_grad_norm_difference": max(one["grad_norm"] for one in differences),
+        **largest_differences(pairs, METRICS),
     }
 
 
@@ -209,22 +206,22 @@ def assert_the_same_samples(starts: list[Start]) -> None:
 
 def compare(starts: list[Start], reference: dict) -> dict[str, float]:
     """The largest differences of any start from the first one; those of exact figures are none."""
-    largest = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
-    for start in starts[1:]:
-        ended = start.outcome()
-        for metric in ("loss", "grad_norm"):
-            different = largest_difference(ended, reference, metric)
-            largest[metric] = max(largest[metric], different)
+    pairs = [(reference, start.outcome()) for start in starts[1:]]
+    exact = largest_differences(pairs, ("learning_rate", "tokens_seen", "epoch"))
+    assert not any(exact.values()), exact
+    largest_eval_loss = 0.0
+    for start, (_, ended) in zip(starts[1:], pairs, strict=True):
+        assert ended["train"].keys() == reference["train"].keys()
         assert ended["best"][1] == "checkpoint-2"
         if start.ranks[0] == starts[0].ranks[0]:
             assert ended["final"] == reference["final"], f"{start.ranks}: another best model"
-        for metric in ("learning_rate", "tokens_seen", "epoch"):
-            assert largest_difference(ended, reference, metric) == 0, (start.ranks, metric)
         assert ended["evaluations"].keys() == reference["evaluations"].keys()
         for step, evaluation in ended["evaluations"].items():
             before = reference["evaluations"][step]
             assert evaluation["eval_heldout_tokens"] == before["eval_heldout_tokens"]
             different = abs(evaluation["eval_heldout_loss"] - before["eval_heldout_loss"])
-            largest["eval_loss"] = max(largest["eval_loss"], different)
+            largest_eval_loss = max(largest_eval_loss, different)
+    largest = largest_differences(pairs, METRICS)
+    largest["largest_eval_loss_difference"] = largest_eval_loss
     assert max(largest.values()) < ROUNDING, largest
-    return {f"largest_{metric}_difference": value for metric, value in largest.items()}
+    return largest

@@ -5,7 +5,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from forked_ranks import ROOT, STRATEGIES, Launched, Ranks, rank_environment
@@ -28,6 +29,20 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def wait_until(
+    condition: Callable[[], object],
+    what: str,
+    details: Callable[[], str] = str,
+    timeout_s: float = 300,
+) -> None:
+    """Wait until `condition()` holds; raises TimeoutError with what did not happen, and details."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"{what} (waited {timeout_s:.0f} s)\n{details()}")
+        time.sleep(0.05)
 
 
 def quiet_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

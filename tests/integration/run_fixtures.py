@@ -30,7 +30,7 @@ def _one_thread_and_a_private_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pretraining(workspace: Path) -> Callable[..., list[str]]:
     """Return the command line of a small pretraining run, with settings changed as given."""
 
