@@ -1,31 +1,25 @@
 """The Slurm that the tests of this folder share, or the reason why there is none."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny
+from launching import ROOT
 from slurm_cluster import SlurmCluster, missing_programs
-from training_jobs import TrainingJobs
-
-
-def why_not() -> str | None:
-    """Why no Slurm can be started on this machine; None when it can."""
-    missing = missing_programs()
-    if missing:
-        return f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)"
-    if os.geteuid() != 0:
-        return "slurmd starts jobs only as root"
-    return None
+from stand_ins import StandIns
+from training_jobs import TrainingJobs, job_environment
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two idle nodes; tests that hurt them bring them back (`start_node`, `wait_for_nodes`)."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
+    if missing := missing_programs():
+        pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts jobs only as root")
     cluster = SlurmCluster(Path(tmp_path_factory.mktemp("slurm")))
     try:
         cluster.start()
@@ -44,6 +38,25 @@ def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     handed_in = TrainingJobs(slurm, files)
     yield handed_in
     handed_in.remove_notes()
+
+
+@pytest.fixture
+def call(slurm: SlurmCluster) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command in the repository as a user would, on CPUs, one process a node."""
+
+    def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        environment = slurm.environment(job_environment({"STOKER_PROCESSES_PER_NODE": "1"} | env))
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, text=True, timeout=240, check=False,
+            capture_output=True,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> StandIns:
+    return StandIns(tmp_path / "stand-ins", tmp_path / "repository")
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from launching import wait_until
 
 NODES = ("n1", "n2", "n3", "n4")
 PATIENCE_S = 300.0  # until a test is given up: machines have busy minutes
@@ -264,17 +265,3 @@ def free_ports(count: int) -> list[int]:
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
         ]
         return [listener.getsockname()[1] for listener in listeners]
-
-
-def wait_until(
-    condition: Callable[[], object],
-    what: str,
-    details: Callable[[], str] = str,
-    timeout_s: float = PATIENCE_S,
-) -> None:
-    """Wait until `condition()` holds; raises TimeoutError with what did not happen, and details."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} (waited {timeout_s:.0f} s)\n{details()}")
-        time.sleep(0.2)

@@ -3,10 +3,10 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from launching import ROOT
 
 _RECORD = r"""#!/bin/bash
 name=${0##*/}
@@ -66,21 +66,16 @@ class StandIns:
         columns = f"{state:30}{reason:30}{restarts:<12}{may_requeue:<8}\n"
         (self.directory / "state").write_text(columns)
 
-    def leaves(self, code: int, verdict: str, started: bool = True) -> None:
-        """Let the launchers leave a verdict, and the run its mark where it `started`."""
-        mark = self.directory / "run_started"
-        mark.touch() if started else mark.unlink(missing_ok=True)
+    def leaves(self, code: int, verdict: str) -> None:
+        """Let the launchers leave a verdict, and the run its mark."""
+        (self.directory / "run_started").touch()
         (self.directory / "exit_code").write_text(f"{code}\n")
         (self.directory / "verdict.txt").write_text(f"{verdict}\n")
 
     def run(
-        self,
-        script: str,
-        *arguments: str,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        without: Iterable[str] = (),
-    ) -> subprocess.CompletedProcess[str]:
+        self, script: str, *arguments: str, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, without: Iterable[str] = (),
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a script as slurmd would, in the environment of job 7 on one node."""
         fixed = {
             "PATH": f"{self.commands}{os.pathsep}/usr/bin{os.pathsep}/bin",
@@ -123,9 +118,8 @@ class StandIns:
             path.unlink()
 
 
-def copy_scripts(root: Path, scripts: Sequence[str] = ("train.py",)) -> None:
-    """Make a repository of the shipped job scripts and empty training scripts."""
+def copy_scripts(root: Path) -> None:
+    """Make a repository of the shipped job scripts and an empty training script."""
     ignored = shutil.ignore_patterns("cluster.env")
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=ignored)
-    for script in scripts:
-        (root / script).touch()
+    (root / "train.py").touch()

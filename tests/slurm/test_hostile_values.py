@@ -5,16 +5,15 @@ could be tries to make a file whose name begins with CANARY.
 """
 
 import json
-import os
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, quiet_environment
+from launching import ROOT
 from slurm_cluster import SlurmCluster
-from stand_ins import StandIns, copy_scripts
+from stand_ins import copy_scripts
+from training_jobs import job_environment
 
 pytestmark = pytest.mark.slow  # hundreds of shells
 
@@ -48,9 +47,8 @@ FILE_NAMES = [value for value in VALUES if 0 < len(value) < 200 and value not in
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path):
-    made = StandIns(tmp_path / "stand-ins", tmp_path / "repository")
-    yield made
+def stand_ins(stand_ins, tmp_path: Path):
+    yield stand_ins
     assert_nothing_was_executed(tmp_path)
 
 
@@ -200,15 +198,9 @@ def test_values_arrive_at_the_ranks_of_a_real_job(slurm: SlurmCluster, tmp_path)
     for folder in ("utils", "accelerate_configs"):
         shutil.copytree(ROOT / folder, root / folder)
     (root / "report ; touch CANARY4.py").write_text(REPORTER)
-    environment = quiet_environment({
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": "",
-        "ACCELERATE_USE_CPU": "true",
-        "STOKER_PROCESSES_PER_NODE": "2",
-        "STOKER_MAIN_ADDRESS": "127.0.0.1",
-        "REPORT": str(tmp_path / "report-"),
-        "VALUE": VALUES[3],
-    })  # fmt: skip
+    environment = job_environment(
+        {"PYTHONPATH": "", "REPORT": str(tmp_path / "report-"), "VALUE": VALUES[3]}
+    )
     job = slurm.submit(
         "--cpus-per-task=2", "--mem=3G", f"--job-name={VALUES[0]}",
         "slurm/train_job.sh", "report ; touch CANARY4.py", *VALUES,

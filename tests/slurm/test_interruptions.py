@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from slurm_cluster import wait_until
+from launching import wait_until
 from training_jobs import Cycle, cycles
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]

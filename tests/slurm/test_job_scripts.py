@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Job, SlurmCluster, wait_until
-from stand_ins import StandIns, copy_scripts
+from launching import wait_until
+from slurm_cluster import Job, SlurmCluster
+from stand_ins import copy_scripts
 
 TRAIN, MULTINODE = "slurm/train_job.sh", "slurm/multinode_job.sh"
 STOPPED = "stopped at step 7 with a checkpoint"
-
-
-@pytest.fixture
-def stand_ins(tmp_path: Path) -> StandIns:
-    return StandIns(tmp_path / "stand-ins", tmp_path / "repository")
 
 
 def test_jobs_that_cannot_run_are_refused_before_anything_starts(stand_ins, tmp_path):

@@ -1,19 +1,18 @@
 """slurm/launch_node.sh and the other ways to start ranks, as tasks of a real Slurm."""
 
 import json
-import os
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, quiet_environment
-from slurm_cluster import SlurmCluster, wait_until
+from launching import ROOT, wait_until
+from slurm_cluster import SlurmCluster
+from training_jobs import job_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
@@ -71,14 +70,8 @@ def worker(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """What a job on CPUs exports; n1 and n2 are no names of hosts."""
-    fixed = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "ACCELERATE_USE_CPU": "true",
-        "STOKER_PROCESSES_PER_NODE": "2",
-        "STOKER_MAIN_ADDRESS": "127.0.0.1",
-    }
-    chosen = quiet_environment(fixed | changes)
+    """What a job on CPUs exports, without what launch_node.sh sets."""
+    chosen = job_environment(changes)
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
         del chosen[name]
     return {name: value for name, value in chosen.items() if value != "unset"}

@@ -5,13 +5,14 @@ import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import tiny
-from launching import ROOT
-from slurm_cluster import Job, SlurmCluster, wait_until
+from launching import ROOT, wait_until
 from stand_ins import StandIns
+from training_jobs import job_environment
+
+from utils.data.token_dataset import open_token_dataset
 
 PREPARE = "slurm/prepare_job.sh"
 CORES = {"SLURM_CPUS_PER_TASK": "3"}
@@ -27,17 +28,16 @@ def array(task: int, first: int, last: int, step: int = 1, count: int | None = N
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path) -> StandIns:
+def stand_ins(stand_ins: StandIns) -> StandIns:
     """run_python.sh only writes down what it was given, once a command."""
-    made = StandIns(tmp_path / "stand-ins", tmp_path / "repository")
-    (made.root / "slurm/run_python.sh").write_text(
+    (stand_ins.root / "slurm/run_python.sh").write_text(
         '#!/bin/bash\nprintf "%s\\n" "$@" "tmp=$HF_DATASETS_CACHE" '
         '"offline=$HF_HUB_OFFLINE" >>"$STAND_IN/calls"\n'
         'read -r code <"$STAND_IN/srun.code"\n'
         "[[ $code != 138 ]] || kill -USR1 $PPID\n"
         'exit "$code"\n'
     )
-    return made
+    return stand_ins
 
 
 def calls(stand_ins: StandIns) -> list[str]:
@@ -124,72 +124,46 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
 # On a real Slurm
 
 
-class Preparations:
-    """Submits preparations of one source."""
-
-    def __init__(self, slurm: SlurmCluster, directory: Path):
-        self.slurm = slurm
-        self.directory = directory
-        self.output = directory / "a prepared $(touch canary)"
-        directory.mkdir(exist_ok=True)
-        tiny.make_tokenizer(directory / "tokenizer")
-        # Work units have 1 MiB at least: four of them, so that no share of two is empty.
-        text = '{"text": "' + " ".join(f"t{number % 126}" for number in range(2000)) + '"}\n'
-        (directory / "texts.jsonl").write_text(text * (4 * 2**20 // len(text) + 1))
-
-    def submit(self, *options: str) -> Job:
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return self.slurm.submit(
-            "--cpus-per-task=1", "--mem=1G", *options, PREPARE,
-            "--sources", str(self.directory / "texts.jsonl"), "--output_dir", str(self.output),
-            "--tokenizer_name_or_path", str(self.directory / "tokenizer"),
-            cwd=ROOT, log=self.directory / "%a.log", env={"PATH": path},
-        )  # fmt: skip
-
-    def wait(self, job: Job) -> None:
-        """Wait until no task of the array is left."""
-
-        def ended() -> bool:
-            shown = self.slurm.run("squeue", "--noheader", "--jobs", job.id, check=False)
-            return not shown.stdout.strip() or "Invalid job id" in shown.stdout
-
-        wait_until(ended, "the array does not end", self.output_of)
-
-    def output_of(self) -> str:
-        return "\n".join(log.read_text() for log in sorted(self.directory.glob("*.log")))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(slurm, tmp_path):
     """One share of three is done outside of Slurm; the array of two does the rest."""
-    from utils.data.token_dataset import open_token_dataset
+    output, source = tmp_path / "a prepared $(touch canary)", tmp_path / "texts.jsonl"
+    # Work units have 1 MiB at least: four of them, so that no share of two is empty.
+    text = '{"text": "' + " ".join(f"t{number % 126}" for number in range(2000)) + '"}\n'
+    source.write_text(text * (4 * 2**20 // len(text) + 1))
+    tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")
+    words = tiny.flags(sources=source, output_dir=output, tokenizer_name_or_path=tokenizer)
 
-    preparations = Preparations(slurm, tmp_path)
-    arguments = [
-        sys.executable, "prepare_data.py", "--sources", str(preparations.directory / "texts.jsonl"),
-        "--output_dir", str(preparations.output), "--shard", "0/3",
-        "--tokenizer_name_or_path", str(preparations.directory / "tokenizer"),
-    ]  # fmt: skip
-    done = preparations.slurm.run(*arguments, cwd=ROOT)
+    def logs_of(array: str) -> str:
+        """Submit this array and wait until no task of it is left."""
+        job = slurm.submit(
+            "--cpus-per-task=1", "--mem=1G", f"--array={array}", PREPARE, *words,
+            cwd=ROOT, log=tmp_path / "%a.log", env=job_environment(),
+        )  # fmt: skip
+
+        def ended() -> bool:
+            shown = slurm.run("squeue", "--noheader", "--jobs", job.id, check=False).stdout
+            return not shown.strip() or "Invalid job id" in shown
+
+        wait_until(ended, "the array does not end")
+        logs = [tmp_path / f"{task}.log" for task in array.split("-")]
+        return "\n".join(log.read_text() for log in logs)
+
+    done = slurm.run(sys.executable, "prepare_data.py", *words, "--shard", "0/3", cwd=ROOT)
     assert "shard 0/3 is complete" in done.stdout
-    preparations.wait(preparations.submit("--array=5-6"))
-    logs = preparations.output_of()
+    logs = logs_of("5-6")
     assert "1 of 2 work units are finished already" in logs, logs
     assert logs.count("all 2 shards are complete: merging") == 1, logs
     assert logs.count("as counted while tokenizing; ") == 1, logs
-    data = open_token_dataset(preparations.output / "train")
+    data = open_token_dataset(output / "train")
     said = re.search(r"train: ([\d,]+) documents, ([\d,]+) tokens", logs)
     assert said, logs
     assert int(said[1].replace(",", "")) == len(data) > 100
     assert int(said[2].replace(",", "")) == data.lengths.sum() == 2001 * len(data)
-    assert not (preparations.output / ".shards").exists()
+    assert not (output / ".shards").exists()
 
-    for log in preparations.directory.glob("*.log"):
-        log.unlink()
-    preparations.wait(preparations.submit("--array=0-0"))
-    logs = preparations.output_of()
+    logs = logs_of("0")
     assert logs.count("already prepared with these settings") == 1, logs
     assert "merging" not in logs
-    assert not list(preparations.directory.rglob("canary"))
-    assert not (ROOT / "canary").exists()
+    assert not [*tmp_path.rglob("canary"), *ROOT.glob("canary")]

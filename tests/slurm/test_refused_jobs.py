@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from slurm_cluster import wait_until
+from launching import wait_until
 from training_jobs import TrainingJobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]

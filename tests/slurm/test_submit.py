@@ -1,14 +1,14 @@
 """slurm/submit.sh on a real Slurm holds a job, checks what Slurm read, releases or cancels it."""
 
+import functools
 import json
 import re
-import subprocess
 
 import pytest
 import tiny
 from launching import ROOT
 from slurm_cluster import Job
-from training_jobs import SMALL, TrainingJobs
+from training_jobs import SMALL
 
 from utils.launch.slurm import JobRequest
 
@@ -40,20 +40,8 @@ SPELLINGS = [
 
 
 @pytest.fixture
-def submit(slurm, jobs: TrainingJobs):
-    """Call slurm/submit.sh as a user would, on CPUs, one process a node."""
-
-    def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        environment = slurm.environment(
-            jobs.environment("cpu", {"STOKER_PROCESSES_PER_NODE": "1"} | env)
-        )
-        environment.pop("ACCELERATE_CONFIG")
-        return subprocess.run(
-            ["slurm/submit.sh", *words], cwd=ROOT, env=environment, text=True, timeout=120,
-            capture_output=True, check=False,
-        )  # fmt: skip
-
-    return call
+def submit(call):
+    return functools.partial(call, "slurm/submit.sh")
 
 
 def queue(slurm) -> list[str]:

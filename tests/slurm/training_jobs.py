@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny
-from launching import CPU_ENVIRONMENT, ROOT, quiet_environment
-from slurm_cluster import Job, SlurmCluster, wait_until
+from launching import CPU_ENVIRONMENT, ROOT, quiet_environment, wait_until
+from slurm_cluster import Job, SlurmCluster
 
 # Forty steps with evaluations between them; four ranks take them in four seconds, undelayed.
 STEPS = 40
@@ -38,6 +38,16 @@ class Cycle:
     seconds: float
 
 
+def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -> dict[str, str]:
+    """What a user would export for two processes a node, and what puts a strategy on CPUs."""
+    fixed = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "STOKER_PROCESSES_PER_NODE": "2",
+        "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are no names of hosts
+    }
+    return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
+
+
 class TrainingJobs:
     """Two nodes of two CPU processes each, unless told otherwise."""
 
@@ -56,31 +66,16 @@ class TrainingJobs:
         }
         return tiny.flags(**(SETTINGS | data | changes))
 
-    def environment(self, config: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a user would export, and what puts the strategy on CPUs."""
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        fixed = {
-            "PATH": path,
-            "ACCELERATE_CONFIG": f"accelerate_configs/{config}.yaml",
-            "STOKER_PROCESSES_PER_NODE": "2",
-            "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are no names of hosts
-        }
-        return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
-
     def submit(
-        self,
-        output_dir: Path,
-        *options: str,
-        script: str = "slurm/multinode_job.sh",
-        config: str = "multi_gpu",
-        env: Mapping[str, str] | None = None,
-        **changes: object,
-    ) -> Job:
+        self, output_dir: Path, *options: str, script: str = "slurm/multinode_job.sh",
+        config: str = "multi_gpu", env: Mapping[str, str] | None = None, **changes: object,
+    ) -> Job:  # fmt: skip
         """Hand `pretrain.py` in; its log is a file of its own."""
         log = self.files / f"job-{len(self.handed_in)}.log"
+        chosen = {"ACCELERATE_CONFIG": f"accelerate_configs/{config}.yaml"} | dict(env or {})
         job = self.slurm.submit(
             *SMALL, *options, script, "pretrain.py", *self.flags(output_dir, **changes),
-            cwd=ROOT, log=log, env=self.environment(config, env),
+            cwd=ROOT, log=log, env=job_environment(chosen, config),
         )  # fmt: skip
         self.handed_in.append(job)
         return job
