@@ -45,16 +45,14 @@ def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
         print(f"\n{name}{'' if exhaustive else ' (sampled)'}: {text}")
         if exhaustive:
             RESULTS.mkdir(parents=True, exist_ok=True)
-            record = {"made_by": f"make test-exhaustive ({name})", **_circumstances(), **values}
+            record = {
+                "made_by": f"make test-exhaustive ({name})",
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "commit": current_commit(),
+                "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                **values,
+            }
             (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": current_commit(),
-        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

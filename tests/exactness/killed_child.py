@@ -17,13 +17,11 @@ import types
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import accelerate.state
 import stock_trainer
 import torch
-from forked_ranks import PRELOADED
+from forked_ranks import PRELOADED, apply_changes
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import get_last_checkpoint
-from troubled_copies import trouble_copies
 
 import pretrain
 import utils.checkpoints.files
@@ -70,6 +68,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
     os.environ.update(options.get("env", {}))
     go.send("ready")
     go.recv()
+    apply_changes()
     disturb_steps(options)
     code = 1
     try:
@@ -100,8 +99,6 @@ def stoker(argv: list[str], options: dict) -> int:
     `staged_within`: what is written in the background is staged in the run directory's folder of
     that name, always the same. `quota_bytes` is all that fits into the run directory. `host` is the
     name of the machine that it takes itself to be on.
-
-    STOKER_TEST_COPY in the environment: trouble in the background, see troubled_copies.py.
     """
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
     if "host" in options:
@@ -115,12 +112,6 @@ def stoker(argv: list[str], options: dict) -> int:
         stage_within(run / options["staged_within"])
     if "quota_bytes" in options:
         rotation.free_bytes = lambda _: options["quota_bytes"] - rotation.taken_bytes(run)
-    if os.environ.get("STOKER_TEST_CPU_STRATEGY") == "fsdp2":
-        from sitecustomize import allow_fsdp2
-
-        allow_fsdp2(accelerate.state)
-    if "STOKER_TEST_COPY" in os.environ:
-        trouble_copies()
     return run_script(lambda: pretrain.main(argv))
 
 

@@ -83,21 +83,13 @@ def every_start(orders: list[tuple[int, ...]], directory: Path) -> list[Start]:
     return [Start(ranks, directory) for ranks in begun]
 
 
-def launch(
-    strategy: str, kind: str, ranks: int, starts: list[Start], workspace: Path, root: Path
-) -> str:
-    """Do these starts one after the other in one launch of so many ranks; return its output."""
-    items = [
-        {
-            "case": asdict(Case(strategy, kind, start.dropout, 1, 0)),
-            "changes": SETTINGS,
-            "run": str(start.run),
-            "cut": start.cut,
-            "judge_early": True,
-        }
-        for start in starts
-    ]
-    return drive(items, strategy, ranks, workspace, root)
+def launches(starts: list[Start]) -> list[list[Start]]:
+    """All starts in order, those together that one launch can do."""
+
+    def launch(start: Start) -> tuple[int, int]:
+        return len(start.ranks), start.ranks[-1]
+
+    return [list(now) for _, now in itertools.groupby(sorted(starts, key=launch), launch)]
 
 
 @pytest.mark.parametrize(
@@ -122,26 +114,30 @@ def test_any_order_of_world_sizes_is_one_run(
     # Twice from one checkpoint, with random numbers that a rank of the start before never drew.
     first, second = orders[0][:2]
     with_dropout = exhaustive or strategy == "ddp"
+    repeated_from = [Start((first,), tmp_path, 0.1)] if with_dropout else []
     names = ("a", "b") if with_dropout else ()
     repeated = [Start((first, second), tmp_path, 0.1, name) for name in names]
-    told = []
-    for length in range(1, len(orders[0]) + 1):
-        for ranks in dict.fromkeys(order[length - 1] for order in orders):
-            now = [start for start in starts if len(start.ranks) == length]
-            if length == 1 and with_dropout:
-                now.append(Start((first,), tmp_path, 0.1))
-            if length == 2:
-                now += repeated
-            now = [start for start in now if start.ranks[-1] == ranks]
-            name = strategy.split(" then ")[:length][-1]
-            told.append(launch(name, kind, ranks, now, models, tmp_path))
+    told = ""
+    for now in launches(starts + repeated_from + repeated):
+        name = strategy.split(" then ")[: len(now[0].ranks)][-1]
+        items = [
+            {
+                "case": asdict(Case(name, kind, start.dropout, 1, 0)),
+                "changes": SETTINGS,
+                "run": str(start.run),
+                "cut": start.cut,
+                "judge_early": True,
+            }
+            for start in now
+        ]
+        told += drive(items, name, now[0].ranks[-1], models, tmp_path)
     assert_the_same_samples(starts)
     reference = starts[0].outcome()
     differences = compare(starts, reference)
     for one, other in itertools.pairwise(repeated):
         assert one.outcome() == other.outcome(), "derived random states vary"
     said = f"the checkpoint is of {first} ranks, now there are {second}: random states"
-    assert said in "".join(told)
+    assert said in told
     figures(FIGURES)[f"{strategy} {kind}"] = {
         "orders": len(orders),
         "starts": len(starts),
@@ -156,8 +152,8 @@ def test_any_order_of_world_sizes_is_one_run(
 def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path, figures):
     """The same command on other ranks, and one whose accumulation a person has worked out anew."""
     starts = every_start(EVERY_ORDER, tmp_path)
-    for length, ranks in dict.fromkeys((len(start.ranks), start.ranks[-1]) for start in starts):
-        now = [start for start in starts if (len(start.ranks), start.ranks[-1]) == (length, ranks)]
+    for now in launches(starts):
+        ranks = now[0].ranks[-1]
         items = [
             {
                 "run": str(start.run),

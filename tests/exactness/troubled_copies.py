@@ -16,29 +16,20 @@ import pretrain
 from utils.checkpoints import staging
 from utils.launch.script import run_script
 
-
-def trouble_copies() -> None:
-    """Do to this process what its environment says."""
-    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
-    kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
-    if os.environ["RANK"] != rank or kind == "none":
-        return
-    real = shutil.copyfile
-
-    def copy(source, target):
-        real(source, target)
-        if f"checkpoint-{step}" in Path(target).parts:
-            if kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-
-    shutil.copyfile = copy
+kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
+copyfile = shutil.copyfile
 
 
-def main() -> int | None:
-    trouble_copies()
-    return pretrain.main()
+def troubled(source, target):
+    copyfile(source, target)
+    if f"checkpoint-{step}" in Path(target).parts:
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
+    if os.environ["RANK"] == rank and kind != "none":
+        shutil.copyfile = troubled
+    sys.exit(run_script(pretrain.main))
