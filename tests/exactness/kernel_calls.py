@@ -119,14 +119,10 @@ class Starts:
 
     @contextlib.contextmanager
     def ranks(
-        self,
-        argv: Sequence[str],
-        strace: Mapping[int, Sequence[str]] | None = None,
-        config: str = "multi_gpu",
-        program: str = "stoker",
-        **options: Any,
-    ) -> Iterator[list["Child"]]:
-        """Run a program in two ranks until the block ends and both; `strace` is by rank.
+        self, argv: Sequence[str], strace: Mapping[int, Sequence[str]] | None = None,
+        config: str = "multi_gpu", **options: Any,
+    ) -> Iterator[list["Child"]]:  # fmt: skip
+        """Run `stoker` in two ranks until the block ends and both; `strace` is by rank.
 
         `config` is of accelerate_configs. A rank whose peer is gone ends by itself: nobody kills it
         here.
@@ -139,7 +135,7 @@ class Starts:
             for rank in range(2):
                 env = rank_environment(arguments, own, rank, 2, port)
                 flags = (strace or {}).get(rank)
-                running = self.running(program, argv, strace=flags, env=env, **options)
+                running = self.running("stoker", argv, strace=flags, env=env, **options)
                 children.append(stack.enter_context(running))
             yield children
 

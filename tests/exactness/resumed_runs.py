@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 8
 # The ranks of each way to share the work, and the accelerate config that asks for it.
@@ -75,7 +77,7 @@ class Case:
                 "train_data": workspace / "documents",
                 "eval_data": f"heldout={workspace / 'heldout'}",
                 "tokenizer_name_or_path": workspace / "tokenizer",
-                "model_config": workspace / f"{dropout}.json",
+                "model_config": workspace / dropout / "config.json",
             }
         else:
             settings |= {
@@ -93,9 +95,6 @@ def models(workspace: Path, base_model: Path) -> Path:
     """The workspace, now with the models of the cases, with and without dropout."""
     for dropout in CHOICES["dropout"]:
         directory = workspace / f"dropout_{dropout}"
-        tiny.make_model_config(
-            directory.with_name(f"{directory.name}.json"), attention_dropout=dropout
-        )
         shutil.copytree(base_model, directory)
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}))
@@ -162,14 +161,9 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
 
 def sharded(directory: Path) -> dict[str, Any]:
     """What a directory of torch.distributed.checkpoint holds, whole."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    reader, planner = FileSystemReader(directory), _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-    return state
+    with tempfile.NamedTemporaryFile() as whole:
+        dcp_to_torch_save(directory, whole.name)
+        return torch.load(whole.name, weights_only=False)
 
 
 def digest(value: Any) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import tiny
 from forked_ranks import Launched
+from kill_scenes import committed
 from launching import run_two_processes
 
 import pretrain
 from utils.callbacks.journal import read_journal
-from utils.checkpoints.files import MANIFEST
 from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
@@ -19,10 +19,6 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 TROUBLED = Path(__file__).with_name("troubled_copies.py")
 SETTINGS = {"per_device_train_batch_size": 1, "save_steps": 2}
-
-
-def committed(run: Path) -> set[str]:
-    return {path.parent.name for path in run.glob(f"checkpoint-*/{MANIFEST}")}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,7 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
 
     done = troubled("kill:1:4")
     assert -signal.SIGKILL in done.codes, done.stdout[-4000:]
-    assert committed(run) == {"checkpoint-2"}
+    assert committed(run) == [2]
     assert list(memory.iterdir()), "the killed rank could not remove what it had staged"
 
     done = troubled("full:1:6")
@@ -55,12 +51,12 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     assert done.stdout.count("was left in memory by a run that was killed: removed") >= 1
     assert "storage error" in done.stdout
     assert set(done.codes) == {ExitCode.STORAGE}
-    assert committed(run) == {"checkpoint-2", "checkpoint-4"}
+    assert committed(run) == [2, 4]
 
     done = troubled("none:0:0")
     assert set(done.codes) == {0}, done.stdout[-4000:]
     assert f"resuming from {run}/checkpoint-4" in done.stdout
-    assert committed(run) == committed(whole) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert committed(run) == committed(whole) == [2, 4, 6]
     assert not list(memory.iterdir()), "the memory is given back"
     tiny.assert_same_run(run, whole)
 

@@ -135,7 +135,7 @@ def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: st
     assert (row["second_refused"], row["both_wrote"]) == (row["pairs"], 0)
 
 
-def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path, capsys):
+def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path):
     """In a process that continues, a notebook for one, as in one that ends."""
     import pretrain
 
