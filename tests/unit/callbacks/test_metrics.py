@@ -9,13 +9,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.metrics import (
-    GIB,
-    CompilationWatch,
-    MemoryMonitor,
-    MixtureShares,
-    Throughput,
-)
+from utils.callbacks.metrics import GIB, CompilationWatch, MemoryMonitor, MixtureShares, Throughput
 from utils.data.loader import TokenCounts, source_names
 from utils.data.order import SampleOrder
 

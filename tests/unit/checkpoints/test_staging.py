@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from utils.checkpoints import staging
-from utils.checkpoints.staging import (
-    PREFIX,
-    BackgroundWriter,
-    remove_leftovers,
-)
+from utils.checkpoints.staging import PREFIX, BackgroundWriter, remove_leftovers
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,7 @@ import pytest
 from launching import free_port, quiet_environment
 
 from utils.config.errors import ConfigurationError
-from utils.launch.processes import (
-    LaunchFacts,
-    check_launch,
-    check_strategy,
-    launch_problem,
-)
+from utils.launch.processes import LaunchFacts, check_launch, check_strategy, launch_problem
 
 ROOT = Path(__file__).parents[3]
 

@@ -24,12 +24,7 @@ from utils.config.errors import (
     UnfitClusterError,
 )
 from utils.launch import script
-from utils.launch.script import (
-    LineFormatter,
-    configure_environment,
-    configure_logging,
-    run_script,
-)
+from utils.launch.script import LineFormatter, configure_environment, configure_logging, run_script
 from utils.support.notes import read_notes
 
 ROOT = Path(__file__).parents[3]

@@ -52,7 +52,6 @@ def test_faults_are_named_with_their_line(sweep_file):
     for text, message in [
         ("grid: {seed: [1]}\ngrids: {a: [1]}\n", r"yaml:4: grids: unknown key: a sweep has script"),
         ("grid: {seed: []}\n", r"yaml:3: grid: expected `setting: \[values\]`"),
-        ("settings: 1\ngrid: {seed: [1]}\n", "yaml:3: settings: expected settings as"),
         ("grid: {model_config: [a/b, a_b]}\n", "model_config=a_b: two points would have this"),
         (f"grid: {{run_name: [{'x' * 200}]}}\n", "or the name is too long"),
         ("settings: {dry_run: true}\ngrid: {seed: [1]}\n", "dry_run: the sweep sets it"),
@@ -64,13 +63,11 @@ def test_faults_are_named_with_their_line(sweep_file):
             read_sweep(sweep_file(text))
 
 
-def test_all_faults_of_a_file_are_named_and_unreadable_files(sweep_file):
+def test_all_faults_of_a_file_are_named(sweep_file):
     with pytest.raises(ConfigurationError) as caught:
         read_sweep(sweep_file("scripts: a\ngrid: {output_dir: [a]}\n", rest="script: absent.py\n"))
     # scripts; no such script, no output_dir; the grid's
     assert len(caught.value.problems) == 4
-    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        read_sweep("no/such/sweep.yaml")
 
 
 def test_arguments_for_bash_end_with_nul_and_hold_anything_names_are_safe(sweep_file, capsys):
@@ -82,13 +79,6 @@ def test_arguments_for_bash_end_with_nul_and_hold_anything_names_are_safe(sweep_
     ]  # fmt: skip
     settings = {"bf16": True, "a": "$(touch x)/../y", "b": ["x", "y"]}
     assert point_name(settings) == "bf16=true,a=__touch_x__.._y,b=x+y"
-
-
-def test_a_point_beyond_the_last_is_refused_with_their_number(sweep_file):
-    with pytest.raises(ConfigurationError, match=r"has 2 points.*no point 2. Give --array=0-1"):
-        command.main(["point", sweep_file("grid: {seed: [1, 2]}\n"), "2"])
-    with pytest.raises(ConfigurationError, match=r"usage: python -m utils\.submit\.sweep"):
-        command.main(["table", "a.yaml"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes/sweep").glob("*.yaml")), ids=str)
@@ -110,32 +100,19 @@ def main(argv):
     print("12:00:00  as usual")
     print("12:00:00  WARNING  of the first")
     seed = next(word for word in argv if word.startswith("--seed="))
-    if seed == "--seed=3":
-        raise ConfigurationError(["shared fault", "own fault"])
-    if "--grave=true" in argv:
-        raise ConfigurationError("shared fault")
+    own_fault = ["own fault"] if seed == "--seed=3" else []
+    raise ConfigurationError(["shared fault", *own_fault])
 """
 
 
-@pytest.mark.parametrize(("grave", "whose"), [("true", "every point"), ("false", "seed=3")])
-def test_all_points_are_dry_run_and_their_faults_named_once(
-    sweep_file, tmp_path, capsys, grave, whose
-):
+def test_all_points_are_dry_run_and_their_faults_named_once(sweep_file, tmp_path, capsys):
     (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
-    settings = f"settings: {{grave: {grave}}}\ngrid: {{seed: [1, 2, 3]}}\n"
-    sweep = read_sweep(sweep_file(settings, f"script: {tmp_path}/script.py\noutput_dir: r\n"))
+    script = f"script: {tmp_path}/script.py\noutput_dir: r\n"
+    sweep = read_sweep(sweep_file("grid: {seed: [1, 2, 3]}\n", script))
     with pytest.raises(ConfigurationError) as caught:
         command.check_points(sweep)
     assert capsys.readouterr().out.splitlines() == [
         "point 0: seed=1", "12:00:00  as usual", "12:00:00  WARNING  of the first",
         "point 1: seed=2", "point 2: seed=3",
     ]  # fmt: skip
-    assert caught.value.problems == [f"{whose}: shared fault", "seed=3: own fault"]
-
-
-def test_points_with_a_final_model_are_finished(sweep_file, tmp_path, capsys):
-    rest = f"script: pretrain.py\noutput_dir: {tmp_path}/runs\n"
-    file = sweep_file("grid: {seed: [1, 2, 3]}\n", rest)
-    (tmp_path / "runs/seed=2/final").mkdir(parents=True)
-    command.main(["points", file])
-    assert capsys.readouterr().out == "0\tseed=1\n1\tseed=2\tfinished\n2\tseed=3\n"
+    assert caught.value.problems == ["every point: shared fault", "seed=3: own fault"]

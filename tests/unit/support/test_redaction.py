@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.support.redaction import (
-    load_env_file,
-    redact,
-    redact_argv,
-)
+from utils.support.redaction import load_env_file, redact, redact_argv
 
 ROOT = Path(__file__).parents[3]
 CANARY = "canary-1234567890abcdef"
