@@ -62,19 +62,12 @@ class Ranks:
         self.controls = [TrainerControl() for _ in range(ranks)]
         self.args, self.watches = [], []
         for rank in range(ranks):
-            self.args.append(
-                SimpleNamespace(
-                    process_index=rank, ddp_timeout=60, eval_strategy=IntervalStrategy.STEPS,
-                    save_strategy=SaveStrategy.STEPS,
-                )
-            )  # fmt: skip
+            rhythm = {"eval_strategy": IntervalStrategy.STEPS, "save_strategy": SaveStrategy.STEPS}
+            self.args.append(SimpleNamespace(process_index=rank, ddp_timeout=60, **rhythm))
             watch = StopWatch(
-                Saves(folder),
-                save_minutes=save_minutes,
-                clock=lambda: self.now,
-                end_time=lambda: end_time,
-                signalled=lambda rank=rank: self.signals.get(rank),
-            )
+                Saves(folder), save_minutes=save_minutes, clock=lambda: self.now,
+                end_time=lambda: end_time, signalled=lambda rank=rank: self.signals.get(rank),
+            )  # fmt: skip
             self.watches.append(watch)
             watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
 

@@ -160,27 +160,22 @@ def hung(rank: int, beats: int, text: str = "stands in f", waiting: bool = True)
     return Note("hung", 76, text, rank, f"n{rank}", float(rank), beats, waiting)
 
 
-@pytest.mark.parametrize(
-    ("notes", "verdict"),
-    [
-        ([Note("failed", 1, "ValueError: x", 2, "n2", 0.0), hung(0, 5)],
-         "rank 2 on n2 ended (failed: ValueError: x); the other ranks waited for it."),
-        # Of ranks equally far the one in no collective.
-        ([hung(0, 7), hung(1, 7, "sleeps", waiting=False), hung(2, 8, waiting=False)],
-         "rank 1 on n1 sleeps; the other ranks waited for it."),
-        # All of them: what is between them.
-        ([hung(rank, 7) for rank in range(3)],
-         "All 3 ranks hang, none behind the others: the network between them, or storage that all "
-         "of them read.\nrank 0 on n0 stands in f.\nrank 1 on n1 stands in f.\nrank 2 on n2 "
-         "stands in f."),
-    ],
-)  # fmt: skip
-def test_the_verdict_names_the_rank_that_the_others_wait_for(notes, verdict):
-    assert hang_verdict(notes, ["n0", "n1", "n2"]) == verdict
-
-
-def test_a_verdict_on_many_ranks_is_short():
-    hosts = [f"n{rank}" for rank in range(500)]
-    assert len(hang_verdict([hung(0, 1)], hosts)) < 500
-    many = [hung(rank, int(rank > 200)) for rank in range(500)]
-    assert len(hang_verdict(many, hosts).splitlines()) == 5
+def test_the_verdict_names_the_rank_that_the_others_wait_for():
+    ended = Note("failed", 1, "KeyError", 2, "n2", 0.0)
+    in_no_collective = hung(1, 7, "sleeps", waiting=False)
+    for notes, verdict in [
+        (
+            [ended, hung(0, 5)],
+            "rank 2 on n2 ended (failed: KeyError); the other ranks waited for it.",
+        ),
+        (
+            [hung(0, 7), in_no_collective, hung(2, 8, waiting=False)],
+            "rank 1 on n1 sleeps; the other ranks waited for it.",
+        ),
+        (
+            [hung(rank, 7) for rank in range(3)],
+            "All 3 ranks hang, none behind the others: the network between them, or storage that "
+            "all of them read.\n" + "\n".join(f"rank {n} on n{n} stands in f." for n in range(3)),
+        ),
+    ]:
+        assert hang_verdict(notes, ["n0", "n1", "n2"]) == verdict

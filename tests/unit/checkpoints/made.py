@@ -23,8 +23,8 @@ FILES = {
 }
 
 
-def store(output_dir: Path, keep: int | None = None) -> Checkpoints:
-    return Checkpoints(output_dir, FACTS, 0, keep=keep, estimated_bytes=1000)
+def store(output_dir: Path) -> Checkpoints:
+    return Checkpoints(output_dir, FACTS, 0, keep=None, estimated_bytes=1000)
 
 
 def write_files(output_dir: Path, step: int, best: int | None = None) -> Path:
@@ -40,9 +40,9 @@ def write_files(output_dir: Path, step: int, best: int | None = None) -> Path:
     return directory
 
 
-def commit(output_dir: Path, *steps: int, keep: int | None = None, best: int | None = None) -> None:
+def commit(output_dir: Path, *steps: int, best: int | None = None) -> None:
     """Write and commit checkpoints of these steps, one after the other."""
-    checkpoints = store(output_dir, keep)
+    checkpoints = store(output_dir)
     for step in steps:
         write_files(output_dir, step, best)
         checkpoints.commit(step, tokens=100 * step)

@@ -1,10 +1,8 @@
 """What a checkpoint's pickles name is read without being run."""
 
 import pickle
-import random
 from pathlib import Path
 
-import numpy as np
 import payloads
 import pytest
 import torch
@@ -32,35 +30,6 @@ def test_a_payload_is_named_and_not_run(name, tmp_path):
     }
     assert found.keys() == {name}
     assert found[name].startswith(reasons.get(name, "names posix.system, which no checkpoint"))
-
-
-def harmless(directory: Path) -> None:
-    """What Trainer saves: optimizer, schedule, scaler and random states."""
-    directory.mkdir()
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
-    torch.save(schedule.state_dict(), directory / "scheduler.pt")
-    torch.save({"scale": 65536.0, "_growth_tracker": 0}, directory / "scaler.pt")
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    torch.save(states, directory / "rng_state.pth")
-    for kind in (torch.bfloat16, torch.float16, torch.int64, torch.bool):
-        torch.save({"w": torch.nn.Parameter(torch.zeros(2).to(kind), False)}, directory / f"{kind}")
-    (directory / "trainer_state.json").write_text("{}")
-    (directory / "latest").write_text("global_step2")
-
-
-def test_what_trainer_saves_is_read_without_objection(tmp_path):
-    harmless(tmp_path / "checkpoint-2")
-    payloads.sharded(tmp_path / ".metadata", payloads.archived({"lr": 0.1}))
-    assert problems(tmp_path) == {}
 
 
 def test_cut_files_archives_of_code_and_metadata_of_another_shape_are_refused(tmp_path):

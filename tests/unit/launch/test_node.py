@@ -52,12 +52,7 @@ def worker(tmp_path: Path) -> Path:
 def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     fixed = {"PATH": path, "TMPDIR": str(tmp_path), "ACCELERATE_USE_CPU": "true"}
-    inherited = {
-        name: value
-        for name, value in quiet_environment().items()
-        if not name.startswith(("STOKER_", "SLURMD_"))
-    }
-    return inherited | fixed | changes
+    return quiet_environment(fixed | changes)
 
 
 def launch(tmp_path: Path, *command: object, script: Path = LAUNCH_NODE, **changes: str):

@@ -101,14 +101,12 @@ def test_each_difference_names_both_nodes():
 
 
 def test_the_code_is_told_apart_by_names_and_content(tmp_path):
-    one, two = tmp_path / "a.py", tmp_path / "b.py"
-    one.write_text("x = 1")
+    def code(*names: str) -> str:
+        return node_facts(ALONE, [tmp_path / name for name in names], 0)["same"]["code"]
 
-    def code(*files):
-        return node_facts(ALONE, files, 0)["same"]["code"]
-
-    before = code(one)
-    assert before == code(one)
-    one.write_text("x = 2")
-    two.write_text("x = 2")
-    assert len({before, code(one), code(two), code(one, two), code(tmp_path / "none")}) == 5
+    (tmp_path / "a.py").write_text("x = 1")
+    before = code("a.py")
+    assert before == code("a.py")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("x = 2")
+    assert len({before, code("a.py"), code("b.py"), code("a.py", "b.py"), code("none")}) == 5

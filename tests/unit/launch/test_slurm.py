@@ -61,8 +61,6 @@ def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
     found = read_allocation({}, lambda: 2)
     assert (found.hosts, found.processes, found.gpus) == (("login1",), 2, 2)
     assert found.address == "127.0.0.1"
-    found = read_allocation({"STOKER_PROCESSES_PER_NODE": "3"}, lambda: 0)
-    assert (found.processes, found.gpus) == (3, None)
     assert read_allocation({}, lambda: 0).processes == 1
 
 
@@ -101,8 +99,7 @@ def test_ports_differ_between_jobs_and_steps_and_a_given_one_has_to_be_one():
         for step in range(20)
     ]
     assert len(set(ports)) == len(ports)
-    assert min(ports) >= 20000
-    assert max(ports) + 1 < 32768
+    assert 20000 <= min(ports) < max(ports) < 32767
     assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
     for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662"):
         with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
@@ -130,11 +127,10 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_pat
     squeue(end.isoformat(), job="123_4")
     assert job_end_time() == end.timestamp()
     assert not caplog.records
-    for text, job in [("N/A", "123_4"), ("", "none")]:
-        squeue(text, job)
-        assert job_end_time() is None
+    squeue("N/A", job="123_4")
+    assert job_end_time() is None
     (tmp_path / "squeue").unlink()  # no squeue at all
     assert job_end_time() is None
-    assert caplog.text.count("the end of the time limit is unknown (squeue") == 3
+    assert caplog.text.count("the end of the time limit is unknown (squeue") == 2
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
     assert job_end_time() == 1893456000.0

@@ -48,7 +48,7 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
     ]  # fmt: skip
 
 
-def test_faults_are_named_with_their_line(sweep_file):
+def test_all_faults_are_named_with_their_line(sweep_file):
     for text, message in [
         ("grid: {seed: [1]}\ngrids: {a: [1]}\n", r"yaml:4: grids: unknown key: a sweep has script"),
         ("grid: {seed: []}\n", r"yaml:3: grid: expected `setting: \[values\]`"),
@@ -61,9 +61,6 @@ def test_faults_are_named_with_their_line(sweep_file):
     ]:
         with pytest.raises(ConfigurationError, match=message):
             read_sweep(sweep_file(text))
-
-
-def test_all_faults_of_a_file_are_named(sweep_file):
     with pytest.raises(ConfigurationError) as caught:
         read_sweep(sweep_file("scripts: a\ngrid: {output_dir: [a]}\n", rest="script: absent.py\n"))
     # scripts; no such script, no output_dir; the grid's

@@ -59,9 +59,6 @@ def test_a_file_that_is_not_the_users_alone_is_refused(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigurationError, match="no symlink"):
         load_env_file(tmp_path / "link")
-    (tmp_path / "folder").mkdir(mode=0o700)
-    with pytest.raises(ConfigurationError, match=r"folder holds tokens, but is not a file that"):
-        load_env_file(tmp_path / "folder")
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(ConfigurationError, match=r"not a file that you alone can read.*chmod 600"):
         load_env_file(path)
@@ -85,7 +82,6 @@ def test_a_command_line_loses_its_secrets():
         ("--hub_token=abc", "--hub_token=***"),
         ("--wandb_api_key abc --token abc", "--wandb_api_key *** --token ***"),
         ("--eos_token <|im_end|>", "--eos_token <|im_end|>"),
-        ("--hub_token --seed 1", "--hub_token --seed 1"),
         ("run.py --max_steps=3", "run.py --max_steps=3"),
     ]:
         assert redact_argv(argv.split()) == redacted.split()
