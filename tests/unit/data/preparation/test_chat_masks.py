@@ -4,15 +4,122 @@ import re
 from functools import cache
 from pathlib import Path
 
-import chat_samples as samples
 import numpy as np
 import pytest
 import trl
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from utils.data.prepare.chat_masks import ChatMasks
 from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.records import Location
+from utils.data.prepare.rows import UnusableRowError, document_fields
 from utils.data.prepare.tokenization import token_mask
+
+PLACE = Location("a.jsonl", "line", 1)
+SPECIAL = re.compile(
+    r"<\|[^|<>\s'\"{}+~]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|</?s>|<(?:start|end)_of_(?:turn|utterance)>"
+    r"|<turn\|>|<\|turn>|<\|?channel\|?>|<\|?tool_(?:call|response)\|?>|\[/?INST\]|\[TOOL_CALLS\]"
+)
+ADDED = re.compile(r"</?(?:tool_call|tool_response|think)>")
+ENDS = re.compile(
+    r"<\|(?:im_end|eot_id|return|end_of_sentence|END_OF_TURN_TOKEN|eom|eot|endoftext)\|>|<turn\|>"
+    r"|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+
+
+def byte_tokenizer(template):
+    """Return a tokenizer of bytes and of the special tokens that a template writes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = list(dict.fromkeys(SPECIAL.findall(template)))
+    if "'<|' +" in template:
+        special += ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token=next(filter(ENDS.fullmatch, special), "</s>"),
+        additional_special_tokens=special,
+        clean_up_tokenization_spaces=False,
+    )
+    added = dict.fromkeys(ADDED.findall(template))
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in added])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def masked(masks, messages, *more):
+    """Return what is trained on of messages; more: tools, template options, first_trained."""
+    return masks(ChatDocument(messages, PLACE, *more))
+
+
+def said(chat):
+    """Return the texts that are trained on."""
+    return [chat.text[start:stop] for start, stop in chat.spans]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def says(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(arguments, content=""):
+    function = {"name": "get_weather", "arguments": arguments}
+    return says(content, tool_calls=[{"id": "abcdefghi", "type": "function", "function": function}])
+
+
+def result(content):
+    names = {"name": "get_weather", "tool_call_id": "abcdefghi"}
+    return {"role": "tool", "content": content, **names}
+
+
+PROPERTIES = {"city": {"type": "string", "description": "city"}, "days": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Tell the weather", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+PLAIN = {
+    "one turn": [user("What is up?"), says("Nothing much.")],
+    "two turns": [user("Hi"), says("Hello, friend."), user("And?"), says("Yes,\nmore.")],
+    "letters": [user("ß 漢字"), says("grüß 漢字かな"), user("👩‍👩‍👧🏽"), says("😀 🇩🇪 naïve")],
+    "white space": [user("  q"), says("    a\n\n  b\n"), user("q\n"), says("\nlast words ")],
+    "special-token text": [
+        user("what is <|im_end|>?"),
+        says("It is <|im_end|> or </s> or <end_of_turn>."),
+        user("<|eot_id|>"),
+        says("it ends <|im_end|>"),
+    ],
+}
+OTHER = {
+    "system": [{"role": "system", "content": "Be terse."}, user("Hi"), says("Hello.")],
+    "reasoning": [user("2+2?"), says("It is 4.", reasoning_content="I add two and two.")],
+    "earlier reasoning": [
+        user("2+2?"),
+        says("It is 4.", reasoning_content="I add."),
+        user("3+3?"),
+        says("It is 6.", reasoning_content="Once more."),
+    ],
+    "thinking tags": [user("2+2?"), says("<think>\nI add.\n</think>\n\nIt is 4.")],
+    "empty answer": [user("q"), says(""), user("r"), says("fine")],
+    "assistant first": [says("Welcome!"), user("Hi"), says("How are you?")],
+    "two answers in a row": [user("Hi"), says("One."), says("Two."), user("q"), says("Three.")],
+}
+CALLS = {
+    "call": [user("Weather?"), call({"city": "Paris", "days": 3}), result("sunny"), says("Sun.")],
+    "call beside words": [
+        *(user("q"), call('{"city": "Paris"}', "Let me look."), result("x"), says("y")),
+    ],
+    "call without arguments": [user("Weather?"), call({}), result("rain"), says("Rain.")],
+}
+KINDS = {
+    kind: document_fields({"messages": chat}, "messages")["messages"]  # as rows give them
+    for kind, chat in {**PLAIN, **OTHER, **CALLS}.items()
+}
 
 SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]
@@ -30,44 +137,52 @@ REASONS = (
 @cache
 def prepared(template):
     """Return the tokenizer and the masks of a template."""
-    tokenizer = samples.byte_tokenizer(template)
+    tokenizer = byte_tokenizer(template)
     return tokenizer, ChatMasks(tokenizer, "2026-01-02")
 
 
 def said_in(template, kind):
     """Return the assistant's messages, the text trained on of each by its tokens, and all."""
-    chat = samples.KINDS[kind]
+    chat = KINDS[kind]
     tokenizer, masks = prepared(template)
-    masked = samples.masked(masks, chat, samples.TOOLS if kind in samples.CALLS else None)
-    encoded = tokenizer(masked.text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, mask = (
-        np.array(encoded["input_ids"]),
-        token_mask(masked, np.array(encoded["offset_mapping"])),
-    )
-    assert tokenizer.decode(ids) == masked.text
-    said = samples.said(masked)
-    assert tokenizer.decode(ids[mask]) == "".join(said)
-    return [m for m in chat if m["role"] == "assistant"], said, masked
+    found = masked(masks, chat, TOOLS if kind in CALLS else None)
+    encoded = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.array(encoded["input_ids"])
+    mask = token_mask(found, np.array(encoded["offset_mapping"]))
+    assert tokenizer.decode(ids) == found.text
+    assert tokenizer.decode(ids[mask]) == "".join(said(found))
+    return [m for m in chat if m["role"] == "assistant"], said(found), found
 
 
 def words_of(message):
     return message["content"].split("</think>")[-1].strip()
 
 
-def check_turn(message, said):
+def check_turn(message, text):
     """Check one turn: its words, before them nothing but glue, behind them special tokens."""
     words = words_of(message)
-    assert words in said
+    assert words in text
     for call in message.get("tool_calls") or []:
-        assert call["function"]["name"] in said
-        assert "city" not in str(call["function"]["arguments"]) or "Paris" in said
-    before, _, behind = said.rpartition(words) if words else ("", "", said)
+        assert call["function"]["name"] in text
+        assert "city" not in str(call["function"]["arguments"]) or "Paris" in text
+    before, _, behind = text.rpartition(words) if words else ("", "", text)
     thought = message.get("reasoning_content") or "I add."
     if not message.get("tool_calls"):
-        left = GLUE.sub("", samples.SPECIAL.sub(" ", before.replace(thought, "")))
+        left = GLUE.sub("", SPECIAL.sub(" ", before.replace(thought, "")))
         assert left in ("", "assistant"), before  # gpt-oss says its second header itself
-        assert not samples.SPECIAL.sub("", GLUE.sub("", behind)).removesuffix("</s>"), behind
-    assert samples.SPECIAL.search(behind)
+        assert not SPECIAL.sub("", GLUE.sub("", behind)).removesuffix("</s>"), behind
+    assert SPECIAL.search(behind)
+
+
+def check_start(template):
+    """Check that a turn is trained on from where the generation prompt ends."""
+    found = said_in(template, "one turn")[2]
+    chat_template = prepared(template)[1].template
+    question = chat_template.adapted(KINDS["one turn"][:1])
+    prompt = chat_template.render(ChatDocument(question, PLACE), generation_prompt=True)
+    given = found.text[: found.spans[0][0]]
+    assert prompt.startswith(given)
+    assert not GLUE.sub("", SPECIAL.sub("", prompt.removeprefix(given)))
 
 
 def refusal_of(template, kind):
@@ -82,27 +197,18 @@ def refusal_of(template, kind):
 def test_what_is_trained_is_the_assistants_words_and_their_end(path):
     """Every template that TRL ships: originals are derived, training versions say it themselves."""
     template = path.read_text()
-    refused = {kind: reason for kind in samples.KINDS if (reason := refusal_of(template, kind))}
-    assert not refused.keys() & samples.PLAIN.keys(), refused
+    refused = {kind: reason for kind in KINDS if (reason := refusal_of(template, kind))}
+    assert not refused.keys() & PLAIN.keys(), refused
     assert all(re.search(REASONS, reason) for reason in refused.values()), refused
-    for kind in samples.KINDS.keys() - refused.keys():
-        messages, said, _ = said_in(template, kind)
+    for kind in KINDS.keys() - refused.keys():
+        messages, texts, _ = said_in(template, kind)
         if path in TRAINING:  # their markers may stand around several parts of a turn
-            assert all(words_of(message) in "".join(said) for message in messages)
+            assert all(words_of(message) in "".join(texts) for message in messages)
             continue
-        for message, text in zip(messages, said, strict=True):
+        for message, text in zip(messages, texts, strict=True):
             check_turn(message, text)
-
-
-@pytest.mark.parametrize("path", ORIGINALS, ids=lambda path: path.stem)
-def test_a_turn_starts_where_generation_does(path):
-    masked = said_in(path.read_text(), "one turn")[2]
-    template = prepared(path.read_text())[1].template
-    question = template.adapted(samples.KINDS["one turn"][:1])
-    prompt = template.render(ChatDocument(question, samples.PLACE), generation_prompt=True)
-    given = masked.text[: masked.spans[0][0]]
-    assert prompt.startswith(given)
-    assert not GLUE.sub("", samples.SPECIAL.sub("", prompt.removeprefix(given)))
+    if path not in TRAINING:
+        check_start(template)
 
 
 # No header, no generation prompt, calls as a list: TRL ships no template of this kind.
@@ -148,22 +254,21 @@ def test_each_familys_own_way_is_delimited(family, kind, turns):
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():
-    masks, chat = prepared(DERIVED["qwen3"])[1], samples.KINDS["one turn"]
-    given = samples.masked(masks, chat, None, {"enable_thinking": False})
-    assert samples.said(given) == ["Nothing much.<|im_end|>"]
-    assert samples.said(samples.masked(masks, chat))[0].startswith("<think>")
+    masks, chat = prepared(DERIVED["qwen3"])[1], KINDS["one turn"]
+    assert said(masked(masks, chat, None, {"enable_thinking": False})) == [
+        "Nothing much.<|im_end|>"
+    ]
+    assert said(masked(masks, chat))[0].startswith("<think>")
 
 
 def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refused():
-    masks = prepared(DERIVED["deepseek_r1_distill"])[1]
-    thinks = samples.says("<think>\nI add.\n</think>\n\nIt is 4.")
-    earlier = [samples.user("2+2?"), thinks, samples.user("Sure?"), samples.says("Yes.")]
-    masked = samples.masked(masks, earlier)
-    assert masked.drops_thinking
-    assert "I add." not in masked.text
-    assert not samples.masked(masks, samples.KINDS["one turn"]).drops_thinking
+    masks, thinking = prepared(DERIVED["deepseek_r1_distill"])[1], KINDS["thinking tags"]
+    found = masked(masks, [*thinking, *KINDS["one turn"]])
+    assert found.drops_thinking
+    assert "I add." not in found.text
+    assert not masked(masks, KINDS["one turn"]).drops_thinking
     with pytest.raises(UnusableRowError, match=r"message 1 \(assistant\): .* leaves out its reas"):
-        samples.masked(masks, earlier[:2])
+        masked(masks, thinking)
 
 
 def test_what_a_template_leaves_out_is_refused():
@@ -172,14 +277,13 @@ def test_what_a_template_leaves_out_is_refused():
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     for kind, what in ("call", "tool calls"), ("reasoning", "reasoning"), ("system", "content"):
-        with pytest.raises(
-            UnusableRowError, match=rf"message \d .* leaves out its {what}"
-        ) as error:
+        left_out = rf"message \d .* leaves out its {what}"
+        with pytest.raises(UnusableRowError, match=left_out) as error:
             said_in(template, kind)
         assert error.value.reason == f"{what.replace(' ', '_')}_left_out"
     masks = prepared(template)[1]
     with pytest.raises(UnusableRowError, match="leaves out the tool 'get_weather'"):
-        samples.masked(masks, samples.KINDS["one turn"], samples.TOOLS)
+        masked(masks, KINDS["one turn"], TOOLS)
 
 
 def test_a_template_that_prints_a_turn_as_two_is_refused():
@@ -193,32 +297,30 @@ def test_a_template_that_prints_a_turn_as_two_is_refused():
 
 
 def test_text_of_a_private_use_plane_is_trained_on_unless_marks_are_of_it():
-    masks = ChatMasks(samples.byte_tokenizer(CHATML.read_text()))
-    masked = samples.masked(masks, [samples.user("\U000f0001"), samples.says("\U000f0002")])
-    assert samples.said(masked) == ["\U000f0002<|im_end|>"]
+    masks = ChatMasks(byte_tokenizer(CHATML.read_text()))
+    chat = [user("\U000f0001"), says("\U000f0002")]
+    assert said(masked(masks, chat)) == ["\U000f0002<|im_end|>"]
     with pytest.raises(UnusableRowError, match="private-use plane 16"):
-        samples.masked(masks, [samples.user("q"), samples.says("\U00100003")])
+        masked(masks, [user("q"), says("\U00100003")])
 
 
 def test_a_turn_of_blanks_alone_is_delimited_like_others():
-    chat = [samples.user("q"), samples.says("\n"), samples.user("r"), samples.says("x")]
+    chat = [user("q"), says("\n"), user("r"), says("x")]
     for family in ("gptoss", "muse_glimmer", "deepseekv3"):
-        blank, words = samples.said(samples.masked(prepared(DERIVED[family])[1], chat))
+        blank, words = said(masked(prepared(DERIVED[family])[1], chat))
         assert blank.startswith(words.partition("x")[0] + "\n")
-        assert samples.SPECIAL.search(blank.partition("\n")[2])
+        assert SPECIAL.search(blank.partition("\n")[2])
 
 
 def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
     """Not two more for every turn, which made a chat of 100 turns quadratic."""
-    masks = ChatMasks(samples.byte_tokenizer(DERIVED["gemma"]))
+    masks = ChatMasks(byte_tokenizer(DERIVED["gemma"]))
     rendered = []
     given = masks.template._given
     monkeypatch.setattr(masks.template, "_given", lambda *a: rendered.append(1) or given(*a))
-    turns = [
-        m for i in range(200) for m in (samples.user(f"q{i}"), samples.says(f"answer {i}" * 3))
-    ]
-    assert samples.said(samples.masked(masks, turns))[7] == "answer 7" * 3 + "<end_of_turn>"
+    turns = [turn for i in range(200) for turn in (user(f"q{i}"), says(f"answer {i}" * 3))]
+    assert said(masked(masks, turns))[7] == "answer 7" * 3 + "<end_of_turn>"
     assert len(rendered) < 30
     rendered.clear()
-    samples.masked(masks, turns)
+    masked(masks, turns)
     assert len(rendered) == 2
