@@ -1,16 +1,147 @@
+"""Chats and completions: what is trained on, what is refused, and those that are too long."""
+
+import os
 from pathlib import Path
 
 import numpy as np
 import preparation_samples as samples
 import pytest
+from transformers import AutoTokenizer
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import MaskedChat
-from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError
-from utils.data.prepare.tokenization import DocumentTokenizer, token_mask
+from utils.data.prepare.tokenization import token_mask
 from utils.data.prepare.tokenizer import attach_template, end_of_turn_id, read_chat_template
+from utils.data.token_dataset import open_token_dataset
+
+CHATML = Path(samples.CHATML).read_text()
+pytestmark = pytest.mark.usefixtures("small_units")
+
+
+def prepared(folder, rows, template=CHATML, **settings):
+    """Prepare rows with a template into folder/out; return what describes them."""
+    folder.mkdir(exist_ok=True)
+    samples.prepare(
+        sources=[samples.write_jsonl(folder / "chats.jsonl", rows)],
+        output_dir=folder / "out",
+        tokenizer_name_or_path=samples.saved_tokenizer(folder / "tokenizer", template),
+        **settings,
+    )
+    return samples.description(folder / "out" / "train")
+
+
+def documents(folder):
+    """Return of each document of folder/out its text, and what is trained on."""
+    dataset, tokenizer = open_token_dataset(folder / "out" / "train"), samples.tiny_tokenizer()
+    found = [samples.document(dataset, index) for index in range(len(dataset))]
+    return [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in found]
+
+
+def test_loss_text_is_the_assistant_turns_and_their_ends(tmp_path):
+    turns = ("hi", "def f():\n    return 1", "more?", "  no ß")
+    records = [samples.chat(*turns, system="be brief"), samples.chat("x", "y")]
+    described = prepared(tmp_path, records, None, chat_template=samples.CHATML)
+    trained = [answers for _, answers in documents(tmp_path)]
+    assert trained == ["def f():\n    return 1<|im_end|>  no ß<|im_end|>", "y<|im_end|>"]
+    assert described["loss_mask"] == "assistant_masks"
+    content = described["preparation"]
+    assert "[[y<|im_end|>]]" not in content["example"]
+    assert "[[def f():\n    return 1<|im_end|>]]" in content["example"]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert saved.decode([content["end_of_turn_token_id"]]) == "<|im_end|>"
+    question = [{"role": "user", "content": "x"}]
+    prompt = saved.apply_chat_template(question, add_generation_prompt=True, return_dict=True)
+    ids, mask = samples.document(open_token_dataset(tmp_path / "out" / "train"), 1)
+    assert ids[: mask.argmax()].tolist() == prompt["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["messages", "prompt_completion"])
+def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare, kind):
+    turns = samples.chat("q", "a")["messages"]
+    rows = {
+        "messages": {"messages": turns},
+        "prompt_completion": {"prompt": turns[:1], "completion": turns[1:]},
+    }
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [rows[kind]])
+    advice = "the tokenizer has no chat template: give --chat_template FILE"
+    for tokenizer in ({}, {"train_tokenizer": 300}):
+        with pytest.raises(ConfigurationError, match=advice):
+            prepare("out", sources=[source], **tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_messages_with_a_completion_that_alone_is_trained_on(tmp_path):
+    """Tools and template options reach the template beside a prompt, too."""
+    turns = samples.chat("q", "old", "q2", "new")["messages"]
+    look = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    extras = {"tools": [look], "chat_template_kwargs": {"mood": "glad"}}
+    template = "{% if mood %}{{ mood }}{% endif %}" + CHATML
+    row = {"prompt": turns[:3], "completion": turns[3:], **extras}
+    assert prepared(tmp_path, [row], template)["loss_mask"] == "completion_mask"
+    ((text, trained),) = documents(tmp_path)
+    assert trained == "new<|im_end|>"
+    assert text.startswith("glad<|im_start|>system\n# Tools")
+    assert '"name": "look"' in text
+
+
+def test_overlong_chats_are_dropped_truncated_or_an_error_and_long_texts_kept(tmp_path):
+    long = "a " * 200
+    rows = [samples.chat("q", "a"), samples.chat("q", long), samples.chat(long, "a")]
+    expected = {"drop": (1, {"overlong": 2}, 0), "truncate": (2, {"truncated_without_loss": 1}, 1)}
+    for choice, (kept, dropped, truncated) in expected.items():
+        content = prepared(tmp_path / choice, rows, sequence_length=64, on_overlong=choice)
+        assert content["statistics"]["documents"] == kept
+        assert content["statistics"]["longest_document"] <= 64
+        assert content["preparation"]["sources"]["dropped"] == dropped
+        assert content["preparation"]["sources"]["truncated"] == truncated
+    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:2: \d+ tokens, more than the sequ"):
+        prepared(tmp_path, rows, sequence_length=64)
+    content = prepared(tmp_path / "texts", [{"text": "a b " * 500}], None, sequence_length=64)
+    assert content["statistics"]["longest_document"] > 500
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_date_that_the_template_prints_is_that_of_the_sources_or_the_given_one(tmp_path, caplog):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
+    os.utime(source, (1_700_000_000, 1_700_000_000))
+    tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer", DATED)
+    given = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    with caplog.at_level("INFO"):
+        samples.prepare(**given, output_dir=tmp_path / "out")
+    assert "prints today's date: it is 2023-11-14 in this data (--template_date)" in caplog.text
+    assert documents(tmp_path)[0][0].startswith("14 Nov 2023<|im_start|>user")
+    content = samples.description(tmp_path / "out" / "train")["preparation"]
+    assert content["settings"]["template_date"] == "2023-11-14"
+    assert content["loss_masks"] == "derived"
+    samples.prepare(**given, output_dir=tmp_path / "b" / "out", template_date="2026-05-04")
+    assert documents(tmp_path / "b")[0][0].startswith("04 May 2026")
+
+
+def test_a_chat_whose_calls_are_left_out_is_named_or_counted(tmp_path):
+    called = samples.chat("q", "a")
+    called["messages"][1]["tool_calls"] = [{"name": "look", "arguments": {"at": "it"}}]
+    rows = [samples.chat("q", "a"), called]
+    where = r"chats\.jsonl:2: message 1 \(assistant\): the chat template leaves out its tool calls"
+    with pytest.raises(ConfigurationError, match=where):
+        prepared(tmp_path, rows, DATED)
+    content = prepared(tmp_path / "b", rows, DATED, on_bad_row="skip")["preparation"]
+    assert content["sources"]["dropped"] == {"tool_calls_left_out": 1}
+
+
+def test_thinking_that_the_template_drops_is_counted_and_logged(tmp_path, caplog):
+    drops = DATED.replace("m.content", "m.content.split('</think>')[-1]")
+    rows = [samples.chat("q", "<think>hm</think>a", "r", "b"), samples.chat("q", "a")]
+    with caplog.at_level("INFO"):
+        content = prepared(tmp_path, rows, drops)["preparation"]
+    assert "1 chats lost the thinking of their earlier turns" in caplog.text
+    assert content["sources"]["without_earlier_thinking"] == 1
+
 
 WITHOUT_MARKERS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>{% endfor %}"
@@ -19,12 +150,6 @@ END_NOT_TRAINED = (
     "{% for m in messages %}{{ m['role'] }}"
     "{% generation %}{{ m['content'] }}{% endgeneration %}<|im_end|>{% endfor %}"
 )
-
-
-def trained_on(tokenizer, messages):
-    """Return the decoded text that is trained on."""
-    (found,) = DocumentTokenizer(tokenizer)([ChatDocument(messages, Location("a.jsonl"))])
-    return tokenizer.decode(found.ids[found.loss_mask == 1])
 
 
 @pytest.mark.parametrize("markers", [True, False])
@@ -42,17 +167,17 @@ def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
-def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(caplog):
+def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_path, caplog):
     """An answer of weight zero is not trained on."""
-    tokenizer = samples.tiny_tokenizer(WITHOUT_MARKERS)
+    row = samples.chat("q", "a", "r", "b", "s", "c")
+    row["messages"][1]["weight"] = 0
+    row["messages"][3]["weight"] = 1
     with caplog.at_level("INFO"):
-        attach_template(tokenizer, None)
+        prepared(tmp_path, [row], WITHOUT_MARKERS)
     assert "derived from its renderings" in caplog.text
-    assert tokenizer.chat_template == WITHOUT_MARKERS
-    messages = samples.chat("q", "a", "r", "b", "s", "c")["messages"]
-    messages[1]["weight"] = 0
-    messages[3]["weight"] = 1
-    assert trained_on(tokenizer, messages) == "b<|im_end|>c<|im_end|>"
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert saved.chat_template == WITHOUT_MARKERS
+    assert documents(tmp_path)[0][1] == "b<|im_end|>c<|im_end|>"
 
 
 WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
@@ -65,7 +190,7 @@ WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endf
         ("{% generation %}" + WHOLE + "{% endgeneration %}", "words of another message"),
         (WHOLE + "{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
         (WITHOUT_MARKERS.replace("<|im_end|>", "<|other|>"), "ends it.*--add_tokens '<.other.>'"),
-        (Path(samples.CHATML).read_text().replace("<|im_end|>", "<|other|>"), "no such tokens"),
+        (CHATML.replace("<|im_end|>", "<|other|>"), "no such tokens"),
     ],
     ids=["end not trained", "too much", "too little", "no end", "no end, with markers"],
 )
