@@ -99,10 +99,8 @@ OTHER = {
     "system": [{"role": "system", "content": "Be terse."}, user("Hi"), says("Hello.")],
     "reasoning": [user("2+2?"), says("It is 4.", reasoning_content="I add two and two.")],
     "earlier reasoning": [
-        user("2+2?"),
-        says("It is 4.", reasoning_content="I add."),
-        user("3+3?"),
-        says("It is 6.", reasoning_content="Once more."),
+        *(user("2+2?"), says("It is 4.", reasoning_content="I add.")),
+        *(user("3+3?"), says("It is 6.", reasoning_content="Once more.")),
     ],
     "thinking tags": [user("2+2?"), says("<think>\nI add.\n</think>\n\nIt is 4.")],
     "empty answer": [user("q"), says(""), user("r"), says("fine")],
@@ -111,9 +109,7 @@ OTHER = {
 }
 CALLS = {
     "call": [user("Weather?"), call({"city": "Paris", "days": 3}), result("sunny"), says("Sun.")],
-    "call beside words": [
-        *(user("q"), call('{"city": "Paris"}', "Let me look."), result("x"), says("y")),
-    ],
+    "call beside words": [user("q"), call('{"city": "Paris"}', "Look."), result("x"), says("y")],
     "call without arguments": [user("Weather?"), call({}), result("rain"), says("Rain.")],
 }
 KINDS = {
@@ -142,16 +138,15 @@ def prepared(template):
 
 
 def said_in(template, kind):
-    """Return the assistant's messages, the text trained on of each by its tokens, and all."""
-    chat = KINDS[kind]
+    """Return a chat of that kind with what is trained on; its tokens say the same."""
     tokenizer, masks = prepared(template)
-    found = masked(masks, chat, TOOLS if kind in CALLS else None)
+    found = masked(masks, KINDS[kind], TOOLS if kind in CALLS else None)
     encoded = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(encoded["input_ids"])
     mask = token_mask(found, np.array(encoded["offset_mapping"]))
     assert tokenizer.decode(ids) == found.text
     assert tokenizer.decode(ids[mask]) == "".join(said(found))
-    return [m for m in chat if m["role"] == "assistant"], said(found), found
+    return found
 
 
 def words_of(message):
@@ -176,7 +171,7 @@ def check_turn(message, text):
 
 def check_start(template):
     """Check that a turn is trained on from where the generation prompt ends."""
-    found = said_in(template, "one turn")[2]
+    found = said_in(template, "one turn")
     chat_template = prepared(template)[1].template
     question = chat_template.adapted(KINDS["one turn"][:1])
     prompt = chat_template.render(ChatDocument(question, PLACE), generation_prompt=True)
@@ -185,28 +180,25 @@ def check_start(template):
     assert not GLUE.sub("", SPECIAL.sub("", prompt.removeprefix(given)))
 
 
-def refusal_of(template, kind):
-    try:
-        said_in(template, kind)
-    except UnusableRowError as refused:
-        return str(refused)
-    return ""
-
-
 @pytest.mark.parametrize("path", [*ORIGINALS, *TRAINING, CHATML], ids=lambda path: path.stem)
 def test_what_is_trained_is_the_assistants_words_and_their_end(path):
     """Every template that TRL ships: originals are derived, training versions say it themselves."""
     template = path.read_text()
-    refused = {kind: reason for kind in KINDS if (reason := refusal_of(template, kind))}
+    refused = {}
+    for kind, chat in KINDS.items():
+        try:
+            texts = said(said_in(template, kind))
+        except UnusableRowError as error:
+            refused[kind] = str(error)
+            continue
+        answers = [message for message in chat if message["role"] == "assistant"]
+        if path in TRAINING:  # their markers may stand around several parts of a turn
+            assert all(words_of(answer) in "".join(texts) for answer in answers)
+            continue
+        for answer, text in zip(answers, texts, strict=True):
+            check_turn(answer, text)
     assert not refused.keys() & PLAIN.keys(), refused
     assert all(re.search(REASONS, reason) for reason in refused.values()), refused
-    for kind in KINDS.keys() - refused.keys():
-        messages, texts, _ = said_in(template, kind)
-        if path in TRAINING:  # their markers may stand around several parts of a turn
-            assert all(words_of(message) in "".join(texts) for message in messages)
-            continue
-        for message, text in zip(messages, texts, strict=True):
-            check_turn(message, text)
     if path not in TRAINING:
         check_start(template)
 
@@ -250,7 +242,7 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("family", "kind", "turns"), EXPECTED)
 def test_each_familys_own_way_is_delimited(family, kind, turns):
-    assert said_in(DERIVED[family], kind)[1] == turns
+    assert said(said_in(DERIVED[family], kind)) == turns
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():

@@ -66,19 +66,6 @@ def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(t
     assert plan(tmp_path / "a.jsonl", on_bad_row="skip").settings.document_format == "text"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("name=", "give NAME=PATH"),
-        ("Big Name=x.jsonl", "use lower-case letters"),
-        ("validation=x.jsonl", "none of train, tokenizer, validation"),
-    ],
-)
-def test_evaluation_sources_that_cannot_be_used_are_refused(text, given, message):
-    with pytest.raises(ConfigurationError, match=message):
-        plan(text, eval_sources=[given], validation_fraction=0.1)
-
-
 def test_all_paths_are_checked_at_once(text):
     with pytest.raises(ConfigurationError) as caught:
         plan(text, "gone.jsonl", "none*.txt", eval_sources=["b=gone2.jsonl"], chat_template="c.jin")
@@ -97,21 +84,25 @@ def test_a_file_in_two_entries_and_a_filter_without_its_column_are_refused(text)
         plan({"path": str(text), "filter": {"lang": "en"}})
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are path"),
-        ({"path": "a", "filter": {"score": {"least": 3}}}, "give a value, a list of values, or"),
-        ({"weight": 2}, "needs a path"),
-        ({"path": "a", "weight": 0}, "weight is 0: give a number above 0"),
-        ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
-        ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
-        ({"path": "a", "columns": ["a=text", "b=text"]}, "a=text: give THEIRS=OURS, .* each once"),
-    ],
-)
-def test_an_entry_that_cannot_be_read_says_why(entry, message):
-    with pytest.raises(ConfigurationError, match=message):
-        plan(entry)
+UNREADABLE = [
+    ({"path": "a", "wieght": 2}, "unknown key 'wieght': known are path"),
+    ({"path": "a", "filter": {"score": {"least": 3}}}, "give a value, a list of values, or"),
+    ({"weight": 2}, "needs a path"),
+    ({"path": "a", "weight": 0}, "weight is 0: give a number above 0"),
+    ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
+    ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
+    ({"path": "a", "columns": ["a=text", "b=text"]}, "a=text: give THEIRS=OURS, .* each once"),
+    ("name=", "give NAME=PATH"),
+    ("Big Name=x.jsonl", "use lower-case letters"),
+    ("validation=x.jsonl", "none of train, tokenizer, validation"),
+]
+
+
+def test_an_entry_that_cannot_be_read_says_why(text):
+    for entry, message in UNREADABLE:
+        given = {"eval_sources": [entry]} if isinstance(entry, str) else {}
+        with pytest.raises(ConfigurationError, match=message):
+            plan(text if given else entry, **given, validation_fraction=0.1)
 
 
 def test_the_documented_recipe_is_read():

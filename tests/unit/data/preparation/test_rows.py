@@ -4,13 +4,7 @@ import json
 
 import pytest
 
-from utils.data.prepare.rows import (
-    RowSettings,
-    UnusableRowError,
-    document_fields,
-    naming_hint,
-    renamed,
-)
+from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, naming_hint
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -32,19 +26,18 @@ def message(**keys):
 
 
 def test_sharegpt_becomes_messages_and_its_calls_tool_calls():
+    function = json.dumps(CALL["function"])
     row = said(
         *(("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r")),
-        ("function_call", json.dumps(CALL["function"])),
-        *(("observation", '{"rain": true}'), ("model", "b")),
+        *(("function_call", function), ("observation", '{"rain": true}'), ("model", "b")),
     )
     found = document_fields({"conversations": row, "tools": json.dumps([TOOL])}, "sharegpt")
     assert found["tools"] == [TOOL]
     roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
     assert [message["role"] for message in found["messages"]] == roles
-    assert found["messages"][4:6] == [
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": '{"rain": true}'},
-    ]
+    call, observed = found["messages"][4:6]
+    assert call == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert observed == {"role": "tool", "content": '{"rain": true}'}
 
 
 @pytest.mark.parametrize(("given", "question"), [("", "i"), (None, "i"), ("in", "i\nin")])
@@ -79,27 +72,21 @@ def test_every_way_to_write_a_call_gives_one_call():
     assert message(role="function", name="find", content="x")["role"] == "tool"
 
 
-@pytest.mark.parametrize("column", ["tools", "functions"])
-def test_every_way_to_write_tools_gives_one_list(column):
+def test_every_way_to_write_tools_gives_one_list():
     for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], TOOL, [TOOL["function"]]):
-        row = {"messages": [QUESTION], column: tools}
-        assert document_fields(row, "messages")["tools"] == [TOOL]
+        for column in ("tools", "functions"):
+            row = {"messages": [QUESTION], column: tools}
+            assert document_fields(row, "messages")["tools"] == [TOOL]
 
 
 def test_parts_of_a_content_go_where_templates_read_them():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "value": "b"}, "c"]
     assert message(role="user", content=parts)["content"] == "abc"
     call = {"type": "tool_call", "value": json.dumps(CALL["function"])}
-    thought = {"type": "reasoning", "value": "t"}
-    found = message(role="assistant", content=[thought, {"type": "text", "value": "a"}, call])
-    assert found == {
-        "role": "assistant",
-        "content": "a",
-        "reasoning_content": "t",
-        "tool_calls": [CALL],
-    }
-    found = message(role="assistant", content=[{"type": "thinking", "thinking": "t"}])
-    assert found == {"role": "assistant", "content": "", "reasoning_content": "t"}
+    for thought in ({"type": "reasoning", "value": "t"}, {"type": "thinking", "thinking": "t"}):
+        found = message(role="assistant", content=[thought, {"type": "text", "value": "a"}, call])
+        kept = {"role": "assistant", "content": "a", "reasoning_content": "t"}
+        assert found == kept | {"tool_calls": [CALL]}
     for returned in ({"ü": [1]}, [{"ü": [1]}]):
         text = json.dumps(returned, ensure_ascii=False)
         assert message(role="tool", content=returned)["content"] == text
@@ -117,11 +104,6 @@ def test_unknown_columns_come_with_what_to_type():
     assert "--columns question=prompt answer=completion" in naming_hint(["x"])
 
 
-def test_a_column_takes_another_name_and_the_place_of_its_owner():
-    fields = {"question": "q", "prompt": "old", "other": 1}
-    assert renamed(fields, [("question", "prompt")]) == {"prompt": "q", "other": 1}
-
-
 def test_filters_keep_values_lists_and_ranges():
     row = {"language": "en", "score": "3.5", "level": "3"}  # as CSV has it
 
@@ -129,8 +111,7 @@ def test_filters_keep_values_lists_and_ranges():
         return RowSettings("text", filters=tuple(filters.items())).selects(row)
 
     assert keeps(language="en", score={"min": 3, "max": 4})
-    assert keeps(language=["de", "en"])
-    assert keeps(level=3)
+    assert keeps(language=["de", "en"], level=3)
     assert keeps(level=[2, 3])
     assert not keeps(language="de")
     assert not keeps(score={"min": 4})

@@ -40,32 +40,29 @@ def test_unknown_suffixes_are_passed_over_and_counted_unless_text_is_asked_for(t
 
 
 def test_every_fault_is_collected_in_one_pass(tmp_path):
+    faults = {
+        "gone.jsonl": "no such file or folder",
+        "*.none": "no file matches this pattern",
+        "empty.jsonl": "empty source, the file has 0 bytes",
+        "folder": "empty source, no file in it can be read",
+        "x.weird": "neither text nor records",
+        "pipe.txt": "not a regular file",
+        "dict": "has no split 'train'; its files are of test, test_sft",
+        "a.json": "neither text nor records",
+        "b.parquet": "is a pointer of Git LFS",
+    }
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.weird").write_text("x")
     os.mkfifo(tmp_path / "pipe.txt")
+    table = datasets.Dataset.from_dict({"text": ["a"]})
+    datasets.DatasetDict({"test": table, "test_sft": table}).save_to_disk(str(tmp_path / "dict"))
     (tmp_path / "a.json").write_text('{\n "text": "a"\n}')
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
-    table = datasets.Dataset.from_dict({"text": ["a"]})
-    both = datasets.DatasetDict({"test": table, "test_sft": table})
-    both.save_to_disk(str(tmp_path / "dict"))
-    given = ["gone.jsonl", "*.none", "empty.jsonl", "folder", "x.weird", "pipe.txt", "dict"]
-    given += ["a.json", "b.parquet"]
-    _, problems = list_sources([str(tmp_path / name) for name in given], "auto")
-    expected = [
-        "no such file or folder",
-        "no file matches this pattern",
-        "empty source, the file has 0 bytes",
-        "empty source, no file in it can be read",
-        "neither text nor records",
-        "not a regular file",
-        "has no split 'train'; its files are of test, test_sft",
-        "neither text nor records",
-        "is a pointer of Git LFS",
-    ]
-    for name, problem, part in zip(given, problems, expected, strict=True):
+    _, problems = list_sources([str(tmp_path / name) for name in faults], "auto")
+    for problem, (name, fault) in zip(problems, faults.items(), strict=True):
         assert problem.startswith(str(tmp_path / name))
-        assert part in problem
+        assert fault in problem
 
 
 @pytest.mark.parametrize(
