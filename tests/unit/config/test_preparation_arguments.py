@@ -1,7 +1,7 @@
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments, check_preparation, shard_of
+from utils.config.preparation import PreparationArguments, check_preparation
 
 
 def arguments(**settings) -> PreparationArguments:
@@ -10,8 +10,6 @@ def arguments(**settings) -> PreparationArguments:
 
 
 TRAINED = {"tokenizer_name_or_path": None, "train_tokenizer": 500}
-
-
 CONTRADICTIONS = [
     ({"sources": []}, "sources is empty"),
     ({"tokenizer_name_or_path": None}, "give one of --tokenizer_name_or_path"),
@@ -24,7 +22,6 @@ CONTRADICTIONS = [
     ({"add_tokens": [" "]}, "add_tokens has an empty token"),
     ({**TRAINED, "add_tokens": ["a"]}, "add_tokens goes with --tokenizer_name_or_path"),
     ({**TRAINED, "shard": "0/2"}, "train_tokenizer does not go with shard or merge"),
-    ({**TRAINED, "merge": 2}, "train_tokenizer does not go with shard or merge"),
     ({"shard": "1/2", "merge": 2}, "shard and merge are separate steps"),
     ({"shard": "2/2"}, "I from 0 to N-1"),
     ({"shard": "1"}, "give I/N"),
@@ -43,5 +40,3 @@ def test_all_faults_are_shown_at_once_and_settings_that_fit_are_accepted():
     assert len(caught.value.problems) == 3
     check_preparation(arguments(shard="3/4", sequence_length=128, on_overlong="drop"))
     check_preparation(arguments(**TRAINED, tokenizer_only=True))
-    assert shard_of(arguments()) == (0, 1)
-    assert shard_of(arguments(shard="3/7")) == (3, 7)

@@ -50,7 +50,6 @@ def test_unreadable_text_names_its_line():
         "a: 1\n---\nb: 2\n": "not valid YAML: but found another document",
         "a: !!python/object/apply:os.system [ls]\n": "^:1: not valid YAML: could not determine",
         "a: \x00\n": "not valid YAML: special characters are not allowed",
-        "a: 1\nb: 2\na: 3\n": "^:3: not valid YAML: a is given twice",
         "a:\n  - {c: 1, c: 2}\n": "^:2: not valid YAML: c is given twice",
         "1: x\n": "^:1: not valid YAML: a key has to be a name",
     }.items():

@@ -183,17 +183,20 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv, c
     assert not re.search(r"--(gradient_accumulation_steps|hub_token|deepspeed|max_length)\b", text)
 
 
+DRY = {"use_cpu": None, "dry_run": "true"}
+
+
 @pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize(
     ("changes", "environment", "bf16"),
     [
         ({}, {}, True),
         ({"dtype": "bfloat16"}, {}, False),  # computed with as they are
-        ({"use_cpu": None, "dry_run": "true"}, {}, False),  # a login node, for nodes unknown
+        (DRY, {}, False),  # a login node, for nodes unknown
         ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}, False),
         # Processes of a launcher are on the CPU only if they are told to.
-        ({"use_cpu": None, "dry_run": "true"}, {"WORLD_SIZE": "2"}, False),
-        ({"use_cpu": None}, {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, True),
+        (DRY, {"WORLD_SIZE": "2"}, False),
+        (DRY, {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, True),
         # The accelerate config decides where the settings leave it open, and nowhere else.
         ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, True),
         ({"bf16": "false", "dry_run": "true"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
@@ -202,14 +205,12 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv, c
 def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tmp_path):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    if environment.get("WORLD_SIZE") == "2":
-        changes = {**changes, "dry_run": "true"}
     settings = parse(**changes, run_name="1e-4", lr_scheduler_kwargs='{"num_cycles": 1}',
                      lr_scheduler_type="cosine_with_restarts")  # fmt: skip
     assert settings.resolved["bf16"] is bf16
     assert settings.training.mixed_precision == ("bf16" if bf16 else "no")
-    by_launch = os.environ.get("ACCELERATE_MIXED_PRECISION") is not None
-    assert by_launch is ("ACCELERATE_MIXED_PRECISION" in environment)
+    by_launch = "ACCELERATE_MIXED_PRECISION" in environment
+    assert ("ACCELERATE_MIXED_PRECISION" in os.environ) is by_launch, "nothing is left set"
     overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 false (--bf16)"
     assert (overruled in settings.values.notes) is (by_launch and not bf16)
     if bf16:
@@ -230,4 +231,4 @@ def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
-    assert parse(use_cpu=None, dry_run="true").resolved["bf16"] is False
+    assert parse(**DRY).resolved["bf16"] is False

@@ -24,7 +24,8 @@ from utils.config.unknown_names import (
     unknown_name,
 )
 
-KNOWN = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))
+CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
+KNOWN = declared_settings(CLASSES)
 
 
 def test_what_was_meant_is_named():
@@ -57,8 +58,7 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     added = names(SFTConfig) - names(TrainingArguments) - REFUSED_FINE_TUNING_SETTINGS.keys()
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert not [name for name in KNOWN if "token" in name and "tokenizer" not in name]
-    classes = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
-    declared = [name for owner in classes for name in declared_settings([owner])]
+    declared = [name for owner in CLASSES for name in declared_settings([owner])]
     assert len(declared) == len(set(declared)), "two classes declare one setting"
     ours = {answer for answer in OTHER_NAMES.values() if answer.isidentifier()}
     assert ours <= KNOWN.keys()
@@ -72,6 +72,6 @@ def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
     path = tmp_path / "all.yaml"
     path.write_text("".join(f"{name}: 1\n" for name in refused))
     with pytest.raises(ConfigurationError) as caught:
-        read_settings((DataArguments, ModelArguments, FineTuneConfig), ["--config", str(path)])
+        read_settings(CLASSES, ["--config", str(path)])
     for line, (name, reason) in enumerate(refused.items(), 1):
         assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems

@@ -101,7 +101,6 @@ def test_wrong_names_are_refused(given, told):
 @pytest.mark.parametrize(
     ("name", "given", "modules", "parameters"),
     [
-        ("llama", "all-linear", 14, 0),
         ("llama", [r".*layers\.1\..*(q|k)_proj"], 2, 0),
         ("llama", ["model.layers.0.mlp.up_proj", "embed_tokens"], 2, 0),
         # Names that experts had before transformers 5.

@@ -24,7 +24,7 @@ def of(**model):
 
 
 def directory(path, *names):
-    path.mkdir()
+    path.mkdir(parents=True)
     for name in names:
         (path / name).write_text(name)
     return path
@@ -49,8 +49,7 @@ def hub(tmp_path, monkeypatch):
     """The Hub's cache with two commits of a model, main being the first of them."""
     repository = tmp_path / "hub" / "models--some--model"
     for commit in COMMITS:
-        (repository / "snapshots" / commit).mkdir(parents=True)
-        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        directory(repository / "snapshots" / commit, "config.json")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMITS[0])
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -10,22 +10,31 @@ from transformers import AutoConfig, LlamaConfig
 from utils.config.errors import ConfigurationError
 from utils.model.finished_model import generation_settings, saved_dtype, with_stops
 
-# generation_config.json as published.
+# generation_config.json as published, what of it `final/` gets otherwise, and what is said of it.
 PUBLISHED = {
     # Vicuna 7B v1.5: sampling flags, no do_sample
-    "vicuna": {
-        "bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
-        "temperature": 0.9, "top_p": 0.6,
-    },
+    "vicuna": (
+        {"bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
+         "temperature": 0.9, "top_p": 0.6},
+        {"do_sample": True}, "final/ gets them with do_sample: true",
+    ),
     # Gemma 3 1B
-    "gemma3": {
-        "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
-        "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
-    },
+    "gemma3": (
+        {"bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
+         "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95},
+        {}, None,
+    ),
     # Greedy by choice, with flags that have no effect then
-    "greedy": {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
+    "greedy": (
+        {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
+        {"temperature": None, "length_penalty": None},
+        "no length_penalty (it is 2.0), no temperature (it is 0.7)",
+    ),
     # Llama 7B's conversions: no padding token was -1
-    "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
+    "llama1": (
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
+        {"pad_token_id": None}, "no pad_token_id (it is -1)",
+    ),
 }  # fmt: skip
 
 
@@ -45,7 +54,7 @@ def _published(tmp_path, values):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings_can_be_saved_again(name, tmp_path):
-    values = PUBLISHED[name]
+    values, changed, told = PUBLISHED[name]
     settings, config = _published(tmp_path, values)
     config.use_cache = False
     made, repaired = generation_settings(settings, config)
@@ -55,19 +64,9 @@ def test_published_settings_can_be_saved_again(name, tmp_path):
     stops.save_pretrained(tmp_path / "final")  # raises for what is refused
     saved = json.loads((tmp_path / "final" / "generation_config.json").read_text())
     saved.pop("transformers_version")
-    expected = values | {"eos_token_id": [*known, 7]}
-    if name == "vicuna":
-        expected |= {"do_sample": True}
-        assert "final/ gets them with do_sample: true" in repaired
-    elif name == "greedy":
-        del expected["temperature"], expected["length_penalty"]
-        assert "no length_penalty (it is 2.0), no temperature (it is 0.7)" in repaired
-    elif name == "llama1":
-        del expected["pad_token_id"]
-        assert "no pad_token_id (it is -1)" in repaired
-    else:
-        assert not repaired
-    assert saved == expected
+    expected = values | changed | {"eos_token_id": [*known, 7]}
+    assert saved == {key: value for key, value in expected.items() if value is not None}
+    assert told in repaired if told else not repaired
 
 
 def test_what_is_never_valid_is_refused_with_the_file(tmp_path):

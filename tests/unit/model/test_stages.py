@@ -132,11 +132,6 @@ def optimizer(kind=torch.optim.AdamW, width: int = 3, steps: int = 0, **options:
     return made
 
 
-def begin(directory: Path, fresh: torch.optim.Optimizer) -> None:
-    nothing = SimpleNamespace()
-    InheritedOptimizer(directory).on_train_begin(nothing, nothing, nothing, optimizer=fresh)
-
-
 def test_an_optimizer_of_something_else_is_refused(tmp_path):
     torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
     for fresh, message in (
@@ -145,4 +140,4 @@ def test_an_optimizer_of_something_else_is_refused(tmp_path):
         (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))]), r"groups of \[2\] tensors"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            begin(tmp_path, fresh)
+            InheritedOptimizer(tmp_path).on_train_begin(None, None, None, optimizer=fresh)

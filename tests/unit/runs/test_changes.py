@@ -13,24 +13,16 @@ from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.runs.changes import CPU_ROUNDING, IDENTITY, IN_THE_CHECKPOINT, accepted_changes
 
 GIVEN = {
-    "train_data": ["data/a"],
-    "model_config": "model.yaml",
-    "tokenizer_name_or_path": "tokenizer",
-    "sequence_length": 64,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 1,
-    "max_steps": 6,
-    "lr_scheduler_type": "cosine",
-}
+    "train_data": ["data/a"], "model_config": "model.yaml", "tokenizer_name_or_path": "tokenizer",
+    "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 1,
+    "max_steps": 6, "lr_scheduler_type": "cosine",
+}  # fmt: skip
 MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 128,
          "num_hidden_layers": 1, "num_attention_heads": 4, "rope_theta": 10000.0}  # fmt: skip
 FACTS = {
-    "script": "pretrain.py",
-    "cpu_rounding": CPU_ROUNDING,
-    "data": {"train": ["aaaa"], "held": ["hhhh"]},
-    "tokenizer_sha256": "tttt",
-    "model_config": MODEL,
-}
+    "script": "pretrain.py", "cpu_rounding": CPU_ROUNDING, "tokenizer_sha256": "tttt",
+    "data": {"train": ["aaaa"], "held": ["hhhh"]}, "model_config": MODEL,
+}  # fmt: skip
 
 
 class Runs:
@@ -81,16 +73,10 @@ def warned(caplog) -> list[str]:
 
 
 OTHER_VALUES = {
-    "sequence_length": 32,
-    "packing": "concat",
-    "global_batch_size": 8,
-    "seed": 7,
-    "tokenizer_name_or_path": None,
-    "dtype": "float32",
-    "lr_scheduler_type": "cosine_with_restarts",
-    "lr_scheduler_kwargs": '{"num_cycles": 2}',
-    "warmup_steps": 2,
-}
+    "sequence_length": 32, "packing": "concat", "global_batch_size": 8, "seed": 7,
+    "tokenizer_name_or_path": None, "dtype": "float32", "warmup_steps": 2,
+    "lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": '{"num_cycles": 2}',
+}  # fmt: skip
 
 
 def test_what_makes_another_run_is_refused_until_it_is_accepted(runs, caplog):
@@ -188,20 +174,15 @@ BASE = {"model_config": None, "model_name_or_path": "base", "use_peft": "true"}
 SHARDS = {"model-1.safetensors": "1111", "model-2.safetensors": "2222"}
 
 
-@pytest.fixture
-def adapters(fine_tuning):
-    """A run with LoRA, on weights of which two files are known, with a checkpoint."""
-    fine_tuning.start(**BASE)  # an earlier version, which knew nothing of what lies under adapters
-    assert fine_tuning.start(**BASE, facts=weights(sha256=SHARDS)) == {}
-    fine_tuning.has_checkpoint()
-    return fine_tuning
-
-
 def weights(**known):
     return {"base_weights": known, "model_config": None}
 
 
-def test_other_weights_under_adapters_are_refused_until_accepted(adapters, caplog):
+def test_other_weights_under_adapters_are_refused_until_accepted(fine_tuning, caplog):
+    adapters = fine_tuning
+    adapters.start(**BASE)  # an earlier version, which knew nothing of what lies under adapters
+    assert adapters.start(**BASE, facts=weights(sha256=SHARDS)) == {}
+    adapters.has_checkpoint()
     moved = {**BASE, "model_name_or_path": "copy"}
     assert adapters.start(**moved, facts=weights(sha256=SHARDS))["accepted"] == []
     assert "model_name_or_path: base -> copy (the same contents)" in warned(caplog)[0]

@@ -15,7 +15,6 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
 }  # fmt: skip
 KINDS = {
-    "lora": {"target_modules": LINEAR},
     "dora": {"target_modules": LINEAR, "use_dora": True},
     "bias": {"target_modules": LINEAR, "lora_bias": True, "bias_in_base": True},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},

@@ -32,10 +32,8 @@ def test_three_starts_at_one_checkpoint_are_enough():
 
 def test_others_may_start():
     for starts, job in (
-        (AT_10[:2], JOB),
         ([*AT_10[:2], start("/run/checkpoint-9")], JOB),
         ([*AT_10[:2], start("/run/checkpoint-10", job_id="41")], JOB),
-        ([*AT_10[:2], start("/run/checkpoint-10", cluster="d")], JOB),
         ([*AT_10[:2], {"resumed_from": "/run/checkpoint-10", "slurm": None}], JOB),
         (AT_10, JOB | {"job_id": "43", "restart_count": "0"}),
         (AT_10, None),
