@@ -5,9 +5,6 @@ from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names 
     _one_thread_and_a_private_cache,
     base_model,
     fine_tuning,
-    first,
-    next_stage,
     pretraining,
-    stages,
     workspace,
 )

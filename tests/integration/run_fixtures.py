@@ -7,8 +7,6 @@ import pytest
 import tiny
 import torch
 
-import pretrain
-
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,11 +21,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_and_a_private_cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_and_a_private_cache(tmp_path_factory):
     torch.set_num_threads(1)
-    cache = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +58,7 @@ def base_model(workspace: Path) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fine_tuning(workspace: Path, base_model: Path) -> Callable[..., list[str]]:
     """Return the command line of a small fine-tuning run, with settings changed as given."""
 
@@ -70,31 +69,5 @@ def fine_tuning(workspace: Path, base_model: Path) -> Callable[..., list[str]]:
             "output_dir": output_dir,
         }
         return tiny.flags(**(tiny.RUN | settings | changes))
-
-    return argv
-
-
-@pytest.fixture(scope="session")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the stages that tests share."""
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture
-def first(stages: Path, pretraining: Callable[..., list[str]]) -> Path:
-    """A finished first stage with a checkpoint at its steps 3 and 6; its attention is not flat."""
-    run = stages / "first"
-    if not run.exists():
-        sharp = tiny.make_model_config(stages / "first.json", initializer_range=0.2)
-        pretrain.main(pretraining(run, model_config=sharp))
-    return run
-
-
-@pytest.fixture
-def next_stage(pretraining: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Return the command line of a pretraining run that starts from an earlier stage."""
-
-    def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
-        return pretraining(run, **({"init_from": init_from, "model_config": None} | changes))
 
     return argv

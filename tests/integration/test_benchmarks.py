@@ -36,7 +36,7 @@ del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and p
 def a_process_of_its_own():
     """What a baseline changes in its process is as before for the next one."""
     variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
-    # Compiling takes longer than all else here; tests/integration/test_compiled_runs.py does it.
+    # Compiling takes longer than all else here; other runs do it.
     with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
         yield
     put_back()

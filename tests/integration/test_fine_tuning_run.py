@@ -6,6 +6,7 @@ import shutil
 import datasets
 import pytest
 import tiny
+import torch
 from transformers import AutoModelForCausalLM
 
 import pretrain
@@ -17,22 +18,27 @@ pytestmark = pytest.mark.slow
 LORA = {
     "use_peft": "true",
     "lora_r": 4,
+    "lora_dropout": 0.1,
     "lora_target_modules": "all-linear",
     "async_save": "true",
+    "compile": "true",
 }
 
 
-@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
-def test_a_run_learns_the_completions(adapters, fine_tuning, base_model, workspace, tmp_path):
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "compiled lora"])
+def test_a_run_learns_the_completions(
+    adapters, fine_tuning, base_model, workspace, tmp_path, capfd
+):
     """A cut one as exactly as a whole one; adapters are merged into the finished model."""
-    run, cut = tmp_path / "run", tmp_path / "cut"
+    run, cut, steps = tmp_path / "run", tmp_path / "cut", 6 if adapters else 20
+    torch._dynamo.reset()
     settings = adapters | {
         "eval_data": f"heldout={workspace / 'chats_heldout'}",
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": steps // 2,
         "eval_on_start": "true",
-        "max_steps": 20,
-        "save_steps": 10,
+        "max_steps": steps,
+        "save_steps": steps // 2,
     }
     sft_train.main(fine_tuning(run, **settings))
     columns = tiny.masked(tiny.documents(23, seed=3))
@@ -40,9 +46,9 @@ def test_a_run_learns_the_completions(adapters, fine_tuning, base_model, workspa
     lines = [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "eval"]
     assert {line["eval_heldout_tokens"] for line in lines} == {targets}, "no prompt counts"
     evaluated = tiny.evaluations(run, "heldout")
-    assert evaluated[20] < evaluated[0] - (0 if adapters else 0.5)
+    assert evaluated[steps] < evaluated[0] - (0 if adapters else 0.5)
     final = AutoModelForCausalLM.from_pretrained(run / "final")
-    assert tiny.plain_loss(final, columns) == pytest.approx(evaluated[20], abs=1e-4)
+    assert tiny.plain_loss(final, columns) == pytest.approx(evaluated[steps], abs=1e-4)
     if adapters:
         assert not (run / "final" / "adapter_config.json").exists()
         assert json.loads((run / "adapter" / "adapter_config.json").read_text())["r"] == 4
@@ -50,9 +56,15 @@ def test_a_run_learns_the_completions(adapters, fine_tuning, base_model, workspa
         moved = {name for name, value in final.state_dict().items() if not value.equal(base[name])}
         assert moved
         assert all("proj" in name for name in moved)
-    tiny.cut(shutil.copytree(run, cut, ignore=shutil.ignore_patterns(".lock")), step=10)
+    tiny.cut(shutil.copytree(run, cut, ignore=shutil.ignore_patterns(".lock")), step=steps // 2)
+    torch._dynamo.reset()
     sft_train.main(fine_tuning(cut, **settings))
+    shown = capfd.readouterr().out
+    assert ("compile: layer by layer" in shown) == bool(adapters)
+    assert "graphs more" not in shown, "nothing is compiled again"
     tiny.assert_same_run(cut, run)
+    names = ("grad_norm", "eval_heldout_loss")
+    assert torch.equal(tiny.figures(cut, *names), tiny.figures(run, *names))
 
 
 def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_path, capsys):

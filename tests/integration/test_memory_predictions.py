@@ -4,7 +4,6 @@ import pytest
 import tiny
 import torch
 
-import pretrain
 import sft_train
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
 from utils.model.compilation import CHOICES
@@ -37,14 +36,13 @@ def test_a_gpu_takes_what_was_predicted(name, choice):
     assert abs(found["ratio"] - 1) < BOUND["cuda"], found
 
 
-def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, monkeypatch, capfd):
-    for choice in ("none", "selective"):
-        argv = pretraining(tmp_path / choice, activation_checkpointing=choice, max_steps=2)
-        assert pretrain.main(argv) == 0
-    monkeypatch.setattr(memory, "own_device", lambda _: (2**16, None))
-    capfd.readouterr()
-    argv = pretraining(tmp_path / "auto", activation_checkpointing="auto", max_steps=2)
-    assert pretrain.main(argv) == 0
+def test_choices_train_alike_and_auto_says_what_it_took(fine_tuning, tmp_path, monkeypatch, capfd):
+    for choice in ("none", "selective", "auto"):
+        if choice == "auto":
+            monkeypatch.setattr(memory, "own_device", lambda _: (2**16, None))
+        changes = {"use_peft": True, "lora_dropout": 0.1, "max_steps": 2}
+        argv = fine_tuning(tmp_path / choice, activation_checkpointing=choice, **changes)
+        assert sft_train.main(argv) == 0
     said = capfd.readouterr().out
     assert "activation checkpointing: auto: full; predicted GiB: none " in said
     assert "nothing fits with that margin" in said
@@ -56,12 +54,3 @@ def test_choices_train_alike_and_auto_says_what_it_took(pretraining, tmp_path, m
     assert (record["requested"], record["choice"]) == ("auto", "full")
     assert [*record["predicted_bytes"]] == ["none", "selective", "full"]
     assert record["room_bytes"] == 2**16
-
-
-def test_adapters_train_alike(fine_tuning, tmp_path):
-    for choice in ("none", "selective", "full"):
-        changes = {"use_peft": True, "lora_dropout": 0.1, "max_steps": 2}
-        argv = fine_tuning(tmp_path / choice, activation_checkpointing=choice, **changes)
-        assert sft_train.main(argv) == 0
-    losses = [tiny.losses(tmp_path / choice) for choice in ("none", "selective", "full")]
-    assert losses[0] == losses[1] == losses[2]

@@ -8,7 +8,6 @@ import tiny
 from launching import run_two_processes
 
 import pretrain
-from utils.callbacks.journal import read_journal
 
 pytestmark = pytest.mark.slow
 
@@ -23,22 +22,8 @@ RUN = {
 MIXTURE = ("tokens_seen/", "tokens_share/", "epochs/")
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> list[str]:
-    root = tmp_path_factory.mktemp("sources")
-    made = {"web": (90, 60, 3), "code": (60, 20, 2), "rare": (4, 30, 1)}
-    return [
-        f"{tiny.save(root / name, {'input_ids': tiny.documents(count, 7, longest)})}={weight}"
-        for name, (count, longest, weight) in made.items()
-    ]
-
-
-@pytest.fixture
-def start(pretraining, sources):
-    def start(run: Path) -> int:
-        return pretrain.main(pretraining(run, **RUN, train_data=sources))
-
-    return start
+COUNTS = {"web": 90, "code": 60, "rare": 4}
+LONGEST_AND_WEIGHT = {"web": (60, 3), "code": (20, 2), "rare": (30, 1)}
 
 
 def mixture(run: Path) -> dict[int, dict[str, float]]:
@@ -49,42 +34,39 @@ def mixture(run: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(start, tmp_path, capsys):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert start(whole) == 0
+def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(pretraining, tmp_path, capsys):
+    whole, cut, of_two = tmp_path / "whole", tmp_path / "cut", tmp_path / "of_two"
+    sources = []
+    for name, (longest, weight) in LONGEST_AND_WEIGHT.items():
+        rows = {"input_ids": tiny.documents(COUNTS[name], 7, longest)}
+        sources.append(f"{tiny.save(tmp_path / name, rows)}={weight}")
+    settings = RUN | {"train_data": sources}
+    assert pretrain.main(pretraining(whole, **settings)) == 0
     told = "mixture: web 50.0% of the sequences (of the tokens 68.0%), code 33.3% of the sequ"
     assert told in capsys.readouterr().out, "the longest documents are those of web"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock"))  # this process holds it
     tiny.cut(cut, step=6)
-    assert start(cut) == 0
+    assert pretrain.main(pretraining(cut, **settings)) == 0
     assert f"resuming from {cut}/checkpoint-6" in capsys.readouterr().out
     tiny.assert_same_run(cut, whole)
     figures = mixture(whole)
     assert mixture(cut) == figures
     assert list(figures) == [4, 8, 12]
     last = figures[12]
-    assert set(last) == {f"{key}{name}" for key in MIXTURE for name in ("web", "code", "rare")}
+    assert set(last) == {f"{key}{name}" for key in MIXTURE for name in COUNTS}
     samples = {name: last[f"epochs/{name}"] * count for name, count in COUNTS.items()}
     assert sum(samples.values()) == 12 * 4
     assert last["epochs/rare"] > 1, "it ran out and was gone through again"
     seen = sum(last[f"tokens_seen/{name}"] for name in COUNTS)
-    assert read_journal(whole / "metrics.jsonl")[-1]["event"] == "summary"
     assert seen == tiny.train_lines(whole)[-1]["tokens_seen"]
     assert last["tokens_share/web"] == last["tokens_seen/web"] / seen
 
-
-COUNTS = {"web": 90, "code": 60, "rare": 4}
-
-
-def test_a_mixture_begun_by_two_ranks_resumes_on_one(pretraining, sources, start, tmp_path):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert start(whole) == 0
-    done = run_two_processes(
-        "multi_gpu", "pretrain.py", pretraining(run, **RUN, train_data=sources)
-    )
+    # Begun by two ranks, resumed on one.
+    argv = pretraining(of_two, **settings)
+    done = run_two_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert mixture(run) == mixture(whole), "each rank counts the global batches"
-    tiny.cut(run, step=6)
-    assert start(run) == 0
-    assert mixture(run) == mixture(whole)
-    assert tiny.losses(run) == pytest.approx(tiny.losses(whole), abs=2e-5)
+    assert mixture(of_two) == figures, "each rank counts the global batches"
+    tiny.cut(of_two, step=6)
+    assert pretrain.main(argv) == 0
+    assert mixture(of_two) == figures
+    assert tiny.losses(of_two) == pytest.approx(tiny.losses(whole), abs=2e-5)

@@ -14,27 +14,20 @@ from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
 import pretrain
-from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.config.errors import NotFiniteError
 from utils.data.order import SampleOrder
 
 pytestmark = pytest.mark.slow
 
 POISONED_RUN = Path(__file__).with_name("poisoned_run.py")
-KINDS = ("nan", "inf_loss", "inf_gradient")
 DOCUMENTS = 60
 STEP = 4  # of 6, saved after 2, 4 and 6: the spoilt step is one of those that are saved
 # One document a row, two micro-batches of two rows a step.
 RUN = {"packing": "none", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "cosine"}
 
 
-def order(step: int) -> np.ndarray:
-    """The documents of a step (from 1), (micro-batches, rows); of two ranks (.., 2, rows)."""
-    samples = np.arange((step - 1) * 4, step * 4)
-    return SampleOrder([DOCUMENTS], seed=42).sequences(samples)
-
-
-BATCH = order(STEP)
+ORDER = SampleOrder([DOCUMENTS], seed=42).sequences(np.arange(24)).reshape(6, 4)  # by step
+BATCH = ORDER[STEP - 1]
 SPOILT = int(BATCH[3])  # the last row of its step: micro-batch 2 of one rank, rank 1 of two
 
 
@@ -63,22 +56,18 @@ def kept(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob("*checkpoint-*"))
 
 
-def report(run: Path, step: int = STEP) -> dict:
-    return json.loads((run / f"nonfinite-step-{step}.json").read_text())
-
-
-def documents(run: Path) -> set[int]:
-    return {entry["document"] for entry in report(run)["documents"]}
+def documents(run: Path, step: int = STEP) -> set[int]:
+    report = json.loads((run / f"nonfinite-step-{step}.json").read_text())
+    return {entry["document"] for entry in report["documents"]}
 
 
 CAUSES = {
     "nan": "step 4: the loss of rank 0 in micro-batch 2 is nan",
-    "inf_loss": "step 4: the loss of rank 0 in micro-batch 2 is inf",
     "inf_gradient": "step 4: the gradient norm is not finite .*, though the losses are",
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSES)
 def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_path, poisoned):
     run = tmp_path / "run"
     with pytest.raises(NotFiniteError, match=CAUSES[kind]) as caught:
@@ -122,23 +111,14 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
         start(run, None, **changes)
     assert kept(run) == (["checkpoint-2"] if step == STEP else [])
     assert not (run / "final").exists()
-    assert {entry["document"] for entry in report(run, step)["documents"]} == set(order(step))
+    assert documents(run, step) == set(ORDER[step - 1].tolist())
 
 
-def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys, monkeypatch):
+def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
     """Two ranks would learn of the spoilt step only a step later."""
-    settings = {
-        "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 4,
-        "save_steps": 5,
-    }  # fmt: skip
-    asked = []
-    real = NonFiniteGuard.settle
-    monkeypatch.setattr(
-        NonFiniteGuard, "settle", lambda self, *args: (asked.append(1), real(self, *args))
-    )
+    split = f"heldout={workspace / 'heldout'}"
     with pytest.raises(NotFiniteError):
-        start(tmp_path / "run", "nan", **settings)
-    assert len(asked) == 1
+        start(tmp_path / "run", "nan", eval_data=split, eval_strategy="steps", eval_steps=4)
     assert "eval heldout" not in capsys.readouterr().out
 
 

@@ -1,7 +1,6 @@
 """Runs whose weights and Adam's states are kept in fewer bits: as exact as any other run."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import tiny
@@ -39,27 +38,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd)
     tiny.assert_same_run(run, whole)
 
 
-def test_all_ranks_round_alike(wide, tmp_path):
-    script = Path(__file__).with_name("same_weights_run.py")
-    settings = {**SMALLEST, "per_device_train_batch_size": 1}
-    done = run_two_processes("multi_gpu", script, wide(tmp_path / "run", **settings))
-    assert "1 different weights on 2 ranks" in done.stdout, done.stdout[-3000:]
-
-
-def test_shards_resume_exactly(wide, tmp_path):
-    """Codes and scales are saved and loaded as shards of rows."""
+@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
+def test_two_ranks_round_alike_and_resume_exactly(config, wide, tmp_path):
+    """Both resume with what rank 0 wrote, or with shards of codes and scales."""
     whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
-    done = run_two_processes("fsdp2", "pretrain.py", wide(whole, **settings))
+    done = run_two_processes(config, "pretrain.py", wide(whole, **settings))
     assert done.returncode == 0, done.stdout[-3000:]
     run = tiny.cut(shutil.copytree(whole, tmp_path / "cut"), step=3)
-    done = run_two_processes("fsdp2", "pretrain.py", wide(run, **settings))
+    done = run_two_processes(config, "pretrain.py", wide(run, **settings))
     assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-3000:]
     tiny.assert_same_run(run, whole)
-
-
-def test_deepspeed_keeps_states_in_its_own_way(wide, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    argv = wide(tmp_path / "run", **STATES, dry_run=True)
-    with pytest.raises(ConfigurationError, match=r"optim_states .* not go with zero2"):
-        pretrain.main(argv)

@@ -21,6 +21,7 @@ from utils.config.errors import ConfigurationError
 pytestmark = pytest.mark.slow
 
 SHORT = {"max_steps": 3}
+LORA = {"use_peft": "true", "lora_target_modules": ["q_proj", "v_proj"]}
 SECRET = "hf_" + "x" * 34
 MAMBA = "model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n"
 # Refused while weights load, after the directory was claimed.
@@ -199,9 +200,8 @@ FINE_TUNING = {
         "holds a run of pretrain.py",
     ),
     "changed rank of LoRA": (
-        lambda place: {
-            "output_dir": shutil.copytree(place.fine_tuned, place.run), "use_peft": "true",
-            "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 2,
+        lambda place: LORA | {
+            "output_dir": shutil.copytree(place.fine_tuned, place.run), "lora_r": 2,
         },
         "its lora_r is 4, now it is 2",
     ),
@@ -227,26 +227,11 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ended(workspace, base_model, tmp_path_factory):
+def ended(pretraining, fine_tuning, tmp_path_factory):
     """A pretraining and a LoRA fine-tuning of three steps."""
     root = tmp_path_factory.mktemp("ended")
-    pretrained = (
-        tiny.RUN
-        | SHORT
-        | {
-            "train_data": workspace / "documents",
-            "tokenizer_name_or_path": workspace / "tokenizer",
-            "model_config": workspace / "model.json",
-            "output_dir": root / "pretrained",
-        }
-    )
-    tuned = tiny.RUN | SHORT | {
-        "train_data": workspace / "chats", "model_name_or_path": base_model,
-        "output_dir": root / "tuned", "use_peft": "true",
-        "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4,
-    }  # fmt: skip
-    pretrain.main(tiny.flags(**pretrained))
-    sft_train.main(tiny.flags(**tuned))
+    pretrain.main(pretraining(root / "pretrained", **SHORT))
+    sft_train.main(fine_tuning(root / "tuned", **SHORT, **LORA, lora_r=4))
     return root / "pretrained", root / "tuned"
 
 
@@ -294,10 +279,8 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
     assert pretrain.main([*pretraining(place.run, **SHORT), "--dry_run", "true"]) == 0
     assert "is finished: a start would have nothing to do" in capsys.readouterr().out
     assert files_of(place.run) == before
-    tuned = fine_tuning(
-        place.path / "sft", use_peft="true", lora_target_modules=["q_proj", "v_proj"]
-    )
-    assert sft_train.main([*tuned, "--dry_run", "true"]) == 0
+    tuned = fine_tuning(place.path / "sft", **LORA, dry_run="true")
+    assert sft_train.main(tuned) == 0
 
 
 def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, capsys):

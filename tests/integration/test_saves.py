@@ -13,6 +13,7 @@ import tiny
 from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
+import pretrain
 from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
@@ -80,23 +81,12 @@ def test_a_stop_at_a_new_best_changes_nothing(
     assert_the_same_end(run, whole)
 
 
-def test_a_save_requested_at_a_new_best_is_no_extra_one(start, tmp_path):
-    run = tmp_path / "run"
-    start(run, Provoke("on_step_begin", 1, touch("SAVE")), **OVERSHOOTING, max_steps=4)
-    state = trainer_state(run, 4)
-    assert state["stateful_callbacks"]["stoker"]["extra_saves"] == []
-    assert state["best_model_checkpoint"] == str(run / "checkpoint-2")
-
-
 @pytest.mark.parametrize(
     "rhythm", [{"save_steps": 5}, {"save_strategy": "epoch", "save_steps": None}]
 )
 def test_the_last_step_has_a_checkpoint_whatever_the_rhythm(rhythm, pretraining, tmp_path):
-    import pretrain
-
     run = tmp_path / "run"
-    argv = pretraining(run, max_steps=3, save_minutes="null", **rhythm)
-    assert pretrain.main(argv) == ExitCode.DONE
+    assert pretrain.main(pretraining(run, max_steps=3, **rhythm)) == ExitCode.DONE
     assert checkpoints(run) == {3}
 
 
@@ -114,7 +104,7 @@ class AtEachStep(Provoke):
 class Slow:
     """Copies in the background that begin when told to, or after a while."""
 
-    def __init__(self, monkeypatch, seconds: float | None = None):
+    def __init__(self, monkeypatch, seconds: float = 60):
         self.go_on, self.running, self.most = threading.Event(), 0, 0
         self.fault: OSError | None = None
 
@@ -123,8 +113,7 @@ class Slow:
                 return flush_and_record(directory, names)
             self.running += 1
             self.most = max(self.most, self.running)
-            begun = self.go_on.wait(seconds or 60)
-            assert begun or seconds
+            self.go_on.wait(seconds)
             records = flush_and_record(directory, names, source)
             self.running -= 1
             if self.fault is not None:

@@ -1,9 +1,10 @@
-"""Stages: each starts from just the weights that the one before ended with, and says so."""
+"""Stages: each starts from just the weights that the one before ended with, also when resumed."""
 
 import hashlib
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,26 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LONGER = {"max_position_embeddings": 256, "rope_parameters": ROPE}
+
+
+@pytest.fixture(scope="module")
+def first(pretraining, tmp_path_factory) -> Path:
+    """A finished first stage with a checkpoint at its steps 3 and 6; its attention is not flat."""
+    run = tmp_path_factory.mktemp("stages") / "first"
+    sharp = tiny.make_model_config(run.with_name("first.json"), initializer_range=0.2)
+    pretrain.main(pretraining(run, model_config=sharp))
+    return run
+
+
+@pytest.fixture
+def next_stage(pretraining) -> Callable[..., list[str]]:
+    """Command line of a run that has weights, configuration and tokenizer from its stage."""
+
+    def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
+        others = {"model_config": None, "tokenizer_name_or_path": None}
+        return pretraining(run, **(others | {"init_from": init_from} | changes))
+
+    return argv
 
 
 def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) -> float:
@@ -56,15 +77,13 @@ def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) 
     return total / count
 
 
-def test_a_chain_of_three_stages(first, stages, next_stage, fine_tuning, workspace):
+def test_a_chain_of_three_stages(first, next_stage, fine_tuning, tmp_path):
     """Short pretraining, pretraining on longer sequences with other rope settings, fine-tuning."""
-    longer = stages / "longer.json"  # what a user would edit: the earlier stage's own
+    longer = tmp_path / "longer.json"  # what a user would edit: the earlier stage's own
     config = json.loads((first / "final" / "config.json").read_text())
     longer.write_text(json.dumps(config | LONGER, indent=2))
-    second, third = stages / "second", stages / "third"
-    # The stage brings its tokenizer along.
-    changes = {"model_config": longer, "sequence_length": 128, "tokenizer_name_or_path": None}
-    argv = next_stage(second, first, **changes)
+    second, third = tmp_path / "second", tmp_path / "third"
+    argv = next_stage(second, first, model_config=longer, sequence_length=128)
     pretrain.main(argv)
     expected = independent_loss(first / "final", argv, parse_pretraining, **LONGER)
     assert tiny.losses(second)[0] == pytest.approx(expected, rel=1e-5)
@@ -151,10 +170,6 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     pretrain.main(argv)
     expected = independent_loss(run / "final", argv, parse_pretraining)
     assert tiny.losses(tmp_path / "after")[0] == pytest.approx(expected, rel=1e-5)
-    # The weights under the adapters still come from the stage.
-    shutil.rmtree(run / "final")
-    sft_train.main(fine_tuning(run, **settings, max_steps=4))
-    assert tiny.starts(run)[1]["weights_from"] == tiny.starts(run)[0]["weights_from"]
 
 
 FSDP2, ZERO3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp2", "zero3"))
@@ -178,3 +193,81 @@ def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next
     for text in MISFITS:
         assert done.stdout.count(text.format(directory)) == 1, done.stdout[-4000:]
     assert "configuration error (3 problems)" in done.stdout
+
+
+def copy_stage(first: Path, copy: Path) -> None:
+    """The first stage somewhere else, with a setting of its own for `generate`."""
+    shutil.copytree(first, copy)
+    path = copy / "final" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_new_tokens": 7}))
+
+
+def finished(run: Path) -> dict[str, bytes]:
+    """The files of the finished model."""
+    return {path.name: path.read_bytes() for path in (run / "final").iterdir()}
+
+
+def other_epsilon(path: Path) -> None:
+    """A configuration as good and as long as the run's, whose model computes something else."""
+    config = path.read_text()
+    assert '"rms_norm_eps": 1e-06' in config
+    path.write_text(config.replace("1e-06", "1e-01"))
+
+
+@pytest.mark.parametrize("config", [None, "fsdp2"], ids=["alone", "fsdp2"])
+def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
+    config, first, next_stage, tmp_path, capsys
+):
+    """Nothing of either has a part in the finished model."""
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    copy_stage(first, gone)
+    argv = next_stage(run, gone, per_device_train_batch_size=1)
+
+    def start() -> str:
+        if config is None:
+            assert pretrain.main(argv) == 0
+            return capsys.readouterr().out
+        done = run_two_processes(config, ROOT / "pretrain.py", argv)
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+
+    start()
+    uninterrupted, checkpoint = finished(run), run / "checkpoint-6"
+    assert json.loads(uninterrupted["generation_config.json"])["max_new_tokens"] == 7
+    assert (checkpoint / "pytorch_model_fsdp_0").is_dir() == (config == "fsdp2")
+    committed = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["files"]
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < committed.keys()
+    other_epsilon(checkpoint / "config.json")
+    shutil.rmtree(run / "final")
+    shutil.rmtree(gone)
+    shown = start()
+    assert f"init_from {gone} is ignored: the run has {run}/checkpoint-3 of its own" in shown
+    assert "checkpoint-6 is damaged (config.json " in shown
+    assert (run / "damaged.checkpoint-6").is_dir()
+    assert "changed since" not in shown
+    assert tiny.starts(run)[1]["resumed_from"] == str(run / "checkpoint-3")
+    assert finished(run) == uninterrupted
+
+
+def test_the_weights_under_adapters_stay_those_of_the_first_start(
+    first, fine_tuning, tmp_path, capsys
+):
+    run, stage = tmp_path / "run", tmp_path / "stage"
+    shutil.copytree(first, stage)
+    shutil.rmtree(stage / "final")  # the earlier run is not finished yet
+    argv = fine_tuning(run, init_from=stage, use_peft="true", model_name_or_path=None)
+    sft_train.main(argv)
+    uninterrupted = finished(run)
+    tiny.cut(run, step=3)
+    shutil.copytree(first / "final", stage / "final")  # of other weights
+    tensors = load_file(stage / "final" / "model.safetensors")
+    halved = {name: tensor * 0.5 for name, tensor in tensors.items()}
+    save_file(halved, stage / "final" / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    sft_train.main(argv)
+    assert f"weights: from {stage}/checkpoint-6, step 6 of run" in capsys.readouterr().out
+    assert finished(run) == uninterrupted
+    shutil.rmtree(run / "final")
+    shutil.rmtree(stage / "checkpoint-6")
+    with pytest.raises(ConfigurationError, match="it still needs: there is no such directory"):
+        sft_train.main(argv)

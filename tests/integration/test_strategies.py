@@ -55,18 +55,10 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pretrained_alone(workspace, tmp_path_factory) -> Path:
+def pretrained_alone(pretraining, workspace, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
-    pretrain.main(
-        tiny.flags(
-            train_data=workspace / "documents",
-            tokenizer_name_or_path=workspace / "tokenizer",
-            model_config=workspace / "model.json",
-            output_dir=run,
-            **tiny.RUN | {"per_device_train_batch_size": 1},
-            **evaluation(workspace, "heldout"),
-        )
-    )
+    settings = {"per_device_train_batch_size": 1, **evaluation(workspace, "heldout")}
+    pretrain.main(pretraining(run, **settings))
     return run
 
 

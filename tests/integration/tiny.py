@@ -90,6 +90,14 @@ def losses(output_dir: Path) -> list[float]:
     return [line["loss"] for line in train_lines(output_dir)]
 
 
+def figures(output_dir: Path, *names: str) -> torch.Tensor:
+    """These figures of every line of a journal that has them."""
+    from utils.callbacks.journal import read_journal
+
+    lines = read_journal(output_dir / "metrics.jsonl")
+    return torch.tensor([line[name] for line in lines for name in names if name in line])
+
+
 def evaluations(output_dir: Path, split: str) -> dict[int, float]:
     """The losses of a split by step."""
     from utils.callbacks.journal import read_journal

@@ -1,12 +1,10 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP), kill (SIGKILL) and raise come at the Nth batch of that rank; full is a disk
-without room, met while saving.
+sleep and raise come at the Nth batch of that rank; full is a disk without room, met while saving.
 """
 
 import errno
 import os
-import signal
 import sys
 import time
 
@@ -24,14 +22,6 @@ def fail() -> None:
     raise RuntimeError("the batch is spoilt")
 
 
-TROUBLES = {
-    "sleep": sleep_a_while,
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "raise": fail,
-}
-
-
 def trouble_batches() -> None:
     from utils.data.loader import PackedDataset
 
@@ -43,7 +33,7 @@ def trouble_batches() -> None:
         if batches == int(COUNT):
             sys.stdout.write(f"trouble {time.time()}\n")  # in one write: ranks print at once
             sys.stdout.flush()
-            TROUBLES[KIND]()
+            sleep_a_while() if KIND == "sleep" else fail()
         return get(self, rows)
 
     PackedDataset.__getitems__ = get_or_not
