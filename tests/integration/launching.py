@@ -55,13 +55,10 @@ def quiet_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         if not name.startswith(launcher) and name not in ranks
     }
     fixed = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "WANDB_MODE": "disabled",
-        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(STRATEGIES), str(ROOT)]),
-    }
+    }  # fmt: skip
     return inherited | fixed | dict(extra or {})
 
 
@@ -83,9 +80,23 @@ def run_processes(
     makes the strategy possible on CPUs, to see it refused. Raises TimeoutError.
     """
     extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
-    if torchrun:
-        return _by_torchrun(config, processes, [str(script), *args], extra, timeout_s)
-    return start_processes(config, script, args, processes=processes, env=extra).wait(timeout_s)
+    if not torchrun:
+        return start_processes(config, script, args, processes=processes, env=extra).wait(timeout_s)
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    done = subprocess.run(
+        [*launcher, *launch_options(config, processes, free_port()), str(script), *args],
+        env=quiet_environment(extra),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    # torchrun repeats the last words of each rank that failed.
+    shown, _, report = done.stdout.partition("torch.distributed.elastic.multiprocessing.errors.")
+    codes = map(int, re.findall(r"exitcode  : (-?\d+)", report))
+    return Launched(done.returncode, shown, tuple(codes))
 
 
 def start_processes(
@@ -110,32 +121,4 @@ def launch_options(config: str, processes: int, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _by_torchrun(
-    config: str, processes: int, command: list[str], env: Mapping[str, str], timeout_s: float
-) -> Launched:
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    done = subprocess.run(
-        [*launcher, *launch_options(config, processes, free_port()), *command],
-        env=quiet_environment(env),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    # torchrun repeats the last words of each rank that failed.
-    shown, _, report = done.stdout.partition("torch.distributed.elastic.multiprocessing.errors.")
-    codes = map(int, re.findall(r"exitcode  : (-?\d+)", report))
-    return Launched(done.returncode, shown, tuple(codes))
-
-
-def run_two_processes(
-    config: str,
-    script: Path | str,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    **options,
-) -> Launched:
-    """`run_processes` with two of them."""
-    return run_processes(config, script, args, processes=2, env=env, **options)
+run_two_processes = run_processes  # two is what it takes by default

@@ -54,37 +54,19 @@ def _saved(path: Path, touch: Touch) -> None:
     torch.save({"state": {0: touch}}, path)
 
 
-def _nested(path: Path, touch: Touch) -> None:
-    torch.save({"state": _Nested(archived(touch))}, path)
-
-
-def _legacy(path: Path, touch: Touch) -> None:
-    torch.save({"state": touch}, path, _use_new_zipfile_serialization=False)
-
-
-def _bare(path: Path, touch: Touch) -> None:
-    path.write_bytes(pickle.dumps({"state": touch}))
-
-
-def _metadata(path: Path, touch: Touch) -> None:
-    sharded(path, archived([0.1]), storage_meta=touch)
-
-
-def _shard(path: Path, touch: Touch) -> None:
-    sharded(path, archived([0.1, touch]))
-
-
 # file -> what writes it: those that the trainers, accelerate and DeepSpeed load on a resume.
-PAYLOADS: dict[str, Callable[[Path, Touch], None]] = {
+PAYLOADS: dict[str, Callable[[Path, Touch], Any]] = {
     "rng_state_1.pth": _saved,
     "optimizer.pt": _saved,
     "training_args.bin": _saved,
     "global_step2/mp_rank_00_model_states.pt": _saved,
-    "optimizer_0/.metadata": _metadata,
-    "pytorch_model_fsdp_0/.metadata": _shard,
-    "custom_checkpoint_0.pkl": _bare,
-    "legacy/optimizer.pt": _legacy,
-    "nested/optimizer.pt": _nested,
+    "optimizer_0/.metadata": lambda path, touch: sharded(path, archived([0.1]), touch),
+    "pytorch_model_fsdp_0/.metadata": lambda path, touch: sharded(path, archived([0.1, touch])),
+    "custom_checkpoint_0.pkl": lambda path, touch: path.write_bytes(pickle.dumps([touch])),
+    "legacy/optimizer.pt": lambda path, touch: torch.save(
+        [touch], path, _use_new_zipfile_serialization=False
+    ),
+    "nested/optimizer.pt": lambda path, touch: torch.save([_Nested(archived(touch))], path),
 }
 
 

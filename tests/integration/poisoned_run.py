@@ -31,11 +31,7 @@ def compute_loss_poisoned(real, kind):
     def compute_loss(trainer, model, inputs, *args, **kwargs):
         found = (inputs["input_ids"] == POISON).any()
         result = real(trainer, model, inputs, *args, **kwargs)
-        if not found:
-            return result
-        if isinstance(result, tuple):
-            return spoilt(result[0], kind), *result[1:]
-        return spoilt(result, kind)
+        return spoilt(result, kind) if found else result
 
     return compute_loss
 

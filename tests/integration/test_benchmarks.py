@@ -56,13 +56,14 @@ def train(cell, baseline, workload, scratch):
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "name",
     [
-        pytest.param(cell, marks=[] if name in REPEATED else pytest.mark.exhaustive, id=name)
-        for name, cell in TRAINED.items()
+        pytest.param(name, marks=[] if name in REPEATED else pytest.mark.exhaustive)
+        for name in TRAINED
     ],
 )
-def test_everybody_trains_the_same_model(cell, tmp_path):
+def test_everybody_trains_the_same_model(name, tmp_path):
+    cell = TRAINED[name]
     (tmp_path / "workload").mkdir()
     workload = make_workload(cell.workload, tmp_path / "workload")
     outcomes = {}
@@ -92,27 +93,15 @@ def test_everybody_trains_the_same_model(cell, tmp_path):
     assert max(found["loss_share_differences"].values()) < 0.08, found
 
 
-SMALL = LLAMA_11M | {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": 200,
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 200}
 PLAIN = Baseline("plain loop", "plain_loop", tuned=False)
 ABSENT = Baseline("absent", "absent", needs="no_such_package")
 
 
 def test_a_comparison_of_toolkits(capsys):
-    cell = TrainingCell(
-        "small",
-        "Small",
-        Workload(SMALL, sequence_length=64, documents=16),
-        "fp32",
-        2,
-        (STOKER, PLAIN, ABSENT),
-        steps=4,
-        warmup_steps=2,
-    )
+    workload = Workload(LLAMA_11M | SMALL, sequence_length=64, documents=16)
+    baselines = (STOKER, PLAIN, ABSENT)
+    cell = TrainingCell("small", "Small", workload, "fp32", 2, baselines, steps=4, warmup_steps=2)
     result = training.hold(cell, repeats=1)
     assert result["not_run"] == {"absent": "no_such_package is not installed"}
     assert set(result["contestants"]) == {OURS, "plain loop"}

@@ -1,6 +1,5 @@
 """Every recipe, and every training command of the README and docs, passes a dry run."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -52,11 +51,10 @@ def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_pa
     content = yaml.safe_load((ROOT / recipe).read_text())
     MAINS[script](
         [
-            "--config",
-            str(ROOT / recipe),
+            *("--config", str(ROOT / recipe), "--dry_run"),
             *stand_ins(script, content, workspace, long_model),
-            *tiny.flags(output_dir=tmp_path / "run", dry_run="true", global_batch_size=8),
-            *tiny.flags(per_device_train_batch_size=8, sequence_length=64),
+            *tiny.flags(output_dir=tmp_path / "run", sequence_length=64),
+            *tiny.flags(global_batch_size=8, per_device_train_batch_size=8),
         ]
     )
     shown = capsys.readouterr().out
@@ -65,21 +63,15 @@ def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def readme_recipe() -> dict:
-    """The recipe that the README writes down."""
-    text = (ROOT / "README.md").read_text()
-    return yaml.safe_load(text.split("```yaml")[1].split("```")[0])
-
-
 def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
-    recipe = tmp_path / "my_run.yaml"
-    recipe.write_text(yaml.safe_dump(readme_recipe()))
-    assert "sft_train.py --config my_run.yaml --dry_run" in (ROOT / "README.md").read_text()
-    argv = shlex.split(f"--config {recipe} --dry_run")
+    readme, recipe = (ROOT / "README.md").read_text(), tmp_path / "my_run.yaml"
+    recipe.write_text(readme.split("```yaml")[1].split("```")[0])
+    assert "sft_train.py --config my_run.yaml --dry_run" in readme
+    content = yaml.safe_load(recipe.read_text())
     sft_train.main(
         [
-            *argv,
-            *stand_ins("sft_train.py", readme_recipe(), workspace, long_model),
+            *("--config", str(recipe), "--dry_run"),
+            *stand_ins("sft_train.py", content, workspace, long_model),
             *tiny.flags(sequence_length=64, global_batch_size=32, output_dir=tmp_path / "run"),
         ]
     )

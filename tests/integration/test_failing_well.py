@@ -33,7 +33,7 @@ def run(pretraining, tmp_path) -> Callable[..., Ended]:
     notes = tmp_path / "notes"
     notes.mkdir()
 
-    def start(trouble: str, torchrun: bool = False) -> Ended:
+    def start(trouble: str, stopped: int | None = None, torchrun: bool = False) -> Ended:
         argv = pretraining(tmp_path / "run", hang_timeout_s=0 if torchrun else TIMEOUT_S)
         env = CPU_ENVIRONMENT["multi_gpu"] | {
             "STOKER_TEST_TROUBLE": trouble,
@@ -44,8 +44,12 @@ def run(pretraining, tmp_path) -> Callable[..., Ended]:
             done = run_processes("multi_gpu", SCRIPT, argv, env=env, torchrun=True)
         else:
             ranks = start_processes("multi_gpu", SCRIPT, argv, env=env)
-            done = ranks.wait(timeout_s=60, grace_s=30)
-        begins = [line.split()[1] for line in done.stdout.splitlines() if "trouble 1" in line]
+            if stopped is not None:
+                ranks.processes[1 - stopped].join(60)
+            done = ranks.wait(timeout_s=60, grace_s=30 if stopped is None else 0)
+        begins = [
+            line.split()[1] for line in done.stdout.splitlines() if line.startswith("trouble")
+        ]
         seconds = time.time() - float(begins[0]) if begins else 0.0
         found = {note.rank: note for note in read_notes(notes)}
         files = {path.name: path.read_text() for path in notes.iterdir()}
@@ -66,6 +70,16 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(run):
     assert f"n7 rank 0  {verdict.strip()}" in seen.output
     assert "n7 rank 1    File" in seen.output, "no stack"
     assert TIMEOUT_S <= seen.seconds < TIMEOUT_S + 10
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_other(run):
+    seen = run("stop:1:3", stopped=1)
+    assert seen.codes[0] == 76, seen.output
+    verdict = seen.files["verdict.txt"]
+    assert verdict.startswith("rank 1 on n7: no sign of life, while the others hang.")
+    assert "rank 0 on n7 made no progress" in verdict
+    assert list(seen.notes) == [0]
+    assert seen.seconds < TIMEOUT_S + 10
 
 
 def test_a_rank_that_fails_ends_the_run_at_once(run):

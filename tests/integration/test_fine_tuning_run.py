@@ -16,13 +16,9 @@ from utils.callbacks.journal import read_journal
 pytestmark = pytest.mark.slow
 
 LORA = {
-    "use_peft": "true",
-    "lora_r": 4,
-    "lora_dropout": 0.1,
-    "lora_target_modules": "all-linear",
-    "async_save": "true",
-    "compile": "true",
-}
+    "use_peft": "true", "lora_r": 4, "lora_dropout": 0.1, "lora_target_modules": "all-linear",
+    "async_save": "true", "compile": "true",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "compiled lora"])
@@ -79,19 +75,15 @@ def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_pa
 def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, workspace, tmp_path):
     """int64 ids by plain `datasets` code, with labels or without, also as a DatasetDict."""
     rows = tiny.documents(60, seed=5)
+    mine, extra, mask = tmp_path / "mine", tmp_path / "extra", [[1] * len(row) for row in rows]
     labels = [[-100, *row[1:]] for row in rows]
     both = datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
-    folder = datasets.DatasetDict({"train": both, "test": both.select(range(9))})
-    folder.save_to_disk(tmp_path / "mine")
-    mask = [[1] * len(row) for row in rows]
-    extra = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": mask, "id": mask})
-    extra.save_to_disk(tmp_path / "extra")
-    evaluation = {"eval_data": f"test={tmp_path / 'mine'}", "eval_strategy": "steps"}
-    settings = {"max_steps": 1, "train_data": tmp_path / "mine", **evaluation, "eval_steps": 1}
-    sft_train.main(fine_tuning(tmp_path / "a", **settings))
-    weighted = [f"{tmp_path / 'extra'}=3", f"{workspace / 'chats'}=1"]
+    datasets.DatasetDict({"train": both, "test": both.select(range(9))}).save_to_disk(mine)
+    tiny.save(extra, {"input_ids": rows, "attention_mask": mask, "id": mask})
+    evaluation = {"eval_data": f"test={mine}", "eval_strategy": "steps", "eval_steps": 1}
+    sft_train.main(fine_tuning(tmp_path / "a", max_steps=1, train_data=mine, **evaluation))
+    weighted = [f"{extra}=3", f"{workspace / 'chats'}=1"]
     pretrain.main(pretraining(tmp_path / "b", max_steps=1, train_data=weighted))
     assert all(len(tiny.losses(tmp_path / run)) == 1 for run in "ab")
     assert len(set(tiny.starts(tmp_path / "b")[0]["data"]["train"])) == 2
-    untouched = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert untouched == {"dataset_dict.json", "test", "train"}
+    assert {path.name for path in mine.iterdir()} == {"dataset_dict.json", "test", "train"}

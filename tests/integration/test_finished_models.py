@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import pretrain
 import sft_train
@@ -19,12 +19,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A base in bfloat16, with generation settings that transformers will not save as they are."""
-    from transformers import LlamaConfig
-
     directory = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
-    config = json.loads(tiny.make_model_config(directory / "config.json").read_text())
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**config, bos_token_id=None))
+    config = LlamaConfig(
+        **json.loads(tiny.make_model_config(directory / "config.json").read_text())
+    )
+    config.bos_token_id = None
+    model = AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="10kB")
     tiny.make_tokenizer(directory)
     (directory / "generation_config.json").write_text(
@@ -39,6 +40,10 @@ def _types(directory):
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return found
+
+
+def _contents(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
@@ -67,18 +72,17 @@ def test_a_published_model_comes_back_as_it_was_published(
     assert modes == {0o640}
     if not adapted:  # checkpoints are exact
         assert set(_types(run / "checkpoint-2").values()) == {"F32"}
-    model = AutoModelForCausalLM.from_pretrained(final)
-    assert model.dtype == torch.bfloat16
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape[0] == 1
+    assert AutoModelForCausalLM.from_pretrained(final).dtype == torch.bfloat16
     # A second start of a finished run that lost its final/ makes the same one.
-    before = {file.name: file.read_bytes() for file in final.iterdir()}
+    before = _contents(final)
     shutil.rmtree(final)
     sft_train.main(fine_tuning(run, **settings))
-    assert {file.name: file.read_bytes() for file in final.iterdir()} == before
+    assert _contents(final) == before
 
 
 def test_a_model_from_scratch_generates_with_a_cache(pretraining, tmp_path):
-    pretrain.main(pretraining(tmp_path / "run", max_steps=1, save_steps=1))
+    pretrain.main(pretraining(tmp_path / "run", max_steps=1, save_steps=5))
+    assert (tmp_path / "run" / "checkpoint-1").is_dir(), "the last step's, whatever the rhythm"
     final = tmp_path / "run" / "final"
     saved = json.loads((final / "generation_config.json").read_text())
     assert saved["use_cache"]
@@ -96,8 +100,8 @@ def test_the_next_stage_keeps_the_type_of_the_first_base(published, fine_tuning,
     settings = {"init_from": published, "max_steps": 2, "save_steps": 1}
     argv = fine_tuning(run, **settings, model_name_or_path=None)
     sft_train.main(argv)
-    before = {file.name: file.read_bytes() for file in (run / "final").iterdir()}
+    before = _contents(run / "final")
     tiny.cut(run, step=1)
     sft_train.main(argv)
     assert set(_types(run / "final").values()) == {"BF16"}
-    assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == before
+    assert _contents(run / "final") == before

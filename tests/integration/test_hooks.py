@@ -12,7 +12,6 @@ from trl import SFTTrainer
 
 import pretrain
 import sft_train
-from utils.training.fine_tune_trainer import FineTuneTrainer
 from utils.training.trainer import PackedTrainer
 
 # Parameters after self.
@@ -58,31 +57,21 @@ def test_the_libraries_hooks_have_the_signature_we_override(base, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer_class", "main", "command_line"),
-    [
-        (PackedTrainer, pretrain.main, "pretraining"),
-        (FineTuneTrainer, sft_train.main, "fine_tuning"),
-    ],
-)
+@pytest.mark.parametrize("script", [pretrain, sft_train])
 def test_a_run_goes_through_every_hook(
-    trainer_class, main, command_line, request, workspace, tmp_path, monkeypatch
+    script, pretraining, fine_tuning, workspace, tmp_path, monkeypatch
 ):
     called: set[str] = set()
 
-    def note(name: str) -> None:
-        real = getattr(PackedTrainer, name)
-
-        def noted(self, *args, **kwargs):
-            called.add(name)
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(PackedTrainer, name, noted)
+    def noted(name: str, real):
+        return lambda *args, **kwargs: called.add(name) or real(*args, **kwargs)
 
     for name in SIGNATURES:
-        note(name)
-    split = "heldout" if trainer_class is PackedTrainer else "chats_heldout"
-    argv = request.getfixturevalue(command_line)(
+        monkeypatch.setattr(PackedTrainer, name, noted(name, getattr(PackedTrainer, name)))
+    command_line, split = (
+        (pretraining, "heldout") if script is pretrain else (fine_tuning, "chats_heldout")
+    )
+    argv = command_line(
         tmp_path / "run",
         max_steps=1,
         save_steps=1,
@@ -92,7 +81,7 @@ def test_a_run_goes_through_every_hook(
         load_best_model_at_end="true",
         metric_for_best_model="eval_heldout_loss",
     )
-    main(argv)
+    script.main(argv)
     assert called == set(SIGNATURES) - {"_load_rng_state"}, "that is for a resumed run"
     (line,) = tiny.train_lines(tmp_path / "run")
     # SFTTrainer would log the tokens of one rank as all, and write a model card at every save.
@@ -101,79 +90,47 @@ def test_a_run_goes_through_every_hook(
 
 
 # What PackedTrainer reads and writes of Trainer's, in the order it relies on.
-@pytest.mark.parametrize(
-    ("method", "order"),
-    [
-        (
-            "_inner_training_loop",
-            [
-                "self._tr_loss = torch.tensor(0.0",
-                "self._total_loss_scalar = 0.0",
-                "self._globalstep_last_logged = self.state.global_step",
-                "self.callback_handler.on_train_begin(",
-                "if args.eval_on_start:",
-                "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)",
-                "self._run_epoch(",
-                "return self._finalize_training(",
-            ],
-        ),
-        (
-            "_run_epoch",
-            [
-                "self._load_rng_state(resume_from_checkpoint)",
-                "self.get_batch_samples(",
-                "self.callback_handler.on_step_begin(",
-                "tr_loss_step = self.training_step(",
-                "self._get_grad_norm(",
-                "self.callback_handler.on_pre_optimizer_step(",
-                "self.optimizer.step()",
-                "self.callback_handler.on_optimizer_step(",
-                "if not self.accelerator.optimizer_step_was_skipped:",
-                "self.state.global_step += 1",
-                "self.callback_handler.on_step_end(",
-                "self._maybe_log_save_evaluate(",
-            ],
-        ),
-        (
-            "_maybe_log_save_evaluate",
-            [
-                "self.state.global_step > self._globalstep_last_logged",
-                "self._globalstep_last_logged = self.state.global_step",
-                "if self.control.should_evaluate:",
-                "self._evaluate(trial, ignore_keys_for_eval)",
-                "self._determine_best_metric(",
-                "if self.control.should_save:",
-                "self._save_checkpoint(model, trial)",
-                "self.callback_handler.on_save(",
-            ],
-        ),
-        (
-            "_save_checkpoint",
-            [
-                "run_dir = self._get_output_dir(",
-                "output_dir = os.path.join(run_dir, checkpoint_folder)",
-                "self.save_model(output_dir",
-                "self.state.best_global_step",
-                "self._save_rng_state(output_dir)",
-                "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
-                "rotate_checkpoints(",
-            ],
-        ),
-        ("_prepare_for_training", ["deepspeed_load_checkpoint("]),
-        (
-            "_finalize_training",
-            [
-                "self.log(metrics)",
-                "if self.args.load_best_model_at_end",
-                "self._load_best_model()",
-                "self.args.save_total_limit == 1",
-                "self.callback_handler.on_train_end(",
-            ],
-        ),
-        ("_load_best_model", ["deepspeed_load_checkpoint("]),
+ORDER = {
+    "_inner_training_loop": [
+        "self._tr_loss = torch.tensor(0.0", "self._total_loss_scalar = 0.0",
+        "self._globalstep_last_logged = self.state.global_step",
+        "self.callback_handler.on_train_begin(", "if args.eval_on_start:",
+        "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)", "self._run_epoch(",
+        "return self._finalize_training(",
     ],
-)
-def test_trainer_does_things_in_the_order_that_stopping_relies_on(method, order):
+    "_run_epoch": [
+        "self._load_rng_state(resume_from_checkpoint)", "self.get_batch_samples(",
+        "self.callback_handler.on_step_begin(", "tr_loss_step = self.training_step(",
+        "self._get_grad_norm(", "self.callback_handler.on_pre_optimizer_step(",
+        "self.optimizer.step()", "self.callback_handler.on_optimizer_step(",
+        "if not self.accelerator.optimizer_step_was_skipped:", "self.state.global_step += 1",
+        "self.callback_handler.on_step_end(", "self._maybe_log_save_evaluate(",
+    ],
+    "_maybe_log_save_evaluate": [
+        "self.state.global_step > self._globalstep_last_logged",
+        "self._globalstep_last_logged = self.state.global_step", "if self.control.should_evaluate:",
+        "self._evaluate(trial, ignore_keys_for_eval)", "self._determine_best_metric(",
+        "if self.control.should_save:", "self._save_checkpoint(model, trial)",
+        "self.callback_handler.on_save(",
+    ],
+    "_save_checkpoint": [
+        "run_dir = self._get_output_dir(",
+        "output_dir = os.path.join(run_dir, checkpoint_folder)", "self.save_model(output_dir",
+        "self.state.best_global_step", "self._save_rng_state(output_dir)",
+        "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
+        "rotate_checkpoints(",
+    ],
+    "_prepare_for_training": ["deepspeed_load_checkpoint("],
+    "_finalize_training": [
+        "self.log(metrics)", "if self.args.load_best_model_at_end", "self._load_best_model()",
+        "self.args.save_total_limit == 1", "self.callback_handler.on_train_end(",
+    ],
+    "_load_best_model": ["deepspeed_load_checkpoint("],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ORDER)
+def test_trainer_does_things_in_the_order_that_stopping_relies_on(method):
     source = inspect.getsource(getattr(Trainer, method))
-    places = [source.index(line) for line in order]
+    places = [source.index(line) for line in ORDER[method]]
     assert places == sorted(places)

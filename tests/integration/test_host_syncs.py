@@ -19,12 +19,7 @@ pytestmark = pytest.mark.slow
 
 READING = torch.ops.aten._local_scalar_dense.default
 # Four micro-batches a step, one log at the end.
-SETTINGS = {
-    "global_batch_size": 8,
-    "logging_steps": 100,
-    "save_steps": 100,
-    "max_grad_norm": 1.0,
-}
+SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "max_grad_norm": 1.0}
 
 
 class Readings(TorchDispatchMode):
@@ -55,17 +50,14 @@ def readings(monkeypatch):
     return found
 
 
-def test_pretraining(pretraining, tmp_path, readings):
-    with readings:
-        assert pretrain.main(pretraining(tmp_path / "run", **SETTINGS)) == 0
-    assert readings.step == 6
-    assert not readings.places, readings.places[0]
+CASES = {"pretraining": {}, "fine-tuning": {}, "lora": {"use_peft": True}}
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-def test_fine_tuning(adapters, fine_tuning, tmp_path, readings):
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_reads_nothing(case, pretraining, fine_tuning, tmp_path, readings):
+    argv_of, script = (pretraining, pretrain) if case == "pretraining" else (fine_tuning, sft_train)
     with readings:
-        assert sft_train.main(fine_tuning(tmp_path / "run", **SETTINGS, use_peft=adapters)) == 0
+        assert script.main(argv_of(tmp_path / "run", **SETTINGS, **CASES[case])) == 0
     assert readings.step == 6
     assert not readings.places, readings.places[0]
 

@@ -22,16 +22,12 @@ COMMANDS = """
 import contextlib, json, sys
 import pretrain
 
-argv = sys.argv[1:]
 imported = {}
 with contextlib.redirect_stdout(sys.stderr):
-    with contextlib.suppress(SystemExit):
-        pretrain.main(["--help"])
-    imported["help"] = list(sys.modules)
-    assert pretrain.main([*argv, "--dry_run", "true"]) == 0
-    imported["dry run"] = list(sys.modules)
-    assert pretrain.main(argv) == 0
-    imported["start"] = list(sys.modules)
+    for name, arguments in (("help", ["--help"]), ("dry run", ["--dry_run"]), ("start", [])):
+        with contextlib.suppress(SystemExit):
+            assert pretrain.main([*sys.argv[1:], *arguments]) == 0
+        imported[name] = list(sys.modules)
 print(json.dumps(imported))
 """
 

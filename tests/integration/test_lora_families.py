@@ -27,9 +27,7 @@ def argv(fine_tuning, tmp_path):
     return command
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "gpt_neox", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "jetmoe", "gemma3"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt_oss", "deepseek_v3", "gemma3"])
 def test_default_targets_train_resume_and_merge(name, argv, tmp_path, capsys):
     run, command = argv(name)
     assert sft_train.main(command) == 0
@@ -40,19 +38,15 @@ def test_default_targets_train_resume_and_merge(name, argv, tmp_path, capsys):
     assert sft_train.main(command) == 0
     assert tiny.losses(run) == losses
     actual = load_file(run / "final" / "model.safetensors")
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in actual.items())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     merged, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values())
     before = tiny_model(tiny_config(name)).state_dict()
     moved = {key for key, value in merged.state_dict().items() if not value.equal(before[key])}
     assert moved
     assert not any("vision" in key for key in moved)
-    tokens = torch.arange(2, 12)[None]
-    assert merged.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (
-        1,
-        13,
-    )
+    said = merged.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
+    assert said.shape == (1, 13)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"], ids=["untied", "tied"])

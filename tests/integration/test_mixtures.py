@@ -13,12 +13,9 @@ pytestmark = pytest.mark.slow
 
 # Logs and saves that do not fall together; the third source runs out within the first steps.
 RUN = {
-    "packing": "none",
-    "max_steps": 12,
-    "save_steps": 6,
-    "logging_steps": 4,
+    "packing": "none", "max_steps": 12, "save_steps": 6, "logging_steps": 4,
     "per_device_train_batch_size": 1,
-}
+}  # fmt: skip
 MIXTURE = ("tokens_seen/", "tokens_share/", "epochs/")
 
 

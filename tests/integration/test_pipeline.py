@@ -26,85 +26,55 @@ CANARIES = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """text/ and chats/, prepared from JSONL with one trained tokenizer."""
+    """text/ and chats/, prepared from JSONL with one trained tokenizer; chats without its pad."""
     root = tmp_path_factory.mktemp("prepared")
     names = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     texts = [{"text": f"{i}: " + " ".join(names[i % 8 :] + names[: i % 8]) * 3} for i in range(60)]
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"what follows {names[i % 7]}?"},
-                {"role": "assistant", "content": names[i % 7 + 1]},
-            ]
-        }
+    turns = [
+        [{"role": "user", "content": f"what follows {names[i % 7]}?"},
+         {"role": "assistant", "content": names[i % 7 + 1]}]
         for i in range(60)
-    ]
-    for name, records in (("text", texts), ("chats", chats)):
-        lines = "\n".join(map(json.dumps, records))
-        (root / f"{name}.jsonl").write_text(lines)
-    prepare_data.main(
-        tiny.flags(
-            sources=root / "text.jsonl",
-            train_tokenizer=290,
-            validation_fraction=0.1,
-            output_dir=root / "text",
-        )
-    )
-    prepare_data.main(
-        tiny.flags(
-            sources=root / "chats.jsonl",
-            tokenizer_name_or_path=root / "text" / "tokenizer",
-            chat_template=ROOT / "recipes" / "chat_templates" / "chatml.jinja",
-            output_dir=root / "chats",
-        )
-    )
+    ]  # fmt: skip
+    for name, records in (("text", texts), ("chats", [{"messages": chat} for chat in turns])):
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = {"sources": root / "text.jsonl", "train_tokenizer": 290, "validation_fraction": 0.1}
+    prepare_data.main(tiny.flags(**text, output_dir=root / "text"))
+    tokenizer = AutoTokenizer.from_pretrained(root / "text" / "tokenizer")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(root / "tokenizer")
+    chats = {"sources": root / "chats.jsonl", "tokenizer_name_or_path": root / "tokenizer"}
+    chats["chat_template"] = ROOT / "recipes" / "chat_templates" / "chatml.jinja"
+    prepare_data.main(tiny.flags(**chats, output_dir=root / "chats"))
     return root
 
 
 SMALL = {
-    "sequence_length": 64,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 5,
-    "bf16": False,
-}
+    "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2, "logging_steps": 5, "bf16": False,
+}  # fmt: skip
 
 
 def model_config(path: Path) -> Path:
-    tiny.make_model_config(path)
-    config = json.loads(path.read_text())
-    del config["vocab_size"]  # follows the tokenizer
+    """A configuration whose vocabulary follows the tokenizer."""
+    config = json.loads(tiny.make_model_config(path).read_text())
+    del config["vocab_size"]
     path.write_text(json.dumps(config))
     return path
 
 
 def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     base, tuned = tmp_path / "base", tmp_path / "tuned"
-    pretrain.main(
-        tiny.flags(
-            train_data=prepared / "text",
-            eval_data=f"validation={prepared / 'text' / 'validation'}",
-            eval_strategy="steps",
-            eval_steps=10,
-            model_config=model_config(tmp_path / "model.json"),
-            output_dir=base,
-            max_steps=10,
-            **SMALL,
-        )
-    )
+    settings = {
+        "train_data": prepared / "text", "model_config": model_config(tmp_path / "model.json"),
+        "eval_data": f"validation={prepared / 'text' / 'validation'}", "eval_strategy": "steps",
+        "eval_steps": 10, "max_steps": 10, "output_dir": base,
+    }  # fmt: skip
+    pretrain.main(tiny.flags(**SMALL, **settings))
     assert sorted(tiny.evaluations(base, "validation")) == [10]
-    sft_train.main(
-        tiny.flags(
-            train_data=prepared / "chats",
-            model_name_or_path=base / "final",
-            tokenizer_name_or_path=prepared / "chats" / "tokenizer",
-            output_dir=tuned,
-            max_steps=60,
-            **SMALL,
-        )
-    )
+    settings = {"train_data": prepared / "chats", "model_name_or_path": base / "final"}
+    sft_train.main(tiny.flags(**SMALL, **settings, output_dir=tuned, max_steps=60))
     tokenizer = AutoTokenizer.from_pretrained(tuned / "final")
+    assert tokenizer.pad_token is None, "none is needed"
     model = AutoModelForCausalLM.from_pretrained(tuned / "final")
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "what follows three?"}],
@@ -116,26 +86,6 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
     # The finished model stops by itself, at the end of its turn.
     assert answer == "four<|im_end|>"
-
-
-def test_a_tokenizer_without_a_pad_token_needs_none(prepared, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "text" / "tokenizer")
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = tmp_path / "data"
-    prepare_data.main(
-        tiny.flags(
-            sources=prepared / "text.jsonl",
-            tokenizer_name_or_path=tmp_path / "tokenizer",
-            output_dir=data,
-        )
-    )
-    run = tmp_path / "run"
-    config = model_config(tmp_path / "model.json")
-    pretrain.main(
-        tiny.flags(train_data=data, model_config=config, output_dir=run, max_steps=5, **SMALL)
-    )
-    assert AutoTokenizer.from_pretrained(run / "final").pad_token is None
 
 
 def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):

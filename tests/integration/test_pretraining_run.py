@@ -47,21 +47,16 @@ def counted_calls(monkeypatch) -> list[str]:
     """The calls from here on that tokenize, map or download."""
     calls: list[str] = []
 
-    def count(owner: object, name: str) -> None:
-        real = getattr(owner, name)
+    def counted(name: str, real):
+        return lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs)
 
-        def counted(*args, **kwargs):
-            calls.append(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    for name in ("_encode_plus", "__call__", "encode", "tokenize", "apply_chat_template"):
-        count(PreTrainedTokenizerFast, name)
-    for name in ("map", "filter"):
-        count(datasets.Dataset, name)
-    for name in ("hf_hub_download", "snapshot_download"):
-        count(huggingface_hub, name)
+    for owner, names in {
+        PreTrainedTokenizerFast: "_encode_plus __call__ encode tokenize apply_chat_template",
+        datasets.Dataset: "map filter",
+        huggingface_hub: "hf_hub_download snapshot_download",
+    }.items():
+        for name in names.split():
+            monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     return calls
 
 
@@ -71,15 +66,10 @@ def test_a_run_leaves_a_model_that_plain_transformers_loads(
     """The best one; and training tokenizes, maps and downloads nothing."""
     run, calls = tmp_path / "run", counted_calls(monkeypatch)
     settings = {
-        "eval_data": f"heldout={workspace / 'heldout'}",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_on_start": "true",
-        "max_steps": 20,
-        "save_steps": 10,
-        "load_best_model_at_end": "true",
-        "metric_for_best_model": "eval_heldout_loss",
-    }
+        "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 2,
+        "eval_on_start": "true", "max_steps": 20, "save_steps": 10,
+        "load_best_model_at_end": "true", "metric_for_best_model": "eval_heldout_loss",
+    }  # fmt: skip
     pretrain.main(pretraining(run, **settings))
     assert calls == []
     datasets.load_from_disk(str(workspace / "documents")).map(lambda row: row)
@@ -179,14 +169,10 @@ def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
 def test_epochs_are_those_of_the_data(pretraining, workspace, tmp_path):
     run = tmp_path / "run"
     settings = {
-        "num_train_epochs": 2,
-        "max_steps": -1,
-        "global_batch_size": 16,
-        "eval_data": f"heldout={workspace / 'heldout'}",
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
+        "num_train_epochs": 2, "max_steps": -1, "global_batch_size": 16, "eval_strategy": "epoch",
+        "eval_data": f"heldout={workspace / 'heldout'}", "save_strategy": "epoch",
         "save_steps": None,
-    }
+    }  # fmt: skip
     pretrain.main(pretraining(run, **settings))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert tiny.train_lines(run)[-1]["epoch"] == pytest.approx(2.0, abs=0.15)

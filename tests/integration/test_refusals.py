@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import pretrain
 import sft_train
 from utils.checkpoints import discovery
-from utils.checkpoints import files as layout
 from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
@@ -25,10 +24,7 @@ LORA = {"use_peft": "true", "lora_target_modules": ["q_proj", "v_proj"]}
 SECRET = "hf_" + "x" * 34
 MAMBA = "model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n"
 # Refused while weights load, after the directory was claimed.
-LOADING = {
-    "no optimizer", "stage of other shapes", "stage of more layers", "missing tensor",
-    "half a file",
-}  # fmt: skip
+LOADING = {"no optimizer", "stage of other shapes", "missing tensor", "half a file"}
 
 
 @dataclass
@@ -48,8 +44,7 @@ class Place:
 
     def resumed(self, **changes: object) -> dict[str, object]:
         """Settings of the pretraining that ended at step 3, in a copy of its directory."""
-        shutil.copytree(self.finished, self.run)
-        return {"output_dir": self.run, **changes}
+        return {"output_dir": shutil.copytree(self.finished, self.run), **changes}
 
     def rewritten(self, files: str, change: Callable[[str], str]) -> dict[str, object]:
         """The same with these files of the directory changed."""
@@ -57,14 +52,6 @@ class Place:
         for path in self.run.glob(files):
             path.write_text(change(path.read_text()))
         return changes
-
-    def damaged_model(self, change: Callable[[dict], object]) -> dict[str, object]:
-        """Settings with a copy of the base model whose tensors are changed."""
-        shutil.copytree(self.base_model, self.path / "model")
-        weights = load_file(self.path / "model/model.safetensors")
-        change(weights)
-        save_file(weights, self.path / "model/model.safetensors", metadata={"format": "pt"})
-        return {"model_name_or_path": self.path / "model"}
 
     def model(self, **changes: object) -> dict[str, object]:
         return {"model_config": tiny.make_model_config(self.path / "model.json", **changes)}
@@ -85,9 +72,7 @@ def foreign_directory(place: Place) -> dict[str, object]:
 
 def finished_without_checkpoints(place: Place) -> dict[str, object]:
     changes = place.resumed()
-    (place.run / "final").mkdir(exist_ok=True)
-    for checkpoint in place.run.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    shutil.rmtree(place.run / "checkpoint-3")
     return changes
 
 
@@ -102,34 +87,25 @@ def no_room(place: Place) -> dict[str, object]:
     return {}
 
 
-def of_another_strategy(place: Place) -> dict[str, object]:
-    changes = place.resumed()
-    read = layout.read_manifest
-    place.monkeypatch.setattr(
-        layout, "read_manifest", lambda path: replace(read(path), strategy="fsdp2")
-    )
-    return changes
-
-
 def weights_as_pickle(place: Place) -> dict[str, object]:
     (place.path / "stage").mkdir()
     (place.path / "stage/pytorch_model.bin").write_bytes(b"")
     return {"init_from": place.path / "stage", "model_config": None}
 
 
-def of_the_stage(place: Place, **model: object) -> dict[str, object]:
-    return place.model(**model) | {"init_from": place.finished}
-
-
 def missing_tensor(place: Place) -> dict[str, object]:
-    return place.damaged_model(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    model = shutil.copytree(place.base_model, place.path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return {"model_name_or_path": model}
 
 
 def half_a_file(place: Place) -> dict[str, object]:
-    changes = place.damaged_model(dict)
-    path = place.path / "model/model.safetensors"
+    model = shutil.copytree(place.base_model, place.path / "model")
+    path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    return changes
+    return {"model_name_or_path": model}
 
 
 # What is wrong, as a function of the place or as settings; and a part of what both have to say.
@@ -145,7 +121,6 @@ PRETRAINING = {
         lambda place: place.rewritten("checkpoint-*/config.json", lambda text: text + " "),
         "no committed checkpoint of this run is whole",
     ),
-    "checkpoint of a strategy": (of_another_strategy, "was written under fsdp2 and cannot be"),
     "checkpoint of a run": (
         lambda place: place.rewritten(
             "provenance.json", lambda text: json.dumps(json.loads(text) | {"run_id": "other"})
@@ -153,13 +128,6 @@ PRETRAINING = {
         "is a checkpoint of another run",
     ),
     "changed seed": (lambda place: place.resumed(seed=7), "its seed is 42, now it is 7"),
-    "changed learning rate": (lambda place: place.resumed(learning_rate=1), "cannot resume: its l"),
-    "changed data": (
-        lambda place: place.resumed(train_data=place.workspace / "heldout"), "its train_data is",
-    ),
-    "changed model": (
-        lambda place: place.resumed(**place.model(intermediate_size=32)), "its model_config is",
-    ),
     "no stage": ({"init_from": "/none", "model_config": None}, "there is no such directory"),
     "stage as a pickle": (weights_as_pickle, "holds no whole model in safetensors"),
     "no optimizer": (
@@ -169,10 +137,8 @@ PRETRAINING = {
         "has no optimizer.pt",
     ),
     "stage of other shapes": (
-        lambda place: of_the_stage(place, intermediate_size=32), "the model needs",
-    ),
-    "stage of more layers": (
-        lambda place: of_the_stage(place, num_hidden_layers=1), "has no place in the model",
+        lambda place: place.model(intermediate_size=32) | {"init_from": place.finished},
+        "the model needs",
     ),
     "several splits": (
         several_splits,
@@ -267,16 +233,16 @@ def test_the_dry_run_refuses_what_the_start_refuses(name, place, pretraining, fi
 def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
     place, pretraining, fine_tuning, capsys
 ):
-    assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
+    assert pretrain.main(pretraining(place.run, dry_run="true")) == 0
     assert "(new)" in capsys.readouterr().out
     assert not place.run.exists()
     shutil.copytree(place.finished, place.run)
     before = files_of(place.run)
-    assert pretrain.main([*pretraining(place.run), "--dry_run", "true"]) == 0
+    assert pretrain.main(pretraining(place.run, dry_run="true")) == 0
     out = capsys.readouterr().out
     assert f"a start would resume from {place.run}/checkpoint-3" in out
     assert re.search(r"max_steps: 3 -> 6", out)
-    assert pretrain.main([*pretraining(place.run, **SHORT), "--dry_run", "true"]) == 0
+    assert pretrain.main(pretraining(place.run, **SHORT, dry_run="true")) == 0
     assert "is finished: a start would have nothing to do" in capsys.readouterr().out
     assert files_of(place.run) == before
     tuned = fine_tuning(place.path / "sft", **LORA, dry_run="true")

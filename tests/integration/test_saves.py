@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import tiny
-from provoked_runs import STEPS, Provoke, assert_the_same, assert_the_same_end, touch, trainer_state
+from provoked_runs import STEPS, Provoke, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
-import pretrain
 from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
 from utils.checkpoints.staging import MEMORY, PREFIX
@@ -46,20 +45,6 @@ def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted
 OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
 
 
-def best_of(run: Path) -> str:
-    return trainer_state(run, STEPS)["best_model_checkpoint"]
-
-
-def test_a_new_best_is_saved_kept_and_loaded(uninterrupted):
-    run = uninterrupted(**OVERSHOOTING, save_total_limit=2)
-    losses = tiny.evaluations(run, "first")
-    assert min(losses, key=losses.__getitem__) == 2
-    assert checkpoints(run) == {2, 4, 8}, "the best one, and the two newest"
-    assert best_of(run) == str(run / "checkpoint-2")
-    weights = "model.safetensors"
-    assert (run / "final" / weights).read_bytes() == (run / "checkpoint-2" / weights).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("event", "step", "nth", "background"),
     [("on_step_begin", 1, 1, "false"), ("on_prediction_step", 2, 3, "true")],
@@ -71,23 +56,20 @@ def test_a_stop_at_a_new_best_changes_nothing(
     """The stop's own checkpoint is that of the best model, once its evaluation is done."""
     settings = OVERSHOOTING | {"save_total_limit": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
+    losses, weights = tiny.evaluations(whole, "first"), "model.safetensors"
+    assert min(losses, key=losses.__getitem__) == 2
+    assert checkpoints(whole) == {2, 4, 8}, "the best one, and the two newest"
+    assert (whole / "final" / weights).read_bytes() == (
+        whole / "checkpoint-2" / weights
+    ).read_bytes()
     settings["async_save"] = background
     assert start(run, Provoke(event, step, touch("STOP"), nth), **settings) == ExitCode.STOPPED
     assert checkpoints(run) == {2}
     assert start(run, Provoke("on_step_begin", 6, touch("STOP")), **settings) == ExitCode.STOPPED
     assert checkpoints(run) == {2, 4, 7}
     assert start(run, **settings) == ExitCode.DONE
-    assert best_of(run) == str(run / "checkpoint-2")
+    assert trainer_state(run, STEPS)["best_model_checkpoint"] == str(run / "checkpoint-2")
     assert_the_same_end(run, whole)
-
-
-@pytest.mark.parametrize(
-    "rhythm", [{"save_steps": 5}, {"save_strategy": "epoch", "save_steps": None}]
-)
-def test_the_last_step_has_a_checkpoint_whatever_the_rhythm(rhythm, pretraining, tmp_path):
-    run = tmp_path / "run"
-    assert pretrain.main(pretraining(run, max_steps=3, **rhythm)) == ExitCode.DONE
-    assert checkpoints(run) == {3}
 
 
 BACKGROUND = {"async_save": "true"}
@@ -225,11 +207,3 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     assert "the checkpoint of step 4 is written before training continues: " in shown
     assert "has 128.0 KiB free in /dev/shm, its part takes " in shown
     assert_the_same_end(run, whole)
-
-
-def test_nothing_is_the_same_when_it_is_not(start, uninterrupted, tmp_path):
-    """The comparison itself: another seed is seen."""
-    run, whole = tmp_path / "run", uninterrupted()
-    assert start(run, seed=7) == ExitCode.DONE
-    with pytest.raises(AssertionError):
-        assert_the_same(run, whole)

@@ -1,13 +1,11 @@
 """Stages: each starts from just the weights that the one before ended with, also when resumed."""
 
 import hashlib
-import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,16 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
-from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.data.loader import model_inputs
-from utils.data.order import SampleOrder
-from utils.data.tokenizers import load_tokenizer
-from utils.planning.run_data import load_run_data
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+HELDOUT = {"input_ids": tiny.documents(31, seed=1)}
+CHATS_HELDOUT = tiny.masked(tiny.documents(23, seed=3))
 LONGER = {"max_position_embeddings": 256, "rope_parameters": ROPE}
 
 
@@ -51,49 +46,36 @@ def next_stage(pretraining) -> Callable[..., list[str]]:
     return argv
 
 
-def independent_loss(model_dir: Path, argv: list[str], parse, **config: object) -> float:
-    """The loss of a run's first step by plain forward passes, each document alone."""
-    settings = parse(argv, "")
-    tokenizer = load_tokenizer(str(model_dir))
-    values = json.loads((model_dir / "config.json").read_text()) | config
-    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
-    fine_tuning = parse is parse_fine_tuning
-    data = load_run_data(settings, tokenizer, model_config, fine_tuning=fine_tuning)
-    order = SampleOrder(data.train.per_source, settings.training.seed, data.weights)
-    rows = order.sequences(np.arange(settings.run.global_batch_size))
-    batch = model_inputs(data.train.__getitems__(rows), "cpu")
-    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")
-    model.load_state_dict(load_file(model_dir / "model.safetensors"))
-    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
-    ends = batch["cu_seq_lens_q"].unique().tolist()
-    total, count = 0.0, 0
-    for start, stop in itertools.pairwise(ends):
-        wanted = labels[start + 1 : stop]
-        if wanted.ne(-100).any():
-            with torch.no_grad():
-                logits = model(ids[None, start:stop]).logits[0, :-1]
-            total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
-            count += int(wanted.ne(-100).sum())
-    return total / count
+def evaluated(workspace: Path, split: str = "heldout") -> dict[str, object]:
+    """Settings of a run that evaluates the weights it begins with."""
+    return {"eval_data": f"held={workspace / split}", "eval_on_start": True}
 
 
-def test_a_chain_of_three_stages(first, next_stage, fine_tuning, tmp_path):
+def assert_began_with(run: Path, weights: Path, columns: dict = HELDOUT, config=None) -> None:
+    """By plain forward passes of transformers, each document alone."""
+    model = AutoModelForCausalLM.from_pretrained(
+        weights, config=config, attn_implementation="eager"
+    )
+    expected = tiny.plain_loss(model, columns)
+    assert tiny.evaluations(run, "held")[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_chain_of_three_stages(first, next_stage, fine_tuning, workspace, tmp_path):
     """Short pretraining, pretraining on longer sequences with other rope settings, fine-tuning."""
     longer = tmp_path / "longer.json"  # what a user would edit: the earlier stage's own
     config = json.loads((first / "final" / "config.json").read_text())
     longer.write_text(json.dumps(config | LONGER, indent=2))
     second, third = tmp_path / "second", tmp_path / "third"
-    argv = next_stage(second, first, model_config=longer, sequence_length=128)
-    pretrain.main(argv)
-    expected = independent_loss(first / "final", argv, parse_pretraining, **LONGER)
-    assert tiny.losses(second)[0] == pytest.approx(expected, rel=1e-5)
-    unchanged = independent_loss(first / "final", argv, parse_pretraining)
-    assert expected != pytest.approx(unchanged, rel=1e-4), "the rope settings change nothing"
+    changes = {"model_config": longer, "sequence_length": 128, **evaluated(workspace)}
+    pretrain.main(next_stage(second, first, **changes))
+    config = AutoConfig.from_pretrained(second / "final")
+    assert_began_with(second, first / "final", config=config)
+    with pytest.raises(AssertionError):  # the rope settings change something
+        assert_began_with(second, first / "final")
 
-    argv = fine_tuning(third, init_from=second, model_name_or_path=None)
-    sft_train.main(argv)
-    expected = independent_loss(second / "final", argv, parse_fine_tuning)
-    assert tiny.losses(third)[0] == pytest.approx(expected, rel=1e-5)
+    changes = {"model_name_or_path": None, **evaluated(workspace, "chats_heldout")}
+    sft_train.main(fine_tuning(third, init_from=second, **changes))
+    assert_began_with(third, second / "final", CHATS_HELDOUT)
     config = AutoConfig.from_pretrained(third / "final")
     assert config.max_position_embeddings == 256
     assert config.rope_parameters["factor"] == 2.0
@@ -139,17 +121,6 @@ def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path,
     assert (origin["run_id"], origin["step"]) == (run_id(first), 3)
 
 
-def misfit(first: Path, directory: Path) -> Path:
-    """The first stage's model with a tensor missing, one in excess and one in another shape."""
-    shutil.copytree(first / "final", directory)
-    weights = load_file(directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
-    weights["model.norm.weight"] = torch.zeros(31)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 MISFITS = (
     "tensor model.layers.1.mlp.up_proj.weight is missing in {0}.",
     "tensor model.norm.weight in {0} has shape (31,), the model needs (32,).",
@@ -158,7 +129,7 @@ MISFITS = (
 
 
 def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
-    first, fine_tuning, next_stage, tmp_path
+    first, fine_tuning, next_stage, workspace, tmp_path
 ):
     run = tmp_path / "lora"
     settings = {"init_from": first, "use_peft": "true", "model_name_or_path": None}
@@ -166,28 +137,31 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     for directory in (run / "checkpoint-3", run / "adapter"):
         with pytest.raises(ConfigurationError, match=r"LoRA adapter without .* or its final/"):
             pretrain.main(next_stage(tmp_path / "after", directory))
-    argv = next_stage(tmp_path / "after", run, max_steps=1)
-    pretrain.main(argv)
-    expected = independent_loss(run / "final", argv, parse_pretraining)
-    assert tiny.losses(tmp_path / "after")[0] == pytest.approx(expected, rel=1e-5)
+    after = tmp_path / "after"
+    pretrain.main(next_stage(after, run, max_steps=1, **evaluated(workspace)))
+    assert_began_with(after, run / "final")
 
 
 FSDP2, ZERO3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp2", "zero3"))
 
 
 @pytest.mark.parametrize("strategy", [FSDP2, "zero3"])
-def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, tmp_path):
+def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, workspace, tmp_path):
     run = tmp_path / "run"
-    argv = next_stage(run, first, max_steps=1, save_strategy="no", save_steps=None)
+    argv = next_stage(run, first, max_steps=1, **evaluated(workspace))
     done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-4000:]
-    expected = independent_loss(first / "final", argv, parse_pretraining)
-    assert tiny.losses(run)[0] == pytest.approx(expected, rel=1e-5)
+    assert_began_with(run, first / "final")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", ZERO3])
 def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next_stage, tmp_path):
-    directory = misfit(first, tmp_path / "misfit")
+    directory = shutil.copytree(first / "final", tmp_path / "misfit")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    weights["model.norm.weight"] = torch.zeros(31)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     argv = next_stage(tmp_path / "run", directory, max_steps=1)
     done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
     for text in MISFITS:

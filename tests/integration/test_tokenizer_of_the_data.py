@@ -20,6 +20,8 @@ from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 
+LORA = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+TEN_TOKENS = ["<is>", *(f"<{number}>" for number in range(9))]  # ids to 309: beyond the 304 rows
 CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
 
 
@@ -77,18 +79,13 @@ def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsy
     assert "generation %}" not in tokenizer.chat_template
     messages = [{"role": "user", "content": "1 plus 2?"}]
     trained = AutoTokenizer.from_pretrained(chats / "tokenizer")
-    rendered = [
+    of_final, of_data = (
         each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         for each in (tokenizer, trained)
-    ]
-    assert rendered[0] == rendered[1]
+    )
+    assert of_final == of_data
     stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [0, 3]
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    model = AutoModelForCausalLM.from_pretrained(final)
-    assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
 
 
 def refusal(arguments: list[str]) -> str:
@@ -114,16 +111,13 @@ def test_what_does_not_fit_the_data_is_refused(models, chats, tmp_path):
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
-    trained = prepare(
-        models, tmp_path / "data", tokenizer_name_or_path=None, train_tokenizer=270,
-        chat_template=CHATML,
-    )  # fmt: skip
+    changes = {"tokenizer_name_or_path": None, "train_tokenizer": 270, "chat_template": CHATML}
+    trained = prepare(models, tmp_path / "data", **changes)
     said = refusal(argv(models, trained, tmp_path / "run"))
     assert f"has another vocabulary than {models / 'base'}" in said
-    settings = {"tokenizer_name_or_path": trained / "tokenizer"}
-    assert "train without --tokenizer_name_or_path" in refusal(
-        argv(models, trained, tmp_path / "run", **settings)
-    )
+    given = {"tokenizer_name_or_path": trained / "tokenizer"}
+    said = refusal(argv(models, trained, tmp_path / "run", **given))
+    assert "train without --tokenizer_name_or_path" in said
 
 
 def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, capsys):
@@ -142,10 +136,8 @@ def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, c
     assert "the tokenizer has 301 tokens, the model 300" in capsys.readouterr().out
     pair = {"instruction": "<image_soft_token>", "output": "is 1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(pair))
-    using = prepare(
-        models, tmp_path / "using", tokenizer_name_or_path=tmp_path / "chat",
-        sources=tmp_path / "rows.jsonl",
-    )  # fmt: skip
+    changes = {"tokenizer_name_or_path": tmp_path / "chat", "sources": tmp_path / "rows.jsonl"}
+    using = prepare(models, tmp_path / "using", **changes)
     said = refusal(argv(models, using, tmp_path / "run", model_name_or_path=small))
     assert "holds token id 300, but the vocabulary ends at 299" in said
 
@@ -163,12 +155,9 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
         AutoTokenizer.from_pretrained(models / "base").save_pretrained(base)
     rows = (models / "rows.jsonl").read_text().replace("is ", "<is>")
     (tmp_path / "rows.jsonl").write_text(rows)
-    words = [f"<{number}>" for number in range(9)]  # ids to 309: beyond the 304 rows
-    data = prepare(
-        models, tmp_path / "data", sources=tmp_path / "rows.jsonl", add_tokens=["<is>", *words]
-    )
-    lora = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
-    settings = {"model_name_or_path": base, "save_dtype": "float32"} | (lora if adapted else {})
+    changes = {"sources": tmp_path / "rows.jsonl", "add_tokens": TEN_TOKENS}
+    data = prepare(models, tmp_path / "data", **changes)
+    settings = {"model_name_or_path": base, "save_dtype": "float32"} | (LORA if adapted else {})
     sft_train.main(argv(models, data, run, **settings))
     said = capsys.readouterr().out
     assert "embedding: 10 new tokens (<is>, <0>, <1>, <2>, <3>, ...), 320 rows, 304 before" in said
@@ -201,10 +190,9 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     [("fsdp2", True), pytest.param("zero3", False, marks=pytest.mark.exhaustive)],
 )
 def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models, tmp_path):
-    data = prepare(models, tmp_path / "data", add_tokens=["<is>", *(f"<{n}>" for n in range(9))])
-    lora = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+    data = prepare(models, tmp_path / "data", add_tokens=TEN_TOKENS)
     settings = {"save_dtype": "float32", "per_device_train_batch_size": 1}
-    settings |= lora if adapted else {}
+    settings |= LORA if adapted else {}
     sft_train.main(argv(models, data, tmp_path / "one", **settings))
     done = run_two_processes(name, "sft_train.py", argv(models, data, tmp_path / "two", **settings))
     assert done.returncode == 0, done.stdout[-4000:]
@@ -212,6 +200,4 @@ def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models,
         AutoModelForCausalLM.from_pretrained(tmp_path / run / "final").state_dict()
         for run in ("one", "two")
     )
-    assert one.keys() == two.keys()
-    for tensor, value in one.items():
-        torch.testing.assert_close(two[tensor], value, rtol=0, atol=2e-3, msg=tensor)
+    torch.testing.assert_close(two, one, rtol=0, atol=2e-3)

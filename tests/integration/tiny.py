@@ -15,15 +15,10 @@ WORDS = ["<eos>", "<pad>", *(f"t{number}" for number in range(VOCABULARY - 2))]
 
 # The settings of a run of six steps with a checkpoint in its middle and at its end.
 RUN: dict[str, object] = {
-    "sequence_length": 64,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 2,
-    "max_steps": 6,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_steps": 3,
+    "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 2,
+    "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 3,
     "bf16": False,  # the same numbers on a CPU with AMX
-}
+}  # fmt: skip
 
 
 def make_tokenizer(directory: Path) -> Path:
@@ -61,15 +56,10 @@ def save(directory: Path, columns: dict[str, list[list[int]]]) -> Path:
 
 def make_model_config(path: Path, **changes: object) -> Path:
     config = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
         "vocab_size": VOCABULARY,
-    }
+    }  # fmt: skip
     path.write_text(json.dumps(config | changes))
     return path
 
@@ -83,11 +73,6 @@ def flags(**settings: object) -> list[str]:
         values = value if isinstance(value, list) else [value]
         argv += [f"--{name}", *map(str, values)]
     return argv
-
-
-def losses(output_dir: Path) -> list[float]:
-    """The training losses of a run by step, read from its journal."""
-    return [line["loss"] for line in train_lines(output_dir)]
 
 
 def figures(output_dir: Path, *names: str) -> torch.Tensor:
@@ -112,6 +97,11 @@ def train_lines(output_dir: Path) -> list[dict]:
     from utils.callbacks.journal import read_journal
 
     return [line for line in read_journal(output_dir / "metrics.jsonl") if line["event"] == "train"]
+
+
+def losses(output_dir: Path) -> list[float]:
+    """The training losses of a run by step, read from its journal."""
+    return [line["loss"] for line in train_lines(output_dir)]
 
 
 def weights(output_dir: Path) -> bytes:

@@ -1,10 +1,12 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep and raise come at the Nth batch of that rank; full is a disk without room, met while saving.
+sleep, stop (SIGSTOP) and raise come at the Nth batch of that rank; full is a disk without room,
+met while saving.
 """
 
 import errno
 import os
+import signal
 import sys
 import time
 
@@ -33,6 +35,8 @@ def trouble_batches() -> None:
         if batches == int(COUNT):
             sys.stdout.write(f"trouble {time.time()}\n")  # in one write: ranks print at once
             sys.stdout.flush()
+            if KIND == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             sleep_a_while() if KIND == "sleep" else fail()
         return get(self, rows)
 
