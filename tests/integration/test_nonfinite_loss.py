@@ -44,9 +44,8 @@ def start(pretraining, poisoned, monkeypatch):
     real = Trainer.compute_loss
 
     def start(run: Path, kind: str | None, **changes: object) -> int:
-        monkeypatch.setattr(
-            Trainer, "compute_loss", compute_loss_poisoned(real, kind) if kind else real
-        )
+        spoilt = compute_loss_poisoned(real, kind) if kind else real
+        monkeypatch.setattr(Trainer, "compute_loss", spoilt)
         return pretrain.main(pretraining(run, **RUN | {"train_data": poisoned} | changes))
 
     return start

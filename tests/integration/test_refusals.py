@@ -60,9 +60,6 @@ class Place:
         (self.path / "model.yaml").write_text(text)
         return {"model_config": self.path / "model.yaml"}
 
-    def data(self, **columns: list) -> dict[str, object]:
-        return {"train_data": tiny.save(self.path / "data", columns)}
-
 
 def foreign_directory(place: Place) -> dict[str, object]:
     place.run.mkdir()
@@ -181,10 +178,6 @@ FINE_TUNING = {
         "no model could be found",
     ),
     "long chat": ({"sequence_length": 32}, "more than sequence_length 32"),
-    "labels of another length": (
-        lambda place: place.data(input_ids=[[5, 6, 7], [5, 6, 7]], labels=[[5, 6, 7], [5, 6]]),
-        "row 1",
-    ),
 }  # fmt: skip
 CASES = {
     **{name: (pretrain, *case) for name, case in PRETRAINING.items()},

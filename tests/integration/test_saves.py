@@ -4,12 +4,12 @@ import errno
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
+from launching import wait_until
 from provoked_runs import STEPS, Provoke, assert_the_same_end, touch, trainer_state
 from transformers import TrainerCallback
 
@@ -180,9 +180,8 @@ def test_storage_that_fails_in_the_background_ends_the_run(
         steps.append(step)
         if step == 4:
             slow.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "x"))
-        give_up_at = time.monotonic() + 30
-        while step == 5 and not provoke.watch.checkpoints.failed and time.monotonic() < give_up_at:
-            time.sleep(0.01)
+        if step == 5:
+            wait_until(lambda: provoke.watch.checkpoints.failed, "no failure is noticed")
 
     provoke = AtEachStep(look)
     with pytest.raises(StorageError, match=r"No space left on device, writing .*/run"):

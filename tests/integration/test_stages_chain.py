@@ -169,23 +169,9 @@ def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next
     assert "configuration error (3 problems)" in done.stdout
 
 
-def copy_stage(first: Path, copy: Path) -> None:
-    """The first stage somewhere else, with a setting of its own for `generate`."""
-    shutil.copytree(first, copy)
-    path = copy / "final" / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_new_tokens": 7}))
-
-
 def finished(run: Path) -> dict[str, bytes]:
     """The files of the finished model."""
     return {path.name: path.read_bytes() for path in (run / "final").iterdir()}
-
-
-def other_epsilon(path: Path) -> None:
-    """A configuration as good and as long as the run's, whose model computes something else."""
-    config = path.read_text()
-    assert '"rms_norm_eps": 1e-06' in config
-    path.write_text(config.replace("1e-06", "1e-01"))
 
 
 @pytest.mark.parametrize("config", [None, "fsdp2"], ids=["alone", "fsdp2"])
@@ -194,7 +180,9 @@ def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
 ):
     """Nothing of either has a part in the finished model."""
     run, gone = tmp_path / "run", tmp_path / "gone"
-    copy_stage(first, gone)
+    shutil.copytree(first, gone)
+    generation = gone / "final" / "generation_config.json"  # with a setting of its own
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"max_new_tokens": 7}))
     argv = next_stage(run, gone, per_device_train_batch_size=1)
 
     def start() -> str:
@@ -211,7 +199,10 @@ def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
     assert (checkpoint / "pytorch_model_fsdp_0").is_dir() == (config == "fsdp2")
     committed = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["files"]
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < committed.keys()
-    other_epsilon(checkpoint / "config.json")
+    config_json = (checkpoint / "config.json").read_text()
+    assert '"rms_norm_eps": 1e-06' in config_json
+    # As good and as long a configuration, whose model computes something else.
+    (checkpoint / "config.json").write_text(config_json.replace("1e-06", "1e-01"))
     shutil.rmtree(run / "final")
     shutil.rmtree(gone)
     shown = start()

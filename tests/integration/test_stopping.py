@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from launching import CPU_ENVIRONMENT, run_processes, start_processes
+from launching import CPU_ENVIRONMENT, run_processes, start_processes, wait_until
 from provoked_runs import (
     STEPS,
     Provoke,
@@ -212,10 +212,7 @@ def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, works
     slow = {**CPU_ENVIRONMENT["multi_gpu"], "STOKER_TEST_STEP_DELAY_S": "0.5"}
     argv = pretraining(run, **settings)
     ranks = start_processes("multi_gpu", "pretrain.py", argv, env=slow)
-    give_up_at = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists():
-        assert time.monotonic() < give_up_at, "the run does not start"
-        time.sleep(0.1)
+    wait_until((run / "metrics.jsonl").exists, "the run does not start")
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     done = ranks.wait(timeout_s=120)
     assert ": a signal to rank" in done.stdout, done.stdout
