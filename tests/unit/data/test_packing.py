@@ -103,9 +103,6 @@ def test_plans_written_out():
     assert not plan([5, 8, 3], 8).one_document_each
 
 
-# ---- documents longer than a row
-
-
 def test_overlong_documents_can_be_truncated_but_not_to_nothing_to_learn():
     asked = []
 

@@ -73,21 +73,14 @@ def test_each_kind_of_loss_mask_says_the_same(tmp_path):
 
 
 def test_a_folder_of_splits_gives_its_train_split_or_the_one_named(tmp_path):
-    splits = DatasetDict(
-        {
-            "train": Dataset.from_dict({"input_ids": [[1, 2]]}),
-            "test": Dataset.from_dict({"input_ids": [[3, 4]]}),
-        }
-    )
-    splits.save_to_disk(tmp_path / "d")
+    tokens = {"train": [[1, 2]], "test": [[3, 4]]}
+    splits = {name: Dataset.from_dict({"input_ids": rows}) for name, rows in tokens.items()}
+    DatasetDict(splits).save_to_disk(tmp_path / "d")
     assert documents_of(open_token_dataset(tmp_path / "d")) == [[1, 2]]
     assert documents_of(open_token_dataset(tmp_path / "d" / "test")) == [[3, 4]]
     assert documents_of(open_token_dataset(tmp_path / "d", default_split="test")) == [[3, 4]]
     with pytest.raises(ConfigurationError, match="no split 'validation'; it has test, train"):
         open_token_dataset(tmp_path / "d", default_split="validation")
-
-
-# ---- refused
 
 
 def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
@@ -100,7 +93,6 @@ def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
         ('{"_data_files": "x"}', "does not list file names"),
         ('{"_indices_files": [{"filename": "i.arrow"}]}', "flatten_indices"),
         ('{"_data_files": []}', "holds no documents"),
-        ("[]", "not a JSON object"),
         ("{", "not a JSON object"),
     ):
         (path / "state.json").write_text(state)
@@ -112,17 +104,12 @@ def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
     ("columns", "message"),
     [
         ({"text": ["a"]}, "no column 'input_ids'; it has text"),
-        ({"input_ids": ["a"]}, "column 'input_ids' is string; it must be a list of integers"),
-        ({"input_ids": [[1.5]]}, r"column 'input_ids' is list<item: (float|double)>"),
-        (
-            {"input_ids": [[1]], "labels": [[1]], "completion_mask": [[1]]},
-            r"several loss masks \(completion_mask, labels\)",
-        ),
+        ({"input_ids": [[1.5]]}, "'input_ids' is list<.*>; it must be a list of integers"),
+        ({"input_ids": [[1]], "labels": [[1]], "completion_mask": [[1]]}, "several loss masks"),
         ({"input_ids": [[1]], "prompt_mask": [[1]]}, "'prompt_mask' looks like .*completion_mask"),
         ({"input_ids": [[1]], "seq_lengths": [[1]]}, "'seq_lengths' says .* packed already"),
         ({"input_ids": [[1], None]}, "from row 0 on .it holds a null"),
         ({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]}, "row 1 has another number of labels"),
-        ({"input_ids": []}, "holds no documents"),
     ],
 )
 def test_columns_without_one_meaning_are_refused(tmp_path, columns, message):
@@ -150,19 +137,15 @@ def test_a_file_cut_anywhere_is_refused_by_name(tmp_path):
             open_token_dataset(path)
 
 
-@pytest.mark.parametrize(
-    "offsets",
-    [[0, 3, 2, 6, 10, 12], [0, 3, 4, 6, 10, 99], [50, 51, 52, 53, 54, 55], [-9, 3, 4, 6, 10, 12]],
-)
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 6, 10, 12], [0, 3, 4, 6, 10, 99]])
 def test_damaged_offsets_are_refused(tmp_path, offsets):
-    path = save(tmp_path / "d")
-    file = path / ARROW_FILE
-    sound = np.array([0, 3, 4, 6, 10, 12], dtype=np.int32).tobytes()
+    file = save(tmp_path / "d") / ARROW_FILE
+    sound, damaged = (np.int32(each).tobytes() for each in ([0, 3, 4, 6, 10, 12], offsets))
     content = file.read_bytes()
     assert content.count(sound) == 1
-    file.write_bytes(content.replace(sound, np.array(offsets, dtype=np.int32).tobytes()))
+    file.write_bytes(content.replace(sound, damaged))
     with pytest.raises(ConfigurationError, match="'input_ids' is damaged from row 0 on"):
-        open_token_dataset(path)
+        open_token_dataset(tmp_path / "d")
 
 
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1, 0, 0], [3] * 3 + [0] * 5]
@@ -174,20 +157,11 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1, 0, 0], [3] * 3 + [0] * 5]
         ({"input_ids": [[1], [2, 64], [99]]}, "holds token id 99, .* ends at 63"),
         ({"input_ids": [[1], [2, -1]]}, "holds token id -1; ids start at 0"),
         ({"input_ids": [[1], [], [2], []]}, "row 1 is empty"),
+        ({"input_ids": [[1, 2]], "labels": [[-100, 5]]}, "neither -100 nor the input id"),
+        ({"input_ids": [[1, 2]], "completion_mask": [[0, 2]]}, "other than 0 and 1 in completion"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}, "row 0 is padded"),
         (
-            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [-100, 5]]},
-            "row 1 has a label that is neither -100 nor the input id",
-        ),
-        (
-            {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [0, 2]]},
-            "row 1 has a value other than 0 and 1 in completion_mask",
-        ),
-        (
-            {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 0]]},
-            "row 1 is padded",
-        ),
-        (
-            {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100] * 2, [5, -100]]},
+            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, -100]]},
             "row 1 has no token to learn from: labels",
         ),
         ({"input_ids": PADDED}, "every row has 8 tokens and 2 of the 3 looked at end in token 0"),
@@ -219,14 +193,8 @@ def test_each_fault_is_named(tmp_path, columns, message):
 def test_sound_datasets_have_no_problems(tmp_path, columns):
     dataset = open_token_dataset(save(tmp_path / "d", **columns))
     assert dataset_problems(dataset, 64, needs_loss_tokens=False) == []
-
-
-def test_every_fault_is_reported_at_once(tmp_path):
-    dataset = open_token_dataset(save(tmp_path / "d", [[], [-1], [99]]))
-    assert len(dataset_problems(dataset, vocabulary_size=9, needs_loss_tokens=False)) == 3
-
-
-# ---- measured
+    several = open_token_dataset(save(tmp_path / "several", [[], [-1], [99]]))
+    assert len(dataset_problems(several, 64, needs_loss_tokens=False)) == 3, "all at once"
 
 
 def expected_statistics(documents, masks):
@@ -246,7 +214,7 @@ def expected_statistics(documents, masks):
     }
 
 
-@pytest.mark.parametrize("block_tokens", [1, 7, 1 << 20])
+@pytest.mark.parametrize("block_tokens", [1, 7])
 @given(
     pairs=st.lists(
         st.lists(st.tuples(st.integers(0, 50), st.integers(0, 1)), max_size=6),
@@ -302,13 +270,10 @@ def test_a_plain_dataset_is_measured_once_and_again_when_it_is_rewritten(
     assert "measuring its 12 tokens once" in caplog.text
     assert sorted(file.name for file in path.iterdir()) == before, "the user's folder is left alone"
     with monkeypatch.context() as patch:
-        patch.setattr("utils.data.description.measure", None)
+        patch.setattr(description, "measure", None)
         assert open_token_dataset(path).description == first.description
     save(path, [[1, 2, 4]])
     assert open_token_dataset(path).statistics.max_token_id == 4
-
-
-# ---- described in stoker.json
 
 
 def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch):
@@ -318,10 +283,7 @@ def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch)
         path, tokenizer=tokenizer, chat_template_sha256="def", preparation={"sources": []}
     )
     content = json.loads((path / "stoker.json").read_text())
-    assert content["format"] == 1
-    assert content["loss_mask"] == "assistant_masks"
-    assert content["files"] == {ARROW_FILE: (path / ARROW_FILE).stat().st_size}
-    assert content["modified_ns"] == {ARROW_FILE: (path / ARROW_FILE).stat().st_mtime_ns}
+    assert (content["format"], content["loss_mask"]) == (1, "assistant_masks")
     assert (content["tokenizer"], content["chat_template_sha256"]) == (tokenizer, "def")
     monkeypatch.setattr("utils.data.description.measure", None)
     opened = open_token_dataset(tmp_path / "out")
@@ -347,36 +309,24 @@ def test_a_description_of_an_earlier_version_is_read_and_a_broken_one_refused(tm
             open_token_dataset(path)
 
 
-def edit_in_place(file: Path, old: list[int], new: list[int]) -> None:
-    """Put other int64 values where `old` ones are, as an editor of bytes would."""
-    values = [np.array(each, dtype="int64").tobytes() for each in (old, new)]
-    content = file.read_bytes()
-    assert content.count(values[0]) == 1
-    file.write_bytes(content.replace(*values))
-
-
-def _token(path: Path) -> None:
-    edit_in_place(path / "data-00001-of-00002.arrow", [2, 300], [2, 299])
-
-
-def _order(path: Path) -> None:
+def reverse_files(path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     state["_data_files"].reverse()
     (path / "state.json").write_text(json.dumps(state))
 
 
-def _size(path: Path) -> None:
+def save_others(path: Path) -> None:
     save(path, [[1, 2], [3, 4, 5]], shards=2)
 
 
-@pytest.mark.parametrize("change", [_token, _order, _size])
+@pytest.mark.parametrize("change", [reverse_files, save_others])
 def test_other_contents_than_described_are_refused(tmp_path, monkeypatch, change):
     path = save(tmp_path / "d", shards=2)
     before = describe_split(path)
     change(path)
     with pytest.raises(ConfigurationError, match=r"stoker.json describes other contents"):
         open_token_dataset(path)
-    monkeypatch.setattr("utils.data.description.measure", None)  # what it holds is known by now
+    monkeypatch.setattr(description, "measure", None)  # what it holds is known by now
     (path / "stoker.json").unlink()
     assert open_token_dataset(path).fingerprint != before.fingerprint
 
