@@ -14,11 +14,6 @@ from utils.launch.processes import LaunchFacts
 from utils.model import compilation
 from utils.model.compilation import choose_compilation
 
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "vocab_size": 16,
-}  # fmt: skip
-
 
 def chosen(
     tmp_path, *, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig
@@ -27,7 +22,7 @@ def chosen(
         model=SimpleNamespace(compile=asked), training=SimpleNamespace(output_dir=tmp_path)
     )
     launch = LaunchFacts(0, 1, strategy, ("n",), device)
-    return choose_compilation(settings, model(**SIZES), launch, elsewhere)
+    return choose_compilation(settings, model(num_hidden_layers=1), launch, elsewhere)
 
 
 def record_start(tmp_path, compiled):
@@ -40,13 +35,6 @@ def a_gpu(monkeypatch, caplog):
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
     caplog.set_level(logging.INFO, "utils.model.compilation")
-
-
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for variable in ("CC", "CXX"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 def test_a_gpu_compiles_by_default_and_a_cpu_does_not(tmp_path, caplog):
@@ -77,8 +65,10 @@ def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
             against(said)
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, caplog):
+def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
     assert not chosen(tmp_path)
     assert "needs a C++ compiler" in caplog.text
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
