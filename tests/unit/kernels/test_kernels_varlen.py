@@ -68,7 +68,6 @@ def written_out(query, key, value, lengths, terms):
         ScoreTerms(softcap=0.5, window=3, scale=0.4),
         ScoreTerms(sinks=torch.tensor([-1.0, 0.0, 1.0, 2.0])),
     ],
-    ids=["plain", "scale-window", "softcap-window", "sinks"],
 )
 def test_per_document_sdpa_is_attention_by_its_definition(terms, kv_heads):
     assert_as_written_out(terms, kv_heads, LENGTHS)
@@ -212,7 +211,6 @@ def test_the_best_kernel_that_runs_comes_first(pretend, machine, needs, expected
     ("dtype", "needs", "why"),
     [
         (torch.float32, {}, "computed in float32"),
-        (torch.bfloat16, {"softcap": True}, "varlen_attn lacks logit soft caps"),
         (torch.bfloat16, {"sinks": True}, "varlen_attn lacks attention sinks"),
         (torch.bfloat16, {"dropout": 0.1}, "varlen_attn lacks attention dropout (0.1)"),
         (torch.bfloat16, {"head_dim": 288}, "lacks a head dimension of 288"),

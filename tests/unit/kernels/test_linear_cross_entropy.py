@@ -34,8 +34,7 @@ def layout(monkeypatch, request):
     sizes = replace(SIZES["cpu"], rows=21, tile=1, block=5 * VOCABULARY, words=words)
     monkeypatch.setitem(SIZES, "cpu", sizes)
     if request.param == "compiled":
-        plainly = module._normalize
-        monkeypatch.setattr(module, "_compiled", lambda: plainly)
+        monkeypatch.setattr(module, "_compiled", lambda: module._normalize)
         compile_on_a_cpu(monkeypatch)
 
 
@@ -78,7 +77,7 @@ def far(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "terms"),
     [
@@ -86,7 +85,6 @@ def far(actual, expected):
         (torch.float32, LogitTerms(1.7, CAP)),
         (torch.bfloat16, LogitTerms()),
     ],
-    ids=["plain", "scaled and capped", "bf16"],
 )
 def test_loss_and_gradients_are_those_of_all_logits_in_fp64(dtype, terms, with_bias):
     tensors, targets = made(dtype, with_bias)

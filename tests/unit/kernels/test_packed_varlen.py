@@ -12,24 +12,12 @@ from utils.kernels.varlen import PER_DOCUMENT, VarlenKernel, packed_varlen, regi
 VOCABULARY = 61
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "use_cache": False,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-# Sizes under the names GPT-2 has for them; its dropout is on by default.
-GPT2 = {
-    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+UNDROPPED = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
@@ -40,7 +28,7 @@ CONFIGS = {
     "gemma3-mixed": lambda: transformers.Gemma3TextConfig(
         **GROUPED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     ),
-    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2": lambda: transformers.GPT2Config(**SIZES, **UNDROPPED),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
     "gpt_oss-sinks": lambda: transformers.GptOssConfig(
         **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=4

@@ -125,9 +125,9 @@ def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
     assert found.gradients == copies * found.weights
 
 
-def disk(strategy: str = "ddp", **given) -> int:
+def disk(strategy: str = "ddp", bf16: str = "false", **given) -> int:
     launch = replace(LAUNCH, world_size=2, strategy=strategy)
-    return checkpoint_bytes(settings(**given), LLAMA, launch)
+    return checkpoint_bytes(settings(bf16=bf16, **given), LLAMA, launch)
 
 
 def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):

@@ -21,14 +21,6 @@ COUNT = 2**15
 REPEATS = 1000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # elements are few, and other tests run beside
-    yield
-    torch.set_num_threads(threads)
-
-
 def noise_of(shape: torch.Size, *keys: int):
     (factor,) = multipliers(*keys[:-1], np.array(keys[-1:], dtype=np.uint64)).tolist()
     return partial(noise, random_words(CPU, 1)[: shape.numel(), 0].view(shape), factor)

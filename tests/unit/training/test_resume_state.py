@@ -26,15 +26,6 @@ def draws() -> tuple:
     return random.random(), random.gauss(0, 1), numbers, torch.rand(700).tolist()
 
 
-@pytest.fixture(autouse=True)
-def _restore():
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
 @pytest.fixture
 def commit(tmp_path):
     def write(world_size: int):

@@ -11,15 +11,6 @@ from utils.training import zero_resharding
 from utils.training.zero_resharding import loadable_checkpoint, repair_stage_3
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    directory = tmp_path / "checkpoint-3"
-    (directory / "global_step3").mkdir(parents=True)
-    (directory / "scheduler.pt").write_text("schedule")
-    write_manifest(directory, Manifest("run", 2, "zero2", 8, step=3, samples=24, tokens=1))
-    return directory
-
-
 def trainer_of(world_size: int) -> SimpleNamespace:
     """A Trainer with DeepSpeed's engine at stage 2, as far as it is looked at."""
     plugin = SimpleNamespace(deepspeed_config={})
@@ -31,8 +22,12 @@ def trainer_of(world_size: int) -> SimpleNamespace:
     )
 
 
-def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(checkpoint, monkeypatch):
+def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(tmp_path, monkeypatch):
     """Rank 0 once took it away while others were still reading the scheduler."""
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "global_step3").mkdir(parents=True)
+    (checkpoint / "scheduler.pt").write_text("schedule")
+    write_manifest(checkpoint, Manifest("run", 2, "zero2", 8, step=3, samples=24, tokens=1))
     monkeypatch.setattr(zero_resharding, "CONVERTER", "raise SystemExit('no room')")
     with loadable_checkpoint(trainer_of(2), str(checkpoint)) as loadable:
         assert loadable == str(checkpoint), "as many ranks load the checkpoint itself"
