@@ -35,7 +35,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)  # of a busy machine
 @given(st.dictionaries(st.sampled_from(["a", "no", "1e-4", "b_c"]), PLAIN, min_size=1))
 def test_what_is_written_is_read_back_by_us_and_by_yaml_1_1(values):
     text = dump_yaml(values)
@@ -49,7 +49,6 @@ def test_unreadable_text_names_its_line():
         "a: 1\nb: [1, 2\n": "^:3: not valid YAML: expected ',' or ']'",
         "a: 1\n---\nb: 2\n": "not valid YAML: but found another document",
         "a: !!python/object/apply:os.system [ls]\n": "^:1: not valid YAML: could not determine",
-        "a: \x00\n": "not valid YAML: special characters are not allowed",
         "a:\n  - {c: 1, c: 2}\n": "^:2: not valid YAML: c is given twice",
         "1: x\n": "^:1: not valid YAML: a key has to be a name",
     }.items():
