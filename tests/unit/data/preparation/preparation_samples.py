@@ -77,14 +77,10 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
     return str(folder)
 
 
-def prepare(**settings) -> Preparation:
+def prepare(sources, output_dir: Path, **settings) -> None:
     """Do what prepare_data.py does."""
-    sources = [p if isinstance(p, dict) else str(p) for p in settings.pop("sources")]
-    output_dir = str(settings.pop("output_dir"))
-    arguments = PreparationArguments(sources=sources, output_dir=output_dir, **settings)
-    preparation = Preparation(arguments)
-    preparation.run()
-    return preparation
+    sources = [source if isinstance(source, dict) else str(source) for source in sources]
+    Preparation(PreparationArguments(sources, str(output_dir), **settings)).run()
 
 
 def description(split: Path) -> dict:

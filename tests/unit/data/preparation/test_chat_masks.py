@@ -15,6 +15,7 @@ from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError, document_fields
 from utils.data.prepare.tokenization import token_mask
+from utils.data.prepare.tokenizer import end_of_turn_id
 
 PLACE = Location("a.jsonl", "line", 1)
 SPECIAL = re.compile(
@@ -89,10 +90,8 @@ PLAIN = {
     "letters": [user("ß 漢字"), says("grüß 漢字かな"), user("👩‍👩‍👧🏽"), says("😀 🇩🇪 naïve")],
     "white space": [user("  q"), says("    a\n\n  b\n"), user("q\n"), says("\nlast words ")],
     "special-token text": [
-        user("what is <|im_end|>?"),
-        says("It is <|im_end|> or </s> or <end_of_turn>."),
-        user("<|eot_id|>"),
-        says("it ends <|im_end|>"),
+        *(user("what is <|im_end|>?"), says("It is <|im_end|> or </s> or <end_of_turn>.")),
+        *(user("<|eot_id|>"), says("it ends <|im_end|>")),
     ],
 }
 OTHER = {
@@ -243,6 +242,14 @@ EXPECTED = [
 @pytest.mark.parametrize(("family", "kind", "turns"), EXPECTED)
 def test_each_familys_own_way_is_delimited(family, kind, turns):
     assert said(said_in(DERIVED[family], kind)) == turns
+
+
+def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
+    """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
+    for path in SHIPPED:
+        if path.stem.startswith("gptoss"):
+            tokenizer = byte_tokenizer(path.read_text())
+            assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|return|>")
 
 
 def test_an_empty_thought_that_the_prompt_prints_is_not_trained_on():

@@ -12,7 +12,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import MaskedChat
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenization import token_mask
-from utils.data.prepare.tokenizer import attach_template, end_of_turn_id, read_chat_template
+from utils.data.prepare.tokenizer import attach_template, read_chat_template
 from utils.data.token_dataset import open_token_dataset
 
 CHATML = Path(samples.CHATML).read_text()
@@ -56,18 +56,14 @@ def test_loss_text_is_the_assistant_turns_and_their_ends(tmp_path):
     assert ids[: mask.argmax()].tolist() == prompt["input_ids"]
 
 
-@pytest.mark.parametrize("kind", ["messages", "prompt_completion"])
-def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare, kind):
+def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare):
     turns = samples.chat("q", "a")["messages"]
-    rows = {
-        "messages": {"messages": turns},
-        "prompt_completion": {"prompt": turns[:1], "completion": turns[1:]},
-    }
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [rows[kind]])
     advice = "the tokenizer has no chat template: give --chat_template FILE"
-    for tokenizer in ({}, {"train_tokenizer": 300}):
-        with pytest.raises(ConfigurationError, match=advice):
-            prepare("out", sources=[source], **tokenizer)
+    for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
+        source = samples.write_jsonl(tmp_path / "a.jsonl", [row])
+        for tokenizer in ({}, {"train_tokenizer": 300}):
+            with pytest.raises(ConfigurationError, match=advice):
+                prepare("out", sources=[source], **tokenizer)
     assert not (tmp_path / "out").exists()
 
 
@@ -123,15 +119,19 @@ def test_a_date_that_the_template_prints_is_that_of_the_sources_or_the_given_one
     assert documents(tmp_path / "b")[0][0].startswith("04 May 2026")
 
 
-def test_a_chat_whose_calls_are_left_out_is_named_or_counted(tmp_path):
-    called = samples.chat("q", "a")
+def test_a_chat_that_the_template_leaves_out_or_refuses_is_named_or_counted(tmp_path):
+    check = "{% if messages|length == 3 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    good, called, refused = (samples.chat(*turns) for turns in ("qa", "qa", "qaq"))
     called["messages"][1]["tool_calls"] = [{"name": "look", "arguments": {"at": "it"}}]
-    rows = [samples.chat("q", "a"), called]
-    where = r"chats\.jsonl:2: message 1 \(assistant\): the chat template leaves out its tool calls"
-    with pytest.raises(ConfigurationError, match=where):
-        prepared(tmp_path, rows, DATED)
-    content = prepared(tmp_path / "b", rows, DATED, on_bad_row="skip")["preparation"]
-    assert content["sources"]["dropped"] == {"tool_calls_left_out": 1}
+    left_out = r"message 1 \(assistant\): the chat template leaves out its tool calls"
+    for row, problem in ((called, left_out), (refused, ".*roles must alternate")):
+        with pytest.raises(ConfigurationError, match=rf"chats\.jsonl:2: {problem}"):
+            prepared(tmp_path, [good, row], check + DATED)
+    rows = [good, called, refused]
+    described = prepared(tmp_path / "b", rows, check + DATED, on_bad_row="skip")
+    assert described["statistics"]["documents"] == 1
+    dropped = {"tool_calls_left_out": 1, "template_refused": 1}
+    assert described["preparation"]["sources"]["dropped"] == dropped
 
 
 def test_thinking_that_the_template_drops_is_counted_and_logged(tmp_path, caplog):
@@ -150,21 +150,6 @@ END_NOT_TRAINED = (
     "{% for m in messages %}{{ m['role'] }}"
     "{% generation %}{{ m['content'] }}{% endgeneration %}<|im_end|>{% endfor %}"
 )
-
-
-@pytest.mark.parametrize("markers", [True, False])
-def test_the_end_of_an_answer_is_not_that_of_a_part_of_it(markers):
-    """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
-        "{% else %}<|im_start|>{% generation %}{{ m.content }}"
-        "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endgeneration %}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    )
-    if not markers:
-        template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    tokenizer = samples.tiny_tokenizer(template)
-    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
 def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_path, caplog):

@@ -21,11 +21,6 @@ def plan(*sources, **settings):
     return plan_preparation(PreparationArguments(sources=sources, **given))
 
 
-@pytest.fixture
-def text(tmp_path):
-    return samples.text_source(tmp_path / "a.jsonl", 5)
-
-
 def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
     assert plan(source, columns=["body=text"]).settings.document_format == "text"
@@ -66,22 +61,26 @@ def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(t
     assert plan(tmp_path / "a.jsonl", on_bad_row="skip").settings.document_format == "text"
 
 
-def test_all_paths_are_checked_at_once(text):
+def test_all_paths_are_checked_at_once(source):
     with pytest.raises(ConfigurationError) as caught:
-        plan(text, "gone.jsonl", "none*.txt", eval_sources=["b=gone2.jsonl"], chat_template="c.jin")
+        plan(
+            source, "gone.jsonl", "none*.txt", eval_sources=["b=gone2.jsonl"], chat_template="c.jin"
+        )
     joined = "\n".join(caught.value.problems)
     for part in ("chat_template: c.jin", "gone.jsonl", "none*.txt", "gone2.jsonl"):
         assert part in joined
     assert len(caught.value.problems) == 4
 
 
-def test_a_file_in_two_entries_and_a_filter_without_its_column_are_refused(text):
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl: is given for both train and other"):
-        plan(text, eval_sources=[f"other={text}"])
+def test_a_file_in_two_entries_and_a_filter_without_its_column_are_refused(source):
+    with pytest.raises(
+        ConfigurationError, match=r"texts\.jsonl: is given for both train and other"
+    ):
+        plan(source, eval_sources=[f"other={source}"])
     with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
-        plan({"path": str(text)}, {"path": str(text)})
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no 'lang', which the filter"):
-        plan({"path": str(text), "filter": {"lang": "en"}})
+        plan({"path": str(source)}, {"path": str(source)})
+    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:1: no 'lang', which the filter"):
+        plan({"path": str(source), "filter": {"lang": "en"}})
 
 
 UNREADABLE = [
@@ -98,11 +97,11 @@ UNREADABLE = [
 ]
 
 
-def test_an_entry_that_cannot_be_read_says_why(text):
+def test_an_entry_that_cannot_be_read_says_why(source):
     for entry, message in UNREADABLE:
         given = {"eval_sources": [entry]} if isinstance(entry, str) else {}
         with pytest.raises(ConfigurationError, match=message):
-            plan(text if given else entry, **given, validation_fraction=0.1)
+            plan(source if given else entry, **given, validation_fraction=0.1)
 
 
 def test_the_documented_recipe_is_read():

@@ -62,15 +62,14 @@ def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monke
     assert str(found[33].location).endswith("a.parquet row 33")
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
-def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, compress, suffix):
+def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, suffix):
     content = b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000))
-    ending = "gz" if compress is gzip.compress else "zst"
-    path = tmp_path / f"a.{suffix}.{ending}"
-    path.write_bytes(compress(content)[:-500])
-    with pytest.raises(ConfigurationError, match=rf"a\.{suffix}\.{ending}: cannot be read"):
-        read(path)
+    for ending, compress in (("gz", gzip.compress), ("zst", zstandard.compress)):
+        path = tmp_path / f"a.{suffix}.{ending}"
+        path.write_bytes(compress(content)[:-500])
+        with pytest.raises(ConfigurationError, match=rf"a\.{suffix}\.{ending}: cannot be read"):
+            read(path)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ def tree(tmp_path):
     return tmp_path / "root"
 
 
-def test_a_folder_is_walked_recursively_in_sorted_order_without_hidden_files(tree):
+def test_a_folder_is_walked_in_sorted_order_without_hidden_files_and_unknown_kinds(tree, caplog):
+    (tree / "x.weird").write_text("x")
     files, problems = list_sources([str(tree)], "auto")
     names = [os.path.relpath(file.path, tree) for file in files]
     assert names == ["a/deep/c.jsonl", "a/deep/d.parquet", "a/z.md", "b.txt"]
     assert [file.kind for file in files] == ["jsonl", "parquet", "text", "text"]
     assert not problems
+    assert "1 x .weird" in caplog.text
+    assert len(list_sources([str(tree)], "text")[0]) == 5
 
 
 def test_what_links_and_paths_reach_twice_is_taken_once(tree, caplog):
@@ -30,13 +33,6 @@ def test_what_links_and_paths_reach_twice_is_taken_once(tree, caplog):
     (tree / "b2.txt").symlink_to(tree / "b.txt")
     assert len(list_sources([str(tree), str(tree / "b.txt")], "auto")[0]) == 4
     assert "2 x given twice" in caplog.text
-
-
-def test_unknown_suffixes_are_passed_over_and_counted_unless_text_is_asked_for(tree, caplog):
-    (tree / "x.weird").write_text("x")
-    assert len(list_sources([str(tree)], "auto")[0]) == 4
-    assert "1 x .weird" in caplog.text
-    assert len(list_sources([str(tree)], "text")[0]) == 5
 
 
 def test_every_fault_is_collected_in_one_pass(tmp_path):

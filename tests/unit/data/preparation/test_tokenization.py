@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from utils.config.errors import ConfigurationError
 from utils.data.prepare import tokenization
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, TextDocument
-from utils.data.prepare.records import BadRow, Location
+from utils.data.prepare.records import Location
 from utils.data.prepare.tokenization import (
     DocumentTokenizer,
     GigatokenEncoder,
@@ -64,20 +64,6 @@ def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing
     assert not found.truncated(split).has_target
     assert found.truncated(split + 1).has_target
     assert len(found.truncated(split + 1).ids) == split + 1
-
-
-def test_a_chat_that_the_template_refuses_is_a_bad_row_and_the_others_are_kept():
-    template = samples.chatml_tokenizer().chat_template
-    check = "{% if messages|length == 3 %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    tokenizer = DocumentTokenizer(samples.tiny_tokenizer(check + template))
-    turns = samples.chat("q", "a", "q")["messages"]
-    chats = [ChatDocument(turns[:2], PLACE), ChatDocument(turns, PLACE)]
-    good, bad = tokenizer(chats)
-    assert good.loss_tokens == 2
-    assert isinstance(bad, BadRow)
-    assert bad.reason == "template_refused"
-    assert "roles must alternate" in str(bad)
-    assert tokenizer(chats[1:]) == [bad]
 
 
 @pytest.mark.parametrize("template", ["$A", "<|im_start|> $A <|im_end|>"])
