@@ -6,7 +6,7 @@ import pytest
 from utils.data.prepare import plan, units
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Let the few documents here make several units."""
     monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 2000)

@@ -12,11 +12,10 @@ from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import MaskedChat
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenization import token_mask
-from utils.data.prepare.tokenizer import attach_template, read_chat_template
+from utils.data.prepare.tokenizer import attach_template
 from utils.data.token_dataset import open_token_dataset
 
 CHATML = Path(samples.CHATML).read_text()
-pytestmark = pytest.mark.usefixtures("small_units")
 
 
 def prepared(folder, rows, template=CHATML, **settings):
@@ -171,26 +170,21 @@ WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endf
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
+        ("{% for m in messages %}", "not valid Jinja"),
         (END_NOT_TRAINED, "the token that ends it"),
         ("{% generation %}" + WHOLE + "{% endgeneration %}", "words of another message"),
         (WHOLE + "{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
         (WITHOUT_MARKERS.replace("<|im_end|>", "<|other|>"), "ends it.*--add_tokens '<.other.>'"),
         (CHATML.replace("<|im_end|>", "<|other|>"), "no such tokens"),
     ],
-    ids=["end not trained", "too much", "too little", "no end", "no end, with markers"],
 )
 def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, problem):
     file = tmp_path / "a.jinja"
     file.write_text(template)
-    with pytest.raises(ConfigurationError, match=rf"a\.jinja cannot be trained with: .*{problem}"):
+    with pytest.raises(
+        ConfigurationError, match=rf"a\.jinja(:| cannot be trained with:) .*{problem}"
+    ):
         attach_template(samples.tiny_tokenizer(), str(file))
-
-
-def test_a_broken_or_missing_template_file_is_named(tmp_path):
-    (tmp_path / "a.jinja").write_text("{% for m in messages %}")
-    for name, problem in (("a.jinja", "not valid Jinja"), ("b.jinja", "cannot be read")):
-        with pytest.raises(ConfigurationError, match=f"{name}: {problem}"):
-            read_chat_template(str(tmp_path / name))
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused_but_for_blanks():

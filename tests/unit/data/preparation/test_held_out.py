@@ -4,14 +4,11 @@ import json
 import random
 
 import preparation_samples as samples
-import pytest
 
 from utils.data.prepare import documents
 from utils.data.prepare.documents import ChatDocument, content_digest
 from utils.data.prepare.records import Location
 from utils.data.token_dataset import open_token_dataset
-
-pytestmark = pytest.mark.usefixtures("small_units")
 
 
 def prepared_texts(tmp_path, prepare, name, texts, **settings):

@@ -16,8 +16,6 @@ from utils.data.prepare.pipeline import decoded_example
 from utils.data.prepare.workspace import WORKSPACE, Workspace
 from utils.data.token_dataset import open_token_dataset
 
-pytestmark = pytest.mark.usefixtures("small_units")
-
 
 def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, source, prepare):
     more = samples.text_source(tmp_path / "more.jsonl", 20, seed=5)

@@ -144,16 +144,13 @@ def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
     assert "in several formats (.parquet, .jsonl) .parquet is taken" in caplog.text
 
 
-def test_splits_of_other_names_are_named_by_the_user(tmp_path):
+def test_splits_of_other_names_are_named_by_the_user_and_one_or_none_is_taken_whole(tmp_path):
     folder = hub_folder(tmp_path / "hub", train_sft="a", test_sft="b")
     with pytest.raises(ConfigurationError, match=r"has no split 'train'; .* test_sft, train_sft"):
         plan(folder)
     assert taken({"path": str(folder), "split": "train_sft"}) == ["train_sft-00000-of-00001"]
     with pytest.raises(ConfigurationError, match="has no split 'gone'"):
         plan({"path": str(folder), "split": "gone"})
-
-
-def test_a_folder_of_one_split_or_of_none_is_taken_whole(tmp_path):
     alone = hub_folder(tmp_path / "one", test="ab")
     no_splits = hub_folder(tmp_path / "two", books="ab", wiki="c")
     (tmp_path / "plain").mkdir()

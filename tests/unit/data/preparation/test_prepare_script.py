@@ -15,7 +15,7 @@ import pytest
 from utils.config.errors import ConfigurationError
 from utils.data.prepare import units
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_units")]
+pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[4]
 
 

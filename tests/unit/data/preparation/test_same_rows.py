@@ -89,14 +89,3 @@ def test_nulls_that_were_written_stay_where_the_file_can_hold_them(tmp_path):
     assert len(found) == 7
     assert len({one["fingerprint"] for one in found}) == 1
     assert '{"city": null}' in found[0]["preparation"]["example"]
-
-
-def test_text_files_are_the_documents_of_their_texts(tmp_path, prepare):
-    texts = samples.sentences(60)
-    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    (tmp_path / "files").mkdir()
-    for number, text in enumerate(texts):
-        (tmp_path / "files" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
-    lines = prepare("from-lines", sources=[source])
-    files = prepare("from-files", sources=[tmp_path / "files"])
-    assert samples.rows(lines / "train") == samples.rows(files / "train")

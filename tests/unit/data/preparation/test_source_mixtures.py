@@ -21,7 +21,7 @@ def test_a_weight_says_how_often_each_document_is_written(prepare, two):
 
 
 @pytest.mark.parametrize("cap", [50, 3000])
-def test_a_cap_is_never_exceeded_and_nearly_reached(prepare, two, small_units, monkeypatch, cap):
+def test_a_cap_is_never_exceeded_and_nearly_reached(prepare, two, monkeypatch, cap):
     monkeypatch.setattr(plan, "LEAST_TOKENS_OF_A_UNIT", 200)
     out = prepare("out", sources=[{"path": two[0], "max_tokens": cap}])
     lengths = [len(row) for row in samples.rows(out / "train")]

@@ -4,7 +4,6 @@ import json
 import numpy as np
 import preparation_samples as samples
 import pytest
-from transformers import AutoTokenizer
 
 from utils.config.errors import ConfigurationError
 from utils.data.tokenizers import (
@@ -19,7 +18,7 @@ from utils.data.tokenizers import (
 
 def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(tmp_path):
     samples.tiny_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
     assert len(tokenizer) == vocabulary_size(tokenizer) == 320
     assert tuple(tokenizer.convert_ids_to_tokens(range(4))) == SPECIAL_TOKENS
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
