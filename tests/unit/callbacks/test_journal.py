@@ -112,11 +112,8 @@ TRAIN = {
         ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan  eta 4m31s"),
         ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2, "eval_a_perplexity": 24.53},
          "eval a  loss 3.2000  perplexity 24.53  (step 5)"),
-        ({"event": "eval", "split": None, "step": 5, "eval_loss": 3.2},
-         "eval  loss 3.2000  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
          "finished at step 800 after 4m31s  mean loss 2.5000"),
-        ({"event": "stopped", "step": 8, "train_runtime": 271.0}, "stopped at step 8 after 4m31s"),
     ],
 )  # fmt: skip
 def test_an_event_is_one_readable_line(line, text):

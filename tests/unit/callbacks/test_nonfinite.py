@@ -69,21 +69,19 @@ def test_a_norm_of_minus_1_is_deepspeeds_nan_and_ends_the_run_a_step_later(tmp_p
 
 
 class SlowDevice:
-    """An event of a device that has not come so far; to wait for it is counted."""
+    """An event of a device that has not come so far, unless somebody waits for it."""
 
-    waits, passed = 0, False
+    passed = False
 
     def query(self) -> bool:
         return self.passed
 
     def synchronize(self) -> None:
-        SlowDevice.waits += 1
         self.passed = True
 
 
-def test_no_step_waits_for_the_device_and_a_save_does(tmp_path, monkeypatch):
+def test_no_step_waits_for_the_device_and_a_save_does(tmp_path):
     run = Run(tmp_path)
-    monkeypatch.setattr(SlowDevice, "waits", 0)
     events: list[SlowDevice] = []
 
     def step(loss: float) -> None:
@@ -94,13 +92,13 @@ def test_no_step_waits_for_the_device_and_a_save_does(tmp_path, monkeypatch):
 
     for loss in (1.0, math.nan, 1.0):
         step(loss)
-    assert SlowDevice.waits == 0
+    assert not any(event.passed for event in events)
     events[0].passed = True
     step(1.0)
     assert [number for number, *_ in run.guard.on_their_way] == [1, 2, 3]
     with pytest.raises(NotFiniteError, match="step 2: the loss"):
         run.guard.settle()
-    assert SlowDevice.waits == 3
+    assert all(event.passed for event in events)
 
 
 def test_gradients_that_a_loss_scaler_handles_are_not_judged(tmp_path):
@@ -113,11 +111,9 @@ def test_gradients_that_a_loss_scaler_handles_are_not_judged(tmp_path):
         run.guard.settle()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.bfloat16, math.nan), (torch.float16, -math.inf)]
-)
-def test_spoilt_weights_are_found_and_named(dtype, value):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_spoilt_weights_are_found_and_named(value):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     assert spoilt_weights(model) == []
     with torch.no_grad():
         model[1].bias[1] = value

@@ -124,9 +124,8 @@ def test_rank_0_gives_its_own_reason_and_a_stop_outweighs_a_save(tmp_path, monke
         ranks.signals[1] = "SIGTERM"
         ranks.step()
     assert ranks.stopped == [True, True]
-    assert [record.message for record in caplog.records] == [
-        f"stopping after step 2: {tmp_path / 'STOP'}"
-    ]
+    (record,) = caplog.records
+    assert record.message == f"stopping after step 2: {tmp_path / 'STOP'}"
     assert not list(tmp_path.iterdir())
 
 

@@ -162,16 +162,11 @@ def hung(rank: int, beats: int, text: str = "stands in f", waiting: bool = True)
 
 def test_the_verdict_names_the_rank_that_the_others_wait_for():
     ended = Note("failed", 1, "KeyError", 2, "n2", 0.0)
-    in_no_collective = hung(1, 7, "sleeps", waiting=False)
+    asleep = hung(1, 7, "sleeps", waiting=False)
+    waited = "the other ranks waited for it."
     for notes, verdict in [
-        (
-            [ended, hung(0, 5)],
-            "rank 2 on n2 ended (failed: KeyError); the other ranks waited for it.",
-        ),
-        (
-            [hung(0, 7), in_no_collective, hung(2, 8, waiting=False)],
-            "rank 1 on n1 sleeps; the other ranks waited for it.",
-        ),
+        ([ended, hung(0, 5)], f"rank 2 on n2 ended (failed: KeyError); {waited}"),
+        ([hung(0, 7), asleep, hung(2, 8, waiting=False)], f"rank 1 on n1 sleeps; {waited}"),
         (
             [hung(rank, 7) for rank in range(3)],
             "All 3 ranks hang, none behind the others: the network between them, or storage that "

@@ -41,7 +41,6 @@ def write_files(output_dir: Path, step: int, best: int | None = None) -> Path:
 
 
 def commit(output_dir: Path, *steps: int, best: int | None = None) -> None:
-    """Write and commit checkpoints of these steps, one after the other."""
     checkpoints = store(output_dir)
     for step in steps:
         write_files(output_dir, step, best)

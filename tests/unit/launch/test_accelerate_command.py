@@ -5,6 +5,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from launching import ROOT
 
 from utils.config.errors import ConfigurationError
 from utils.launch.accelerate_command import (
@@ -16,7 +17,6 @@ from utils.launch.accelerate_command import (
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
 
-ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 ONE = Allocation(("n1",), 0, 1, 1, "127.0.0.1", 20000)
 FOUR = Allocation(("n1",), 0, 4, 4, "127.0.0.1", 20000)

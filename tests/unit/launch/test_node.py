@@ -85,17 +85,6 @@ def start(tmp_path: Path, worker: Path, until: str, **changes: str) -> subproces
 
 
 @pytest.mark.slow
-def test_sigterm_asks_for_a_stop_and_becomes_75(worker, tmp_path):
-    process = start(tmp_path, worker, "up")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "SIGTERM, asking the processes to stop" in output
-    assert "found SIGTERM to the job" in output
-    assert not list(tmp_path.glob("stoker-*"))
-
-
-@pytest.mark.slow
 def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -198,9 +187,7 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     directory = node.enter_node_directory(signals)
-    assert directory == signals.directory
-    assert directory.parent == tmp_path
-    assert directory.name.startswith("stoker-5-")
+    assert str(directory).startswith(f"{tmp_path}/stoker-5-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     inductor = str(directory / "compiled/torchinductor_cache_dir")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor

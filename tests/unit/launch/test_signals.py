@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
 from utils.launch import signals
 
-ROOT = Path(__file__).parents[3]
 START = """
 import ctypes, os, signal, sys, time
 from utils.launch import signals
@@ -59,14 +59,6 @@ def start():
 def end(child: subprocess.Popen, timeout_s: float = 15) -> tuple[int, str]:
     output, _ = child.communicate(timeout=timeout_s)
     return child.returncode, output
-
-
-@pytest.mark.slow
-def test_without_our_launcher_a_signal_asks_for_a_stop(start):
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        child = start(WAIT)
-        child.send_signal(number)
-        assert end(child) == (0, f"asked: {number.name}\n")
 
 
 @pytest.mark.slow

@@ -76,7 +76,6 @@ def test_allocations_that_cannot_train_are_refused():
         # The shell that salloc gives, on the login node.
         ({"SLURM_JOB_ID": "5"}, ConfigurationError, "started by srun"),
         (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "is no number of proc"),
-        (STEP | {"STOKER_PROCESSES_PER_NODE": "\u0662"}, ConfigurationError, "is no number of"),
     ]:
         with pytest.raises(error, match=message):
             read_allocation(environment, no_devices)

@@ -1,15 +1,12 @@
 """A sweep file becomes points: every combination once, each with a directory of its own."""
 
-from pathlib import Path
-
 import pytest
+from launching import ROOT
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_pretraining
 from utils.submit import sweep as command
 from utils.submit.sweep import point_name, read_sweep
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +78,6 @@ def test_arguments_for_bash_end_with_nul_and_hold_anything_names_are_safe(sweep_
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes/sweep").glob("*.yaml")), ids=str)
 def test_the_settings_of_every_point_of_a_shipped_sweep_exist(path):
     sweep = read_sweep(str(path))
-    assert sweep.script == "pretrain.py"
     for number, name in enumerate(sweep.points):
         settings = parse_pretraining([*sweep.arguments(number)[1:], "--dry_run"], "test")
         assert settings.training.output_dir == str(sweep.output_dir / name)

@@ -1,14 +1,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 
 from utils.config.errors import ConfigurationError
 from utils.support.redaction import load_env_file, redact, redact_argv
 
-ROOT = Path(__file__).parents[3]
 CANARY = "canary-1234567890abcdef"
 
 

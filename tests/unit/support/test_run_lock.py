@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import ROOT
 
 from utils.config.errors import ConfigurationError
 from utils.support import run_lock
 from utils.support.run_lock import known_loss, leave_run_lock, take_run_lock, taken_over
 
-ROOT = Path(__file__).parents[3]
 HERE = {
     "token": "n", "host": "n1", "machine": run_lock._machine(), "pid": os.getpid(),
     "job": None, "restart_count": 0, "since": "2026",
