@@ -67,9 +67,7 @@ def make_trainer(
     return Trainer(model=model, args=args, train_dataset=data)
 
 
-def start(
-    workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any
-) -> dict[str, dict[str, Any]]:
+def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any) -> dict:
     """Train to the end, from nothing or from the checkpoint of `cut`, a run and its step.
 
     Returns METRICS of each step ("train") and the digests of the last checkpoint's tensors

@@ -130,9 +130,8 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
         end, problems = tried(scene, disks(PLENTY_KIB, files))
         ends[end] += 1
         wrong += [f"{files} inodes: {problem}" for problem in problems]
-    assert_harmless(
-        figures, f"few inodes, {'no limit' if keep == 'null' else 'limit of 2'}", ends, wrong
-    )
+    kind = "no limit" if keep == "null" else "limit of 2"
+    assert_harmless(figures, f"few inodes, {kind}", ends, wrong)
     if exhaustive:
         assert set(ends) == {"ended well", "ended with 74"}  # nobody forecasts files
 

@@ -5,7 +5,6 @@ and not in the imports; some are started by accelerate's launcher, which is kill
 """
 
 import collections
-import contextlib
 import os
 import random
 import re
@@ -25,6 +24,7 @@ from launching import (
     ROOT,
     free_port,
     launch_options,
+    processes_of,
     quiet_environment,
     wait_until,
 )
@@ -87,27 +87,14 @@ def kill_launcher(argv: list[str], run: Path, steps: int) -> str:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
         wait_for_steps(run / "metrics.jsonl", steps, lambda: launcher.poll() is not None)
         for process in processes_of(run):  # its ranks have sessions of their own
-            os.kill(process, signal.SIGKILL)
+            os.kill(int(process.name), signal.SIGKILL)
         launcher.wait()
     return log.read_text()
 
 
-def processes_of(run: Path) -> list[int]:
-    """The launcher and the ranks of a run: its directory is in their command lines."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            if str(run).encode() in (process / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-    return found
-
-
-def test_the_end_is_the_same_after_random_kills(
-    pretraining, workspace, tmp_path, exhaustive, figures
-):
+def test_the_end_is_the_same_after_random_kills(pretraining, models, tmp_path, exhaustive, figures):
     starts = Starts(tmp_path)
-    model = tiny.make_model_config(workspace / "dropout.json", attention_dropout=0.1)
-    settings = SETTINGS | {"model_config": model}
+    settings = SETTINGS | {"model_config": models / "dropout_0.1" / "config.json"}
     whole = tmp_path / "whole"
     assert ends_as(starts, pretraining(whole, **settings), whole, whole)
     kills, under_launcher = EXHAUSTIVE if exhaustive else SAMPLED
@@ -117,7 +104,7 @@ def test_the_end_is_the_same_after_random_kills(
     while counts["kills"] < kills:
         run = tmp_path / f"run-{counts['runs']}"
         argv = pretraining(run, **settings)
-        before = committed(run) if run.exists() else []
+        before = committed(run)
         if counts["kills"] % (kills // under_launcher) == 1:
             said = kill_launcher(argv, run, chance.randrange(1, MOST_STEPS))
             counts["with_the_launcher"] += 1
@@ -132,7 +119,7 @@ def test_the_end_is_the_same_after_random_kills(
         if found:  # the life came so far that it looked for one
             assert [int(found[1])] == before[-1:], said
             counts["resumed"] += 1
-        left = committed(run) if run.exists() else []
+        left = committed(run)
         assert len(left) >= min(2, len(before)), f"{before} {left} {said}"
         assert left[-1:] >= before[-1:], f"{before} {left} {said}"
         if left[-1:] >= [ALMOST_DONE] or counts["kills"] == kills:

@@ -24,10 +24,6 @@ pytestmark = pytest.mark.slow
 MODEL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
 ROUNDS, WARM_UP = 24, 1  # a single round is off by a tenth either way
 REPEATS = 9
-SETTINGS = {
-    "global_batch_size": 1, "per_device_train_batch_size": 1, "save_total_limit": 2,
-    "learning_rate": 1e-5,
-}  # fmt: skip
 # Ours; as torch makes it, with a CRC-32 of each tensor; and without any checksum.
 KINDS = ("digests", "crc32", "no checksums")
 ORDERS = list(itertools.permutations(KINDS))
@@ -64,7 +60,10 @@ def test_what_digests_add_to_a_save(pretraining, tmp_path, monkeypatch, figures)
     model, run = tmp_path / "model.json", tmp_path / "run"
     tiny.make_model_config(model, **MODEL, num_key_value_heads=4)
     steps = len(KINDS) * (WARM_UP + ROUNDS) + 1
-    argv = pretraining(run, model_config=model, max_steps=steps, save_steps=1, **SETTINGS)
+    argv = pretraining(
+        run, model_config=model, max_steps=steps, save_steps=1, save_total_limit=2,
+        global_batch_size=1, per_device_train_batch_size=1, learning_rate=1e-5,
+    )  # fmt: skip
     let_saves_differ(monkeypatch)
     assert pretrain.main(argv) == ExitCode.DONE
     lines = [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "save"]

@@ -1,5 +1,6 @@
 """Starts a script in two CPU processes with an accelerate config, as a user would."""
 
+import contextlib
 import os
 import re
 import socket
@@ -43,6 +44,16 @@ def wait_until(
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"{what} (waited {timeout_s:.0f} s)\n{details()}")
         time.sleep(0.05)
+
+
+def processes_of(run: Path) -> list[Path]:
+    """Launchers and ranks of a run, in /proc: its directory is in their command lines."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if str(run).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
 
 
 def quiet_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

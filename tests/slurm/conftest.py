@@ -1,6 +1,7 @@
 """The Slurm that the tests of this folder share, or the reason why there is none."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 from launching import ROOT
-from slurm_cluster import SlurmCluster, missing_programs
+from slurm_cluster import PROGRAMS, SlurmCluster
 from stand_ins import StandIns
 from training_jobs import TrainingJobs, job_environment
 
@@ -16,7 +17,8 @@ from training_jobs import TrainingJobs, job_environment
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two idle nodes; tests that hurt them bring them back (`start_node`, `wait_for_nodes`)."""
-    if missing := missing_programs():
+    path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs only as root")

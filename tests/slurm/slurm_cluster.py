@@ -13,7 +13,6 @@ import dataclasses
 import getpass
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from launching import wait_until
 
 NODES = ("n1", "n2", "n3", "n4")
 PATIENCE_S = 300.0  # until a test is given up: machines have busy minutes
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
 _CONFIG = """\
 ClusterName=stoker
@@ -61,12 +60,6 @@ PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=main Nodes=n1,n2 Default=YES
 PartitionName=other Nodes=n3,n4
 """
-
-
-def missing_programs() -> list[str]:
-    """The programs of Slurm and munge that this machine lacks."""
-    path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
-    return [name for name in DAEMONS if shutil.which(name, path=path) is None]
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from launching import wait_until
+from launching import processes_of, wait_until
 from training_jobs import Cycle, cycles
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
@@ -112,13 +112,10 @@ def survive_a_stop_and_losses(jobs, run: Path) -> None:
 
 def worker(run: Path, rank: int) -> int:
     """The process id of one rank of the run."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # ended meanwhile
-        of_the_run = str(run) in command and f"RANK={rank}".encode() in environment
-        if of_the_run and "python" in command[0]:
-            return int(process.name)
-    raise AssertionError(f"no process of rank {rank}")
+    mark = f"RANK={rank}".encode()
+    (process,) = (
+        process
+        for process in processes_of(run)
+        if mark in (process / "environ").read_bytes().split(b"\0")
+    )
+    return int(process.name)
