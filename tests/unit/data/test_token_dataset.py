@@ -166,10 +166,7 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1, 0, 0], [3] * 3 + [0] * 5]
         ),
         ({"input_ids": PADDED}, "every row has 8 tokens and 2 of the 3 looked at end in token 0"),
         ({"input_ids": PADDED, "labels": PADDED}, "it was padded"),
-        (
-            {"input_ids": [row[::-1] for row in PADDED], "completion_mask": [[0] * 7 + [1]] * 3},
-            "2 of the 3 looked at begin in token 0 over and over",
-        ),
+        ({"input_ids": [row[::-1] for row in PADDED]}, "2 of the 3 looked at begin in token 0"),
     ],
 )
 def test_each_fault_is_named(tmp_path, columns, message):
@@ -186,7 +183,6 @@ def test_each_fault_is_named(tmp_path, columns, message):
         {"input_ids": [[1, 2], [3, 4, 5]], "labels": [[-100, -100], [3, 4, 5]]},  # not needed here
         {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},  # meant, and said so
         {"input_ids": [*PADDED, [1, 2]]},  # no padding to one length
-        {"input_ids": PADDED, "completion_mask": [[0, 1, 1, 1, 0, 0, 0, 0]] * 3},
         {"input_ids": np.random.default_rng(0).integers(0, 9, (200, 64)).tolist()},
     ],
 )
