@@ -31,7 +31,11 @@ def compute_loss_poisoned(real, kind):
     def compute_loss(trainer, model, inputs, *args, **kwargs):
         found = (inputs["input_ids"] == POISON).any()
         result = real(trainer, model, inputs, *args, **kwargs)
-        return spoilt(result, kind) if found else result
+        if not found:
+            return result
+        if isinstance(result, tuple):
+            return spoilt(result[0], kind), *result[1:]
+        return spoilt(result, kind)
 
     return compute_loss
 

@@ -151,7 +151,7 @@ def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path
     argv = fine_tuning(run, **settings, per_device_train_batch_size=2)
     done = run_two_processes("multi_gpu", "sft_train.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("tensors of model.vision_tower, model.multi_modal_projector") == 1
+    assert done.stdout.count("frozen: model.vision_tower, model.multi_modal_projector") == 1
     compare(run, alone)
     merged, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values())
