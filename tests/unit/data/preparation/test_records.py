@@ -19,7 +19,6 @@ from utils.data.prepare.sources import SourceFile, list_sources
 
 
 def read(path):
-    """Return the records and bad rows of a whole file."""
     (file,), _ = list_sources([str(path)], "text")
     return list(read_records(FilePart(file, 0, file.size, file.size), ("text",)))
 

@@ -12,7 +12,6 @@ QUESTION = {"role": "user", "content": "q"}
 
 
 def turns(fields, row_format="messages"):
-    """The turns of a row as (role, content)."""
     return [(m["role"], m["content"]) for m in document_fields(fields, row_format)["messages"]]
 
 
