@@ -79,7 +79,7 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     assert f"log:     {log}\n" in done.stderr
     assert f"squeue --job={number}\ncancel:  scancel {number}" in done.stderr
     assert f"touch '{run}/STOP'" in done.stderr
-    assert "job: my job, 1 node(s) of 0 GPUs, 2 process(es); strategy ddp" in done.stderr
+    assert "job: my job, 1 node(s) of 2 process(es); strategy ddp" in done.stderr
     assert "stop signal after 5m00s" in done.stderr
     assert (run / "final" / "config.json").exists(), log.read_text()
     assert tiny.starts(run)[0]["launch"]["world_size"] == 2

@@ -71,8 +71,9 @@ def report_job(
     logger.info("run directory: %s (%s)", output_dir, state)
     if request is None:
         return
+    gpus = f"{request.gpus_per_node} GPUs, " if request.gpus_per_node else ""
     logger.info(
-        f"job: {request.job_name}, {request.nodes} node(s) of {request.gpus_per_node} GPUs, "
+        f"job: {request.job_name}, {request.nodes} node(s) of {gpus}"
         f"{request.processes_per_node} process(es); strategy {request.strategy} from "
         f"{request.strategy_file}"
     )

@@ -312,8 +312,7 @@ def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: La
         mixed = training.mixed_precision != "no"
         weights += kept * (2 if mixed else dtype.itemsize)
         optimizer = trainable * (12 if mixed else 2 * dtype.itemsize)
-    only_weights = training.save_only_model or training.save_strategy == "no"  # final/ alone
-    return weights if only_weights else weights + optimizer
+    return weights if training.save_strategy == "no" else weights + optimizer  # final/ alone
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
