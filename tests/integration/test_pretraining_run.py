@@ -133,6 +133,15 @@ def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, p
     assert counts[0] == counts[1] > read_manifest(whole / "checkpoint-3").tokens
 
 
+def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
+    """Trainer alone would go on with those that the checkpoint was written with."""
+    tiny.cut(copied, step=3)
+    changes = {"logging_steps": 2, "save_steps": 1, "save_total_limit": 9}
+    pretrain.main(pretraining(copied, **SCHEDULE, **changes))
+    assert [line["step"] for line in tiny.train_lines(copied)] == [1, 2, 3, 4, 6]
+    assert {path.name[-1] for path in copied.glob("checkpoint-*")} == {"3", "4", "5", "6"}
+
+
 def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
     """In its checkpoints, its journal, and as a recipe of the same run."""
     manifest, record = read_manifest(whole / "checkpoint-6"), tiny.starts(whole)[0]

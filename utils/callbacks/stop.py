@@ -125,6 +125,7 @@ class StopWatch(TrainerCallback):
         """Connect to the other ranks; a resumed run begins with the evaluation that it owes."""
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # what it meant at first is past
+            state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
         if self.evaluation_due:
             logger.info("evaluating step %d first: the stop came before it", state.global_step)
         self.rank, self.step = args.process_index, state.global_step

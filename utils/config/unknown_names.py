@@ -114,6 +114,9 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)
     advice = OTHER_NAMES.get(name)
+    switch = name.removeprefix("no_")
+    if dashes and switch != name and switch in known:
+        return f"unknown setting {written}: give --{switch} false"
     if advice == _TOKENIZED and "sources" in known:  # prepare_data.py's own setting
         advice = "sources"
     if advice in known:

@@ -69,6 +69,8 @@ def configure_logging() -> None:
     # transformers brings its own handler and reads its level here when it is first imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
+    # PEFT's, at every start with adapters, of what it asks transformers itself.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     # Without the source line, which says little and makes two lines of one event.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"

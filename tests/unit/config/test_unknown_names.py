@@ -34,6 +34,7 @@ def test_what_was_meant_is_named():
         "per_device_batch_size": "here it is --per_device_train_batch_size",
         "warmup_ratio": "warmup_steps (below 1 it is a share of all steps)",
         "learning_rte": "did you mean --learning_rate?",
+        "no_bf16": "give --bf16 false",
         "device_eval_size": "--help lists all settings",  # likeness alone suggests nothing
     }.items():
         assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", KNOWN)

@@ -289,9 +289,12 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
 def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
     """Decode the first document of a split, with [[ ]] around the text that is trained on."""
     mask_column = loss_mask_among(columns)
-    ids = columns[TOKENS].documents(0, 0, 1)[:EXAMPLE_TOKENS].tolist()
-    mask = columns[mask_column].documents(0, 0, 1) if mask_column else [1] * len(ids)
-    parts = []
+    ids = columns[TOKENS].documents(0, 0, 1)
+    mask = columns[mask_column].documents(0, 0, 1) if mask_column else np.ones(len(ids), np.int8)
+    # A long prompt leaves the beginning of what is trained on in sight.
+    start = max(0, int(np.argmax(mask)) - EXAMPLE_TOKENS // 2)
+    ids, mask = ids[start:][:EXAMPLE_TOKENS].tolist(), mask[start:].tolist()
+    parts = ["... "] if start else []
     for trained, group in groupby(zip(ids, mask, strict=False), key=lambda pair: pair[1]):
         text = str(tokenizer.decode([token for token, _ in group]))
         # What could steer a terminal is escaped.

@@ -275,13 +275,22 @@ def _row_settings(
     Raises ConfigurationError when no format fits the record. Between several, what the sources
     before it make (`document_format`) decides.
     """
-    row_format = source.format
+    row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     if row_format == "auto":
-        found = detect_formats(renamed(record.fields, source.columns))
         same = [name for name in found if DOCUMENT_FORMATS.get(name, name) == document_format]
         if len(same or found) != 1:
             raise ConfigurationError(_format_problem(record, source, same or found))
         (row_format,) = same or found
+    elif found and row_format not in found and on_bad_row == "error":
+        raise ConfigurationError(
+            f"{record.location}: the format {row_format} needs {' and '.join(NEEDED[row_format])}; "
+            f"it looks like {found[0]}: --format {found[0]}"
+        )
+    if absent := [name for name, _ in source.columns if name not in record.fields]:
+        logger.warning(
+            "%s: --columns names %s, which the first record does not have (columns: %s)",
+            record.location.path, ", ".join(absent), ", ".join(sorted(record.fields)),
+        )  # fmt: skip
     read = RowSettings(row_format, source.columns, source.filters, source.weight, source.max_tokens)
     for document in parse_documents(record, read):
         if isinstance(document, BadRow):

@@ -175,7 +175,7 @@ def _parse_line(line: bytes, location: Location) -> Record | BadRow:
     except UnicodeDecodeError as error:
         return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
     except (RecursionError, ValueError) as error:  # also: nested too deep, a number too long
-        message = f"malformed JSON ({getattr(error, 'msg', error)})"
+        message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
         return BadRow("malformed_json", message, location)
     return _object(value, location)
 

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -40,6 +41,15 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
 }
 FUNCTION_CALL = "function_call"  # LLaMA-Factory's turn whose value is a call, or several, as JSON
+# Names met in published datasets, for the hint of what to type.
+_THEIR_NAMES = {
+    "prompt": ("question", "query", "problem", "instruction", "prompt", "input", "user"),
+    "completion": (
+        *("answer", "response", "output", "solution", "completion", "target", "assistant"),
+    ),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "text": ("content", "body", "document", "article", "raw_content", "code"),
+}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking")
 
@@ -126,12 +136,24 @@ def naming_hint(columns: Sequence[str]) -> str:
     if "chosen" in columns:
         return (
             "of preference data the chosen answers can be trained on: --columns chosen=messages, "
-            "or chosen=completion where they are texts"
+            "chosen=completion where they are texts beside a prompt, or chosen=text alone"
         )
-    return (
-        "name yours, as in --columns question=prompt answer=completion for a prompt and its "
-        "completion, question=instruction context=input answer=output for chats, or body=text"
-    )
+    spelled = {name.lower(): name for name in columns}
+    found = {
+        ours: next((spelled[name] for name in names if name in spelled), None)
+        for ours, names in _THEIR_NAMES.items()
+    }
+    question, answer = found["prompt"], found["completion"]
+    if question and answer:
+        context = f" {spelled['context']}=input" if "context" in spelled else ""
+        return (
+            f"for a prompt and its completion give --columns {question}=prompt {answer}=completion,"
+            f" for chats --columns {question}=instruction {answer}=output{context}"
+        )
+    for ours in ("messages", "text"):
+        if found[ours]:
+            return f"give --columns {found[ours]}={ours}"
+    return "name yours, as in --columns question=prompt answer=completion or body=text"
 
 
 def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:
@@ -276,6 +298,9 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if is_sharegpt and role not in ROLES:
         known = ", ".join([*ROLES, FUNCTION_CALL])
         raise UnusableRowError("unknown_role", f"{where} is from {role!r}; known are {known}")
+    meant = get_close_matches(role, ("assistant", "system", "user"), n=1, cutoff=0.8)
+    if role not in ROLES and meant:  # templates know other roles, but none like these
+        raise UnusableRowError("unknown_role", f"{where} has the role {role!r}: {meant[0]!r}?")
     return message | {"role": ROLES.get(role, role)}
 
 

@@ -46,6 +46,7 @@ _ABOUT_A_FOLDER = re.compile(
     r"|(dataset_(infos?|dict)|config|metadata)\.json",
     re.IGNORECASE,
 )
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 logger = logging.getLogger(__name__)
@@ -129,10 +130,11 @@ def _expand(given: str) -> Iterator[str]:
             if not Path(match).is_dir() or "**" not in given:
                 yield from _walk(match)
     else:
-        raise ValueError(
-            "no such file or folder; of the Hub: hf download --repo-type dataset NAME --local-dir "
-            "FOLDER first"
-        )
+        hint = ""
+        if _HUB_NAME.fullmatch(given):
+            hint = f"; download a dataset of the Hub first: hf download --repo-type dataset {given}"
+            hint += f" --local-dir data/{given.split('/')[1]}, and give that folder"
+        raise ValueError(f"no such file or folder{hint}")
 
 
 def _walk(path: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ def plan(*sources, **settings):
     return plan_preparation(PreparationArguments(sources=sources, **given))
 
 
-def test_columns_decide_the_format_unless_it_is_given(tmp_path):
+def test_columns_decide_the_format_unless_it_is_given(tmp_path, caplog):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
     assert plan(source, columns=["body=text"]).settings.document_format == "text"
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no known format.*\(columns: body\)"):
@@ -30,6 +30,10 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     with pytest.raises(ConfigurationError, match="could be text or messages: choose one with"):
         plan(both)
     assert plan(both, format="messages").settings.document_format == "messages"
+    with pytest.raises(ConfigurationError, match="it looks like text: --format text"):
+        plan(both, format="sharegpt")
+    plan(source, columns=["body=text", "contxt=input"])
+    assert "--columns names contxt, which the first record does not have" in caplog.text
 
 
 def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):

@@ -101,6 +101,10 @@ def test_unknown_columns_come_with_what_to_type():
     assert "--train_data" in naming_hint(["input_ids"])
     assert "--columns chosen=messages" in naming_hint(["prompt", "chosen", "rejected"])
     assert "--columns question=prompt answer=completion" in naming_hint(["x"])
+    dolly = naming_hint(["Instruction", "context", "response"])
+    assert "--columns Instruction=prompt response=completion" in dolly
+    assert "--columns Instruction=instruction response=output context=input" in dolly
+    assert naming_hint(["conversation"]) == "give --columns conversation=messages"
 
 
 def test_filters_keep_values_lists_and_ranges():
