@@ -91,9 +91,11 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
             f"{directory}: has no split {default_split!r}; it has {', '.join(splits)}. "
             f"Name one, for example {directory / splits[0]}."
         )
+    what = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
+    if not directory.is_dir():
+        what = "a file, not a token dataset" if directory.exists() else "no such directory"
     raise ConfigurationError(
-        f"{directory}: no such directory, or not a token dataset (no {STATE_FILE} in it or in "
-        f"{default_split}/). Make one with prepare_data.py, or with `datasets`: "
+        f"{directory}: {what}. Make one with prepare_data.py --sources, or with `datasets`: "
         "Dataset.save_to_disk."
     )
 
