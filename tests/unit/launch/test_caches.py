@@ -17,6 +17,8 @@ DIRECTORY = Path("/tmp/stoker-5-x")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # a library may have set them
+        monkeypatch.delenv(name, raising=False)
 
 
 def job(directory: Path, **files: str) -> dict[str, str]:
