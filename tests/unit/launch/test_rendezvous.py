@@ -25,9 +25,9 @@ def port():
     """
     while True:
         number = random.randrange(20000, 32000)
-        with contextlib.suppress(UnfitClusterError):
-            with listen("n1", number), listen("n1", number + 1):
-                return number
+        refused = contextlib.suppress(UnfitClusterError)
+        with refused, listen("n1", number), listen("n1", number + 1):
+            return number
 
 
 def node(index: int, port: int) -> Allocation:
