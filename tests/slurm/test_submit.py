@@ -1,7 +1,6 @@
 """slurm/submit.sh on a real Slurm holds a job, checks what Slurm read, releases or cancels it."""
 
 import functools
-import json
 import re
 
 import pytest
@@ -9,8 +8,6 @@ import tiny
 from launching import ROOT
 from slurm_cluster import Job
 from training_jobs import SMALL
-
-from utils.launch.slurm import JobRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
@@ -26,16 +23,16 @@ HEAD = """\
 echo
 #SBATCH --nodes=1
 """
-# Options and variables; what the check has of it: nodes, GPUs of each, seconds, requeued or not.
+# Options and variables; what the check has of it: nodes, GPUs of each, the limit, requeued or not.
 SPELLINGS = [
-    (["-N1", "--gres=gpu:2"], {}, (1, 2, 3600, True)),
+    (["-N1", "--gres=gpu:2"], {}, (1, 2, "1:00:00", True)),
     (
         ["--gpus-per-node=0", "--gpus-per-task=2", "--no-requeue", "--time=UNLIMITED"],
         {"SBATCH_TIMELIMIT": "7"}, (2, 2, None, False),
     ),
-    (["--gpus-per-node=0", "-G4", "--time", "1-2", "--array=0-3%2"], {}, (2, 2, 93_600, True)),
-    (["-vt", "90", "-J", "a\nb"], {"SBATCH_GRES": "gpu:2"}, (2, 2, 5400, True)),
-    (["-k", "--nice", "--exclusive"], {"SBATCH_TIMELIMIT": "7"}, (2, 1, 420, True)),
+    (["--gpus-per-node=0", "-G4", "-t", "1-2", "--array=0-3%2"], {}, (2, 2, "1-02:00:00", True)),
+    (["-vt", "90", "-J", "a\nb"], {"SBATCH_GRES": "gpu:2"}, (2, 2, "1:30:00", True)),
+    (["-k", "--nice", "--exclusive"], {"SBATCH_TIMELIMIT": "7"}, (2, 1, "7:00", True)),
 ]  # fmt: skip
 
 
@@ -52,18 +49,15 @@ def test_the_check_has_what_slurm_understood(slurm, submit, tmp_path):
     script, plan = tmp_path / "job.sh", tmp_path / "plan.py"
     script.write_text(HEAD)
     # In place of a script's dry run, and refused.
-    plan.write_text(
-        "# dry_run\nimport os\nprint(os.environ['STOKER_REQUEST'])\nraise SystemExit(2)\n"
-    )
-    for words, environment, expected in SPELLINGS:
+    plan.write_text("raise SystemExit(2)  # dry_run\n")
+    for words, environment, (nodes, gpus, limit, requeued) in SPELLINGS:
         done = submit(*words, str(script), str(plan), "a b", **environment)
         assert done.returncode == 2, done.stderr
-        request = next(line for line in done.stderr.splitlines() if line.startswith("{"))
-        found = JobRequest(**json.loads(request))
-        assert found.job_name == ("a\nb" if "a\nb" in words else "in 'quotes' # \"too\"")
-        facts = (found.nodes, found.gpus_per_node, found.time_limit_s, found.requeue)
-        assert facts == expected, words
-        assert found.signal_lead_s == 300
+        name = "a\nb" if "a\nb" in words else "in 'quotes' # \"too\""
+        assert f"job:     {name}, {nodes} node(s) of {gpus} GPU(s)" in done.stderr, words
+        assert ("not requeued" in done.stderr) != requeued
+        if limit is not None:
+            assert f"limit:   {limit}; stop signal 300 s before it: the run saves" in done.stderr
     assert queue(slurm) == []
 
 
@@ -79,8 +73,8 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     assert f"log:     {log}\n" in done.stderr
     assert f"squeue --job={number}\ncancel:  scancel {number}" in done.stderr
     assert f"touch '{run}/STOP'" in done.stderr
-    assert "job: my job, 1 node(s) of 2 process(es); strategy ddp" in done.stderr
-    assert "stop signal after 5m00s" in done.stderr
+    assert "job:     my job, 1 node(s) of 2 process(es)" in done.stderr
+    assert "stop signal 300 s before it" in done.stderr
     assert (run / "final" / "config.json").exists(), log.read_text()
     assert tiny.starts(run)[0]["launch"]["world_size"] == 2
     assert not list(ROOT.glob("canary"))

@@ -5,7 +5,7 @@ it fast, and off elsewhere.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from utils.config.declarations import Given, SettingValues
@@ -70,11 +70,10 @@ def _computes_on_cpu(values: SettingValues) -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def is_true(variable: str) -> bool:
+def is_true(variable: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a variable of the environment is true in any of the words that accelerate takes."""
-    from accelerate.utils.environment import str_to_bool
-
-    return bool(str_to_bool(os.environ.get(variable, "0")))
+    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
+    return environment.get(variable, "").lower() in words
 
 
 def has_fast_bf16() -> bool:

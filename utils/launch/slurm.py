@@ -1,9 +1,7 @@
 """What Slurm gave this job, read from its variables: nodes, processes, port, the time limit."""
 
-import dataclasses
 import datetime
 import itertools
-import json
 import logging
 import os
 import re
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.precision import is_true
 from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
@@ -21,6 +20,7 @@ CONFIG = "ACCELERATE_CONFIG"
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 MAIN_PORT = "STOKER_MAIN_PORT"
+SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
 
 # Below the ephemeral ports (32768 and up), which any outgoing connection takes; a prime number of
 # pairs, so that jobs whose ids lie less than 6133 apart differ.
@@ -116,20 +116,16 @@ def _processes(environment: Mapping[str, str], gpus: int) -> int:
     return int(given)
 
 
-def asks_for_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether ACCELERATE_USE_CPU asks for the CPU, in any of the words that accelerate takes."""
-    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
-    return environment.get("ACCELERATE_USE_CPU", "").lower() in words
-
-
 def on_cpu(environment: Mapping[str, str]) -> bool:
     """Whether the user asked for the CPU: from accelerate, from DeepSpeed, or by cpu.yaml.
 
     That file cannot say so itself: with `use_cpu: true` accelerate starts one process alone.
     """
-    if asks_for_cpu(environment) or environment.get("DS_ACCELERATOR") == "cpu":
-        return True
-    return Path(environment.get(CONFIG, "")).name == "cpu.yaml"
+    return (
+        is_true("ACCELERATE_USE_CPU", environment)
+        or environment.get("DS_ACCELERATOR") == "cpu"
+        or Path(environment.get(CONFIG, "")).name == "cpu.yaml"
+    )
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
@@ -200,36 +196,3 @@ def job_end_time() -> float | None:
             "itself, signals and STOP still work", error,
         )  # fmt: skip
         return None
-
-
-REQUEST = "STOKER_REQUEST"
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """What Slurm understood of a job on hold, for the dry run that utils/submit/check.py starts.
-
-    `time_limit_s` is None where there is none. `signal_lead_s` is how long before it Slurm sends
-    USR1 to the batch shell, on which the run saves and stops; None if it does not.
-    """
-
-    job_script: str
-    job_name: str
-    nodes: int
-    processes_per_node: int
-    gpus_per_node: int
-    strategy: str
-    strategy_file: str
-    time_limit_s: int | None
-    signal_lead_s: int | None
-    requeue: bool
-
-    def to_json(self) -> str:
-        """Write it for STOKER_REQUEST."""
-        return json.dumps(dataclasses.asdict(self))
-
-
-def request_from(environment: Mapping[str, str]) -> JobRequest | None:
-    """Return the request of the job that this dry run, started by submit.sh, stands for."""
-    text = environment.get(REQUEST)
-    return JobRequest(**json.loads(text)) if text else None

@@ -1,24 +1,21 @@
-"""Checks the settings of a run against the job it is to run in, and prints what will happen.
+"""Prints what will happen in a run: its processes, saves and directory.
 
-A dry run calls it before any job exists, with no GPU and no other process. If the user started the
-dry run, not slurm/submit.sh, there is no job request and only the run itself is reported.
+A dry run calls it before any job exists, with no GPU and no other process. What Slurm understood of
+a job, its time limit above all, is reported by utils/submit/check.py.
 """
 
 import logging
 import math
-import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.callbacks.journal import duration
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError
+from utils.config.precision import is_true
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
-from utils.launch.slurm import JobRequest, asks_for_cpu, request_from
 
 logger = logging.getLogger(__name__)
 
@@ -61,59 +58,23 @@ def report_job(
 
     Raises ConfigurationError for what cannot work.
     """
-    request, saves = request_from(os.environ), saves_of(settings, total_steps)
-    output_dir = Path(str(settings.training.output_dir))
-    if problems := list(_problems(settings, launch, request)):
-        raise ConfigurationError(problems)
-    logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
-    logger.info("saves: %s", _saves_line(saves, total_steps, checkpoint_bytes))
-    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
-    logger.info("run directory: %s (%s)", output_dir, state)
-    if request is None:
-        return
-    gpus = f"{request.gpus_per_node} GPUs, " if request.gpus_per_node else ""
-    logger.info(
-        f"job: {request.job_name}, {request.nodes} node(s) of {gpus}"
-        f"{request.processes_per_node} process(es); strategy {request.strategy} from "
-        f"{request.strategy_file}"
-    )
-    limit, lead = request.time_limit_s, request.signal_lead_s
-    if limit and lead:
-        again = "is queued again and resumes" if request.requeue else "ends"
-        stop = f"stop signal after {duration(limit - lead)}: the run saves and {again}"
-        logger.info("time limit: %s; %s", duration(limit), stop)
-    elif limit:
-        logger.warning(
-            "no stop signal to the batch shell before the time limit of %s: the run stops only by "
-            "its own look at the clock. Add #SBATCH --signal=B:USR1@300 to %s",
-            duration(limit), request.job_script,
-        )  # fmt: skip
-    logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
-    if saves.every is None:
-        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
-        logger.warning("save_strategy no: only a stop is saved, a crash loses everything")
-    if not request.requeue:
-        logger.warning("the job is not requeued (--no-requeue, or JobRequeue=0): submit again")
-
-
-def _problems(
-    settings: RunSettings, launch: LaunchFacts, request: JobRequest | None
-) -> Iterator[str]:
+    saves, output_dir = saves_of(settings, total_steps), Path(str(settings.training.output_dir))
     # As the user set it: a dry run without GPU sets use_cpu by itself.
-    on_cpu = asks_for_cpu(os.environ) or settings.values["use_cpu"]
+    on_cpu = is_true("ACCELERATE_USE_CPU") or settings.values["use_cpu"]
     if on_cpu and launch.strategy.startswith(("fsdp", "zero")):
-        yield (
+        raise ConfigurationError(
             f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
             "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
             "leave it out"
         )
-    limit, lead = (request.time_limit_s, request.signal_lead_s) if request else (None, None)
-    if limit and lead and lead >= limit:
-        yield (
-            f"the time limit is {duration(limit)}, but Slurm's stop signal comes {lead} s before "
-            "it: the job would stop as it starts. Give a longer --time, or a smaller "
-            "--signal=B:USR1@SECONDS"
-        )
+    logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
+    logger.info("saves: %s", _saves_line(saves, total_steps, checkpoint_bytes))
+    if saves.every is None:
+        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
+        logger.warning("save_strategy no: only a stop is saved, a crash loses everything")
+    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
+    logger.info("run directory: %s (%s)", output_dir, state)
+    logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
 
 
 def _saves_line(saves: Saves, total_steps: int, checkpoint_bytes: int) -> str:

@@ -10,12 +10,11 @@ from transformers import PreTrainedConfig
 
 from utils.config.arguments import FineTuneConfig, accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
-from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
+from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN, is_true
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts
-from utils.launch.slurm import asks_for_cpu
 from utils.model.adapters import plan_adapters
 from utils.model.architecture import has_experts
 from utils.model.attention import (
@@ -124,7 +123,7 @@ def plan_run(
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
-    here = asks_for_cpu(os.environ) or settings.values["use_cpu"]
+    here = is_true("ACCELERATE_USE_CPU") or settings.values["use_cpu"]
     return settings.run.dry_run and launch.device == "cpu" and not here
 
 

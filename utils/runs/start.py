@@ -44,7 +44,7 @@ from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
-from utils.launch.slurm import request_from
+from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, weights_dtype
@@ -227,7 +227,7 @@ def check_start(
     try:
         check_place(output_dir, plan, saves_of(settings, plan.total_steps))
     except StorageError as error:
-        if request_from(os.environ) is not None or not on_a_login_node(settings, launch):
+        if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
     found = find_run(settings, plan, data, launch)
@@ -328,7 +328,7 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
         return  # those of the run's own checkpoint, or random ones
     path = str(origin or model.model_name_or_path)
     if not Path(path).is_dir() and not _is_cached(path, model.model_revision):
-        if request_from(os.environ) is None and not is_offline_mode():
+        if SUBMITTING not in os.environ and not is_offline_mode():
             logger.info("weights: %s is not in the cache here, a start downloads it", path)
             return
         raise ConfigurationError(

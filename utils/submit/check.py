@@ -18,9 +18,8 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.preparation import check_preparation, parse_preparation
 from utils.launch.accelerate_command import choose_config, read_config, strategy_variables
-from utils.launch.processes import requested_strategy
 from utils.launch.script import run_script
-from utils.launch.slurm import REQUEST, Allocation, JobRequest, read_allocation
+from utils.launch.slurm import SUBMITTING, Allocation, read_allocation
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
@@ -35,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job = read_answer(fields, answer)
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
-    print(f"log:     {log.replace('%j', job['JobID'])}", flush=True)  # noqa: T201 - for the user
+    _say(f"log:     {log.replace('%j', job['JobID'])}")
     kind = Path(job_script).name
     if kind == "prepare_job.sh":
         settings = parse_preparation(arguments)
         check_preparation(settings)
-        print(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")  # noqa: T201 - for the user
+        _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         return 0
     command = _dry_run(kind, arguments)
     allocation = planned_allocation(job, os.environ)
@@ -48,22 +47,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = strategy_variables(read_config(path, allocation))
     if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
-    strategy = requested_strategy(launch, allocation.world_size)
-    request = JobRequest(
-        job_script=job_script,
-        job_name=job["Name"],
-        nodes=len(allocation.hosts),
-        processes_per_node=allocation.processes,
-        gpus_per_node=gpus_per_node(job),
-        strategy=strategy,
-        strategy_file=str(path),
-        time_limit_s=time_limit_s(job["TimeLimit"]),
-        signal_lead_s=signal_lead_s(given_signal(options, Path(directory, job_script))),
-        requeue=job["Requeue"] == "1",
+    gpus = f"{number} GPU(s), " if (number := gpus_per_node(job)) else ""
+    _say(
+        f"job:     {job['Name']}, {len(allocation.hosts)} node(s) of {gpus}"
+        f"{allocation.processes} process(es); strategy by {path}"
     )
+    report_end(job, signal_lead_s(options, Path(directory, job_script)), job_script)
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
-    environment |= {"WORLD_SIZE": str(allocation.world_size), REQUEST: request.to_json()}
+    environment |= {"WORLD_SIZE": str(allocation.world_size), SUBMITTING: "1"}
     return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - for the user, before what the dry run prints
+
+
+def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> None:
+    """Print when the job ends and what becomes of it. Raises ConfigurationError.
+
+    `lead_s` is how long before the time limit Slurm sends the stop signal; None if it does not.
+    """
+    limit, limit_s, again = job["TimeLimit"], time_limit_s(job["TimeLimit"]), job["Requeue"] == "1"
+    if limit_s and lead_s and lead_s >= limit_s:
+        raise ConfigurationError(
+            f"the time limit is {limit}, but Slurm's stop signal comes {lead_s} s before it: the "
+            "job would stop as it starts. Give a longer --time, or a smaller "
+            "--signal=B:USR1@SECONDS"
+        )
+    if limit_s and lead_s:
+        then = "is queued again and resumes" if again else "ends"
+        _say(f"limit:   {limit}; stop signal {lead_s} s before it: the run saves and {then}")
+    elif limit_s:
+        _say(
+            f"WARNING  no stop signal to the batch shell before the time limit of {limit}: the run "
+            "stops only by its own look at the clock. Add #SBATCH --signal=B:USR1@300 to "
+            f"{job_script}"
+        )
+    if not again:
+        _say("WARNING  the job is not requeued (--no-requeue, or JobRequeue=0): submit again")
 
 
 def read_answer(fields: str, answer: str) -> dict[str, str]:
@@ -101,42 +122,37 @@ def time_limit_s(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def signal_lead_s(text: str | None) -> int | None:
+def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds between the stop signal and the limit; None if the run would not see it.
 
-    Without the B: Slurm signals the steps only, and the job script cannot pass it on to all nodes.
+    squeue does not show --signal: given last, in SBATCH_SIGNAL or in the head. Without the B: Slurm
+    signals the steps only, and the job script cannot pass it on to all nodes.
     """
-    match = _SIGNAL.fullmatch(text or "")
-    return int(match[1] or _DEFAULT_LEAD_S) if match else None
-
-
-def given_signal(options: Sequence[str], job_script: Path) -> str | None:
-    """Return --signal, which squeue does not show: given last, in SBATCH_SIGNAL or in the head."""
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = "\n".join(line for line in lines if line.startswith("#SBATCH"))
     for text in (" ".join(options), f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", head):
         if found := re.findall(r"(?<!\S)--signal[= ](\S+)", text):
-            return str(found[-1])
+            match = _SIGNAL.fullmatch(found[-1])
+            return int(match[1] or _DEFAULT_LEAD_S) if match else None
     return None
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the words after `python` that dry-run what a job script of this kind starts."""
+    """Return the words after `python` that dry-run what a job script of this kind starts.
+
+    Refuses what a dry run would start for real. Raises ConfigurationError.
+    """
     if kind == "sweep_job.sh":
         if len(arguments) != 1:
             raise ConfigurationError("sweep_job.sh takes one sweep file, which holds all settings")
-        _check_script(read_sweep(arguments[0]).script)
-        return ["-m", "utils.submit.sweep", "check", arguments[0]]
-    if not arguments:
+        script = read_sweep(arguments[0]).script
+        command = ["-m", "utils.submit.sweep", "check", arguments[0]]
+    elif arguments:
+        script, command = arguments[0], [*arguments, "--dry_run"]
+    else:
         raise ConfigurationError(
             "no script given: name it after the job script, as in pretrain.py --config ..."
         )
-    _check_script(arguments[0])
-    return [*arguments, "--dry_run"]
-
-
-def _check_script(script: str) -> None:
-    """Refuse what a dry run would start for real."""
     if not Path(script).is_file():
         raise ConfigurationError(f"no file {script} (paths are from the repository's root)")
     text = Path(script).read_text(encoding="utf-8", errors="replace")
@@ -144,6 +160,7 @@ def _check_script(script: str) -> None:
         raise ConfigurationError(
             f"{script} does not know --dry_run, so it cannot be checked: submit it with sbatch"
         )
+    return command
 
 
 def planned_allocation(job: Mapping[str, str], environment: Mapping[str, str]) -> Allocation:

@@ -5,9 +5,9 @@ import datetime
 import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.precision import is_true
 from utils.launch.slurm import (
     Allocation,
-    asks_for_cpu,
     expand_hosts,
     job_end_time,
     main_port,
@@ -39,7 +39,9 @@ def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it():
     from accelerate.utils.environment import str_to_bool
 
     for word in ("1", "True", "yes", "on", "Y", "t", "0", "false", "no", "off"):
-        assert asks_for_cpu({"ACCELERATE_USE_CPU": word}) == bool(str_to_bool(word))
+        assert is_true("ACCELERATE_USE_CPU", {"ACCELERATE_USE_CPU": word}) == bool(
+            str_to_bool(word)
+        )
     assert on_cpu({"ACCELERATE_USE_CPU": "true"})
     assert on_cpu({"DS_ACCELERATOR": "cpu"})
     assert on_cpu({"ACCELERATE_CONFIG": "accelerate_configs/cpu.yaml"})

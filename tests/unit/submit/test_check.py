@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT
 
 from utils.config.errors import ConfigurationError
-from utils.launch.slurm import REQUEST, JobRequest, request_from
+from utils.launch.slurm import SUBMITTING
 from utils.submit import check as checking
 
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
@@ -113,7 +113,7 @@ def check(tmp_path, monkeypatch):
     return call
 
 
-def test_the_dry_run_gets_launch_and_request(check, tmp_path, monkeypatch):
+def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, monkeypatch, capfd):
     script = tmp_path / "stand_in.py"  # for pretrain.py
     script.write_text(
         "import json, os, sys  # parse_pretraining\n"
@@ -130,17 +130,26 @@ def test_the_dry_run_gets_launch_and_request(check, tmp_path, monkeypatch):
     assert environment["WORLD_SIZE"] == "4"
     assert "RANK" not in environment
     assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
-    assert request_from({REQUEST: environment[REQUEST]}) == JobRequest(
-        str(tmp_path / "job.sh"), "a b", nodes=2, processes_per_node=2, gpus_per_node=2,
-        strategy="fsdp2", strategy_file="accelerate_configs/fsdp2.yaml", time_limit_s=3600,
-        signal_lead_s=300, requeue=True,
-    )  # fmt: skip
+    assert environment[SUBMITTING] == "1"
+    assert capfd.readouterr().out.splitlines() == [
+        "log:     /x/7.log",
+        "job:     a b, 2 node(s) of 2 GPU(s), 2 process(es); strategy by "
+        "accelerate_configs/fsdp2.yaml",
+        "limit:   1:00:00; stop signal 300 s before it: the run saves and is queued again and "
+        "resumes",
+    ]
+    assert check(str(script), Requeue="0") == 0
+    warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
+    assert "no stop signal to the batch shell before the time limit of 1:00:00" in warnings[0]
+    assert "Add #SBATCH --signal=B:USR1@300 to" in warnings[0]
+    assert "not requeued" in warnings[1]
     monkeypatch.setenv("CODE", "2")
     monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/cpu.yaml")
     monkeypatch.setenv("STOKER_PROCESSES_PER_NODE", "3")
-    assert check(str(script), NumNodes="1", NumTasks="1") == 2
+    assert check(str(script), NumNodes="1", NumTasks="1", tres_per_node="N/A") == 2
     environment = json.loads((tmp_path / "got.json").read_text())[1]
     assert (environment["WORLD_SIZE"], environment["ACCELERATE_USE_CPU"]) == ("3", "true")
+    assert "1 node(s) of 3 process(es)" in capfd.readouterr().out
 
 
 def test_jobs_that_cannot_work_are_refused(check):
@@ -149,6 +158,11 @@ def test_jobs_that_cannot_work_are_refused(check):
         (["absent.py"], {}, r"no file absent\.py.*repository's root"),
         (["examples/readme_figures.py"], {}, "does not know --dry_run.*with sbatch"),
         (["pretrain.py"], {"NumTasks": "8"}, "8 tasks on 2 node.*--ntasks-per-node=1"),
+        (
+            ["pretrain.py"],
+            {"options": ["--signal=B:USR1@3600"]},
+            "limit is 1:00:00.*stop as it starts",
+        ),
         (["a.yaml", "--seed=3"], {"script": "sweep_job.sh"}, "takes one sweep file"),
         (["--sources", "x"], {"script": "prepare_job.sh"}, "output_dir.*required"),
     ]:
@@ -167,11 +181,18 @@ def test_gpus_are_read_however_they_were_asked_for():
         assert checking.gpus_per_node(SHOWN | shown) == gpus
 
 
-def test_times_and_signals():
+def test_times_and_signals(tmp_path, monkeypatch):
     times = {"1:30": 90, "1:02:03": 3723, "1-02:04:00": 93_840, "UNLIMITED": None}
     assert {text: checking.time_limit_s(text) for text in times} == times
     leads = {"B:USR1@300": 300, "RB:SIGUSR1@5": 5, "B:10": 60, "USR1@300": None, "B:TERM": None}
-    assert {text: checking.signal_lead_s(text) for text in leads} == leads
+    script = tmp_path / "job.sh"
+    script.write_text("#SBATCH --signal=B:USR1@7\n")
+    found = {text: checking.signal_lead_s(["--signal", text], script) for text in leads}
+    assert found == leads
+    monkeypatch.delenv("SBATCH_SIGNAL", raising=False)
+    assert checking.signal_lead_s([], script) == 7
+    monkeypatch.setenv("SBATCH_SIGNAL", "B:USR1@8")
+    assert checking.signal_lead_s([], script) == 8
 
 
 def test_sweep_job_refuses_before_anything_starts():
