@@ -17,7 +17,7 @@ from types import FrameType
 from utils.config.errors import ConfigurationError, ExitCode, StorageError, UnfitClusterError
 from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
 from utils.launch.caches import node_environment, pack_compiled, unpack_compiled
-from utils.launch.rendezvous import check_nodes, node_facts, with_free_port
+from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import configure_logging, missing_package
 from utils.launch.signals import STOP
 from utils.launch.slurm import Allocation, read_allocation
@@ -127,16 +127,14 @@ def enter_node_directory(signals: StopSignals) -> Path:
     prefix = f"stoker-{os.environ.get('SLURM_JOB_ID', 'local')}-"
     try:
         directory = signals.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        added = node_environment(os.environ, directory)
-        for value in added.values():
-            if value.startswith(f"{directory}{os.sep}"):
-                Path(value).mkdir(parents=True, exist_ok=True)
+        for name in ("compiled", "notes", "tmp"):
+            (directory / name).mkdir()
     except OSError as error:
         raise StorageError(
             f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
             "TMPDIR in slurm/cluster.env to a directory on the node's own disk."
         ) from error
-    os.environ.update(added)
+    os.environ |= node_environment(os.environ, directory)
     return directory
 
 
@@ -152,24 +150,25 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         )
     import torch
 
-    allocation = with_free_port(read_allocation(os.environ, torch.cuda.device_count))
+    devices = torch.cuda.device_count()
+    allocation = read_allocation(os.environ, devices)
     path = choose_config(os.environ, allocation)
     config = read_config(path, allocation)
     os.environ |= process_environment(allocation)
-    if allocation.node == 0:
-        logger.info(
-            "launch: %d process(es) on each of %d node(s), %s",
-            allocation.processes, len(allocation.hosts), path,
-        )  # fmt: skip
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
     files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
-    found = check_nodes(allocation, node_facts(allocation, files, torch.cuda.device_count()))
+    check_nodes(allocation, node_facts(allocation, files, devices))
     if allocation.node == 0:
-        logger.info("%s", found)
+        hosts = allocation.hosts
+        logger.info(
+            "launch: %d process(es), %s, on each of %d node(s) (%s): %s", allocation.processes,
+            "CPU only" if allocation.gpus is None else "a GPU each",
+            len(hosts), ", ".join(hosts[:8]) + ", ..." * (len(hosts) > 8), path,
+        )  # fmt: skip
     arguments = launch_arguments(path, config, allocation, os.environ, command)
     signals.started = True
     verdict = run_processes(arguments, signals)
-    return verdict or wait_for_verdict(Path(os.environ[NOTES_DIR]), len(allocation.hosts) > 1)
+    return verdict or wait_for_verdict(several_nodes=len(allocation.hosts) > 1)
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
@@ -192,7 +191,7 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    quieten_torchrun()
+    logging.disable(logging.ERROR)  # torchrun's own account of an end hides the cause
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -206,18 +205,10 @@ def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
         return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
     except (RendezvousError, ValueError, ConnectionError, ImportError) as error:
         raise UnfitClusterError(f"{host_name()}: accelerate launch: {error}") from error
+    finally:
+        logging.disable(logging.NOTSET)
     stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
-
-
-def quieten_torchrun() -> None:
-    """Leave out torchrun's own account of an end, in which the cause is easily missed."""
-    import torch.distributed.run  # sets its logger's level when it is imported
-
-    logging.getLogger(torch.distributed.run.__name__).setLevel(logging.ERROR)
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def kill_workers() -> None:

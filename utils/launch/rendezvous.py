@@ -13,7 +13,6 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,6 @@ TIMEOUT = "STOKER_MEET_TIMEOUT_S"
 _CONNECTION_TIMEOUT_S = 5.0
 _MOST_CLOCK_SKEW_S = 60.0
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
-
-
-def with_free_port(allocation: Allocation) -> Allocation:
-    """Return the allocation; if its port is taken and this is the only node, with another one.
-
-    Raises UnfitClusterError for a taken port that the user or other nodes count on.
-    """
-    if allocation.node > 0:
-        return allocation
-    try:
-        listen(allocation.host, allocation.port).close()
-    except UnfitClusterError:
-        if len(allocation.hosts) > 1 or os.environ.get(MAIN_PORT):
-            raise
-        with listen(allocation.host, 0) as listener:
-            return replace(allocation, port=listener.getsockname()[1])
-    return allocation
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -73,21 +55,17 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
     }
 
 
-def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> str:
-    """Compare all nodes of the job and return a line for the log.
+def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
+    """Compare all nodes of the job.
 
     Raises UnfitClusterError, the same one on every node that took part.
     """
-    hosts = allocation.hosts
-    if len(hosts) == 1:
+    if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
         problems = (_collect if allocation.node == 0 else _report)(allocation, facts, _timeout_s())
     if problems:
         raise UnfitClusterError(problems)
-    devices = "CPU only" if allocation.gpus is None else f"{allocation.gpus} GPU(s) each"
-    shown = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
-    return f"node check: {len(hosts)} node(s) ({shown}), {devices}, the same code and versions"
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -122,6 +100,7 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
     """On the first node: receive everyone's facts, and tell all what is wrong with them."""
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
+    listen(allocation.host, allocation.port).close()  # rank 0's, free to be taken
     with contextlib.ExitStack() as connections:
         listener = connections.enter_context(listen(allocation.host, allocation.port + 1))
         streams = []

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,17 +54,17 @@ class Allocation:
         return len(self.hosts) * self.processes
 
 
-def read_allocation(environment: Mapping[str, str], devices_here: Callable[[], int]) -> Allocation:
+def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
     """Work out the launch from Slurm's variables or, outside of Slurm, from this machine.
 
-    `devices_here` counts the GPUs that torch sees; it is only asked outside of Slurm. Raises
-    ConfigurationError for what the user set, UnfitClusterError for what Slurm gave.
+    `devices` are the GPUs that torch sees, which count outside of Slurm. Raises ConfigurationError
+    for what the user set, UnfitClusterError for what Slurm gave.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment)
     gpus = 0
     if on_gpus:  # there however they were asked for (Slurm 22.05), but for clusters without GRES
-        gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices_here()
+        gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices
     processes = _processes(environment, gpus)
     if in_slurm and on_gpus and not processes:
         raise UnfitClusterError(
@@ -78,7 +78,7 @@ def read_allocation(environment: Mapping[str, str], devices_here: Callable[[], i
         processes=processes or 1,
         gpus=processes if on_gpus and (gpus or in_slurm) else None,
         address=environment.get(MAIN_ADDRESS) or (hosts[0] if len(hosts) > 1 else "127.0.0.1"),
-        port=main_port(environment),
+        port=main_port(environment, len(hosts)),
     )
 
 
@@ -151,13 +151,15 @@ def _numbers(ranges: str) -> list[str]:
     return numbers
 
 
-def main_port(environment: Mapping[str, str]) -> int:
+def main_port(environment: Mapping[str, str], nodes: int) -> int:
     """Return the port at which rank 0 is found; the one after it is the job's too.
 
     STOKER_MAIN_PORT wins; without it every node derives the same number from the ids of job and
-    step. Raises ConfigurationError.
+    step. 0, with which accelerate takes a free one, on a single node. Raises ConfigurationError.
     """
     given = environment.get(MAIN_PORT)
+    if not given and nodes == 1:
+        return 0
     if not given:
         job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
         return _FIRST_PORT + 2 * ((int(job) * 31 + int(step)) % _PORT_PAIRS)

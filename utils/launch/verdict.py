@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from utils.config.errors import ExitCode
 from utils.support.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
@@ -52,12 +51,13 @@ def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None
             leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
 
 
-def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
+def wait_for_verdict(several_nodes: bool) -> Verdict:
     """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences."""
+    directory = notes_directory()
+    assert directory is not None, "the launcher's environment names one"
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
     while True:
-        left = read_verdict(directory)
-        if left is not None:
+        if left := read_verdict():
             return left
         notes = read_notes(directory)
         if not all(map(_is_consequence, notes)) or time.monotonic() > deadline:
@@ -65,10 +65,9 @@ def wait_for_verdict(directory: Path, several_nodes: bool) -> Verdict:
         time.sleep(0.1)
 
 
-def read_verdict(directory: Path | None = None) -> Verdict | None:
-    """Return the verdict that is there (of STOKER_NOTES_DIR, by default); None without one."""
-    directory = directory or notes_directory()
-    if directory is None:
+def read_verdict() -> Verdict | None:
+    """Return the verdict that is there; None without one."""
+    if (directory := notes_directory()) is None:
         return None
     try:
         # The code first: it is written after the text.
@@ -109,33 +108,26 @@ def _likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Name the rank that a run hangs on, its host and where it stands; `hosts` holds one a rank.
+    """Name the ranks that a run hangs on and where they stand; `hosts` holds one a rank.
 
-    A rank that ended comes first, then one that left no note (it is stopped, or gone), then the
-    one with the fewest beats, in no collective where some are: the others got as far as they could
-    without it.
+    A rank that ended comes first, then those that left no note (they are stopped, or gone), then
+    those with the fewest beats, in no collective where some are: the others got as far as they
+    could without them.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
-        return (
-            f"rank {first.rank} on {first.host} ended ({first.kind}: {first.text}); the other "
-            "ranks waited for it."
-        )
-    lines = [f"rank {note.rank} on {note.host} {note.text}" for note in notes]
-    if silent := set(range(len(hosts))) - {note.rank for note in notes}:
-        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(silent)[:SHOWN])
-        return (
-            f"{named}{', ...' * (len(silent) > SHOWN)}: no sign of life, while the others hang. It "
-            "was stopped (SIGSTOP, a frozen host), stands in a call that never returns to Python, "
-            f"or is gone. {lines[0]}"
-        )
-    fewest = min(note.beats or 0 for note in notes)
-    behind = [number for number, note in enumerate(notes) if (note.beats or 0) == fewest]
-    at_fault = [number for number in behind if not notes[number].waiting] or behind
-    ending = "; the other ranks waited for it." if len(at_fault) < len(notes) else "."
-    shown = [lines[number] + ending for number in at_fault[:SHOWN]]
-    shown += ["..."] * (len(at_fault) > SHOWN)
-    if len(at_fault) == len(notes) > 1:
+        at_fault = [f"rank {first.rank} on {first.host} ended ({first.kind}: {first.text})"]
+    elif silent := sorted(set(range(len(hosts))) - {note.rank for note in notes}):
+        why = "stopped, on a frozen host, gone, or in a call that never returns to Python"
+        at_fault = [f"rank {rank} on {hosts[rank]} gave no sign of life ({why})" for rank in silent]
+    else:
+        fewest = min(note.beats or 0 for note in notes)
+        behind = [note for note in notes if (note.beats or 0) == fewest]
+        behind = [note for note in behind if not note.waiting] or behind
+        at_fault = [f"rank {note.rank} on {note.host} {note.text}" for note in behind]
+    shown = at_fault[:SHOWN] + ["..."] * (len(at_fault) > SHOWN)
+    if len(at_fault) == len(hosts) > 1:
         why = "the network between them, or storage that all of them read."
-        shown.insert(0, f"All {len(notes)} ranks hang, none behind the others: {why}")
-    return "\n".join(shown)
+        return "\n".join([f"All {len(hosts)} ranks hang, none behind the others: {why}", *shown])
+    waited = "; the other ranks waited for it." if len(hosts) > 1 else "."
+    return "\n".join(shown) + waited

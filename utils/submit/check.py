@@ -179,7 +179,7 @@ def planned_allocation(job: Mapping[str, str], environment: Mapping[str, str]) -
         "SLURM_GPUS_ON_NODE": str(gpus_per_node(job)),
     }
     try:
-        return read_allocation({**environment, **on_the_node}, devices_here=lambda: 0)
+        return read_allocation({**environment, **on_the_node}, devices=0)
     except UnfitClusterError as error:  # not the nodes' fault, but the request's
         raise ConfigurationError(error.problems) from error
 

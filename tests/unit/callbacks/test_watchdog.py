@@ -168,9 +168,14 @@ def test_the_verdict_names_the_rank_that_the_others_wait_for():
         ([ended, hung(0, 5)], f"rank 2 on n2 ended (failed: KeyError); {waited}"),
         ([hung(0, 7), asleep, hung(2, 8, waiting=False)], f"rank 1 on n1 sleeps; {waited}"),
         (
+            [hung(0, 7), hung(2, 7)],
+            "rank 1 on n1 gave no sign of life (stopped, on a frozen host, gone, or in a call that "
+            f"never returns to Python); {waited}",
+        ),
+        (
             [hung(rank, 7) for rank in range(3)],
             "All 3 ranks hang, none behind the others: the network between them, or storage that "
-            "all of them read.\n" + "\n".join(f"rank {n} on n{n} stands in f." for n in range(3)),
+            "all of them read.\n" + "\n".join(f"rank {n} on n{n} stands in f" for n in range(3)),
         ),
     ]:
         assert hang_verdict(notes, ["n0", "n1", "n2"]) == verdict

@@ -167,8 +167,7 @@ def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
         STOKER_PROCESSES_PER_NODE="2", CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert done.returncode == 2, done.stdout
-    assert "node check: " in done.stdout
-    assert ", CPU only" in done.stdout
+    assert "launch: 2 process(es), CPU only, on each of 1 node(s) (" in done.stdout
     assert done.stdout.count("configuration error (") == 1
     assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stdout
@@ -191,8 +190,8 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     inductor = str(directory / "compiled/torchinductor_cache_dir")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
-    assert Path(inductor).is_dir()
     assert Path(os.environ["STOKER_NOTES_DIR"]).is_dir()
+    assert (directory / "tmp").is_dir()
     assert os.environ["TRITON_CACHE_DIR"] == "/scratch"
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.launch.rendezvous import check_nodes, listen, node_facts, node_problems, with_free_port
+from utils.launch.rendezvous import check_nodes, listen, node_facts, node_problems
 from utils.launch.slurm import Allocation
 
 SAME = {"code": "abc", "python": "3.11.2", "torch": "2.13.0", "processes": 4}
@@ -42,7 +42,8 @@ def meet(port: int, between=lambda: None, **facts) -> list[object]:
         allocation = node(index, port)
         own = node_facts(allocation, [], 0) | (facts if index else {})
         try:
-            told[index] = check_nodes(allocation, own)
+            check_nodes(allocation, own)
+            told[index] = "alike"
         except UnfitClusterError as refusal:
             told[index] = refusal.problems
 
@@ -66,23 +67,17 @@ def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
                 except ConnectionRefusedError:
                     continue
 
-    alike = "node check: 2 node(s) (n1, n2), CPU only, the same code and versions"
-    assert meet(port, between=strangers) == [alike, alike]
+    assert meet(port, between=strangers) == ["alike", "alike"]
     first, second = meet(port, gpus=1)
     assert first == second == [first[0]]
     assert "n2: the job has 1 GPUs on this node" in first[0]
     listen("n1", port + 1).close()  # free again
 
 
-def test_the_only_node_replaces_a_taken_port_unless_the_user_gave_it(port, monkeypatch):
-    alone = Allocation(("n1",), 0, 1, None, "127.0.0.1", port)
-    with listen("n1", port):
-        assert with_free_port(alone).port != port
-        assert with_free_port(node(1, port)).port == port  # the first node's affair
-        monkeypatch.setenv("STOKER_MAIN_PORT", str(port))
-        with pytest.raises(UnfitClusterError, match=f"n1: port {port} is in use"):
-            with_free_port(alone)
-    assert with_free_port(alone) == alone
+def test_a_taken_port_and_a_time_that_is_none_are_refused(port, monkeypatch):
+    for taken in (port, port + 1):  # rank 0's, and the one where the nodes meet
+        with listen("n1", taken), pytest.raises(UnfitClusterError, match=f"n1: port {taken} is in"):
+            check_nodes(node(0, port), FACTS)
     monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "nan")
     with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
         check_nodes(node(1, port), FACTS)

@@ -22,16 +22,12 @@ STEP = {
 }  # fmt: skip
 
 
-def no_devices() -> int:
-    raise AssertionError("Slurm says what the job has")
-
-
 def test_a_slurm_step_is_read_from_its_variables():
-    found = read_allocation(STEP, no_devices)
+    found = read_allocation(STEP, 7)  # devices that Slurm did not give
     assert found == Allocation(("n1", "n2"), 1, 4, 4, "n1", 20310)
     assert (found.host, found.world_size) == ("n2", 8)
     given = {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
-    found = read_allocation(STEP | given, no_devices)
+    found = read_allocation(STEP | given, 7)
     assert (found.address, found.port) == ("10.0.0.1", 4242)
 
 
@@ -51,19 +47,19 @@ def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it():
 
 def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
     on_cpu_step = STEP | {"ACCELERATE_USE_CPU": "true"}
-    assert read_allocation(on_cpu_step, no_devices).processes == 1
-    found = read_allocation(on_cpu_step | {"STOKER_PROCESSES_PER_NODE": "3"}, no_devices)
+    assert read_allocation(on_cpu_step, 7).processes == 1
+    found = read_allocation(on_cpu_step | {"STOKER_PROCESSES_PER_NODE": "3"}, 7)
     assert (found.processes, found.gpus, found.world_size) == (3, None, 6)
     # A cluster that does not count GPUs.
     step = {name: value for name, value in STEP.items() if name != "SLURM_GPUS_ON_NODE"}
-    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, no_devices)
+    found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, 7)
     assert (found.processes, found.gpus) == (4, 4)
     # Outside of Slurm.
     monkeypatch.setenv("SLURMD_NODENAME", "login1")
-    found = read_allocation({}, lambda: 2)
+    found = read_allocation({}, 2)
     assert (found.hosts, found.processes, found.gpus) == (("login1",), 2, 2)
-    assert found.address == "127.0.0.1"
-    assert read_allocation({}, lambda: 0).processes == 1
+    assert (found.address, found.port) == ("127.0.0.1", 0)  # accelerate takes a free one
+    assert read_allocation({}, 0).processes == 1
 
 
 BATCH = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
@@ -80,8 +76,8 @@ def test_allocations_that_cannot_train_are_refused():
         (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "is no number of proc"),
     ]:
         with pytest.raises(error, match=message):
-            read_allocation(environment, no_devices)
-    assert read_allocation(BATCH, no_devices).world_size == 1
+            read_allocation(environment, 7)
+    assert read_allocation(BATCH, 7).world_size == 1
 
 
 def test_a_node_list_names_its_hosts_in_order():
@@ -95,7 +91,7 @@ def test_a_node_list_names_its_hosts_in_order():
 
 def test_ports_differ_between_jobs_and_steps_and_a_given_one_has_to_be_one():
     ports = [
-        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 2)
         for job in range(123_000, 123_190)
         for step in range(20)
     ]
@@ -104,7 +100,7 @@ def test_ports_differ_between_jobs_and_steps_and_a_given_one_has_to_be_one():
     assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
     for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662"):
         with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
-            main_port({"STOKER_MAIN_PORT": given})
+            main_port({"STOKER_MAIN_PORT": given}, 1)
 
 
 def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_path, caplog):

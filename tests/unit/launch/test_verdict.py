@@ -70,14 +70,14 @@ def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):
 def test_only_a_consequence_waits_for_the_other_nodes_word(notes_dir):
     write(notes_dir, note("failed", "KeyError: 'x'", 0))
     began = time.monotonic()
-    assert "KeyError" in wait_for_verdict(notes_dir, several_nodes=True).text
+    assert "KeyError" in wait_for_verdict(several_nodes=True).text
     write(notes_dir, note("failed", PEER, 0))
-    assert "lost another rank" in wait_for_verdict(notes_dir, several_nodes=False).text
+    assert "lost another rank" in wait_for_verdict(several_nodes=False).text
     assert time.monotonic() - began < 0.3
     killed = note("killed", "SIGKILL", 3, 76)
     timer = threading.Timer(0.2, write, (notes_dir, killed))
     timer.start()
-    found = wait_for_verdict(notes_dir, several_nodes=True)
+    found = wait_for_verdict(several_nodes=True)
     timer.join()
     assert found.text == "rank 3 on n2 was killed by SIGKILL"
 
@@ -87,5 +87,5 @@ def test_a_verdict_that_is_there_is_the_jobs(notes_dir):
     assert read_verdict() is None
     assert leave_verdict("rank 1 on n2 hung", 76)
     assert not leave_verdict("another", 1)
-    found = wait_for_verdict(notes_dir, several_nodes=True)
+    found = wait_for_verdict(several_nodes=True)
     assert (found.text, found.exit_code) == ("rank 1 on n2 hung", 76)
