@@ -21,7 +21,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ from utils.config.recipes import YamlError, load_file
 from utils.launch.script import run_script
 
 USAGE = "usage: python -m utils.submit.sweep points|check FILE, or point FILE INDEX"
-KEYS = ("script", "config", "settings", "grid", "output_dir")
+FORMS = {
+    "script": "a script that is there (paths are from the repository's root)",
+    "config": "recipe files, as on the command line",
+    "settings": "settings of all points as `name: value`",
+    "grid": "`setting: [values]`, at least one",
+    "output_dir": "the folder for the points' run directories",
+}
 _OWN = ("output_dir", "config", "dry_run")  # of the sweep, not of its points
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 # File systems end at 255 bytes; temporary names of checkpoints need some of them.
@@ -40,26 +46,15 @@ _LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Sweep:
-    """A valid sweep: its points' own settings by the names of their directories, in order.
+    """A valid sweep; paths are relative to the repository's root.
 
-    Paths are relative to the repository's root.
+    `points` holds each point's command line, the script and its arguments, by the name of its
+    directory in `output_dir`, in order.
     """
 
     script: str
-    config: Sequence[str]
-    settings: Mapping[str, Any]
-    points: Mapping[str, Mapping[str, Any]]
+    points: Mapping[str, list[str]]
     output_dir: Path
-
-    def arguments(self, index: int) -> list[str]:
-        """Return the command line of a point by its number: the script and its arguments."""
-        name = list(self.points)[index]
-        output_dir = {"output_dir": str(self.output_dir / name)}
-        settings = {**self.settings, **self.points[name], **output_dir}
-        words = [self.script, *(["--config", *self.config] if self.config else [])]
-        for setting, value in settings.items():
-            words += flag_words(setting, value)
-        return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,38 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{words[0]} has {last + 1} points, numbered from 0: there is no point {index}. "
                 f"Give --array=0-{last}."
             )
-        sys.stdout.write("".join(f"{word}\0" for word in sweep.arguments(int(index))))
+        sys.stdout.write("".join(f"{word}\0" for word in list(sweep.points.values())[int(index)]))
     return 0
-
-
-def flag_words(name: str, value: Any) -> list[str]:
-    """Write a setting as words of a command line; raises ValueError if no words can express it."""
-    values = value if isinstance(value, list) else [value]
-    texts = [_flag_text(item) for item in values]
-    nested, odd = any(isinstance(item, list) for item in values), "\0" in "".join(texts)
-    if nested or odd or not texts or (len(texts) > 1 and any(text[:1] == "-" for text in texts)):
-        raise ValueError(
-            "an empty list, or entries that begin with -, a list in a list, or the character NUL, "
-            "are no flag: use a recipe"
-        )
-    return [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
-
-
-def _flag_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def point_name(settings: Mapping[str, Any]) -> str:
-    """Name a point's directory from its values.
-
-    >>> point_name({"learning_rate": 1e-3, "seed": 2})
-    'learning_rate=0.001,seed=2'
-    """
-    texts = {
-        name: "+".join(map(_flag_text, value if isinstance(value, list) else [value]))
-        for name, value in settings.items()
-    }
-    return ",".join(f"{name}={_UNSAFE.sub('_', text)}" for name, text in texts.items())
 
 
 def read_sweep(file: str) -> Sweep:
@@ -122,66 +87,78 @@ def read_sweep(file: str) -> Sweep:
         content = load_file(Path(file))
     except YamlError as error:
         raise ConfigurationError(str(error)) from error
-    values: dict[str, Any] = {key: value for key, (value, _) in content.items()}
-    faults = [(key, f"unknown key: a sweep has {', '.join(KEYS)}") for key in values.keys() - KEYS]
-    script, config = str(values.get("script")), values.get("config", [])
-    config = [config] if isinstance(config, str) else config
-    fixed, grid = values.get("settings", {}), values.get("grid")
-    if not Path(script).is_file():
-        faults.append(("script", f"no file {script} (paths are from the repository's root)"))
-    if not isinstance(values.get("output_dir"), str):
-        faults.append(("output_dir", "give the folder for the points' run directories"))
-    if not isinstance(config, list) or not all(isinstance(entry, str) for entry in config):
-        faults.append(("config", "expected recipe files, as on the command line"))
-    points: dict[str, dict[str, Any]] = {}
-    if not isinstance(fixed, dict):
-        faults.append(("settings", "expected settings as `name: value`"))
-    elif not (
-        isinstance(grid, dict) and grid and all(isinstance(v, list) and v for v in grid.values())
-    ):
-        faults.append(("grid", "expected `setting: [values]`, at least one"))
-    else:
-        faults += [("settings", fault) for fault in _faults_of(fixed)]
-        points, grid_faults = _grid_points(grid, fixed)
-        faults += [("grid", fault) for fault in grid_faults]
+    given: dict[str, Any] = dict.fromkeys(FORMS) | {"config": [], "settings": {}}
+    given |= {key: value for key, (value, _) in content.items()}
+    config = [given["config"]] if isinstance(given["config"], str) else given["config"]
+    fixed, grid, output_dir = given["settings"], given["grid"], given["output_dir"]
+    values = list(grid.values()) if isinstance(grid, dict) else []
+    valid = {
+        "script": Path(str(given["script"])).is_file(),
+        "config": isinstance(config, list) and all(isinstance(entry, str) for entry in config),
+        "settings": isinstance(fixed, dict),
+        "grid": bool(values) and all(isinstance(each, list) and each for each in values),
+        "output_dir": isinstance(output_dir, str),
+    }
+    known = ", ".join(FORMS)
+    faults = [(key, f"expected {FORMS[key]}") for key in FORMS if not valid[key]]
+    faults += [(key, f"unknown key: a sweep has {known}") for key in given.keys() - FORMS.keys()]
+    names, combinations = [], []
+    if valid["settings"] and valid["grid"]:
+        faults += _setting_faults(fixed, grid)
+        combinations = [dict(zip(grid, each, strict=True)) for each in itertools.product(*values)]
+        names = [point_name(combination) for combination in combinations]
+        clash = "two points would have this directory, or the name is too long"
+        wrong = (name for name in names if names.count(name) > 1 or len(name) > _LONGEST_NAME)
+        faults += [("grid", f"{name}: {clash}") for name in wrong]
     if faults:
         lines = {key: f":{line}" for key, (_, line) in content.items()}
         raise ConfigurationError(
             [f"{file}{lines.get(key, '')}: {key}: {fault}" for key, fault in dict.fromkeys(faults)]
         )
-    return Sweep(script, config, fixed, points, Path(values["output_dir"]))
+    points = {}
+    for name, combination in zip(names, combinations, strict=True):
+        words = [given["script"], *(["--config", *config] if config else [])]
+        settings = {**fixed, **combination, "output_dir": str(Path(str(output_dir), name))}
+        for setting, value in settings.items():
+            words += flag_words(setting, value)
+        points[name] = words
+    return Sweep(given["script"], points, Path(str(output_dir)))
 
 
-def _grid_points(
-    grid: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return every combination by its name, the last setting changing fastest, and the faults."""
-    points: dict[str, dict[str, Any]] = {}
-    faults = [
-        f"{name}: is among `settings` too, which all points share" for name in grid & fixed.keys()
-    ]
-    for values in itertools.product(*grid.values()):
-        settings = dict(zip(grid, values, strict=True))
-        if own := _faults_of(settings):
-            faults += own
-            continue
-        name = point_name(settings)
-        if name in points or len(name) > _LONGEST_NAME:
-            faults.append(f"{name}: two points would have this directory, or the name is too long")
-        points[name] = settings
-    return points, faults
+def _setting_faults(
+    fixed: Mapping[str, Any], grid: Mapping[str, list[Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the key and the fault of each setting that cannot be a flag of a point."""
+    settings = [("settings", name, value) for name, value in fixed.items()]
+    settings += [("grid", name, value) for name, values in grid.items() for value in values]
+    for key, name, value in settings:
+        words = _texts(value)
+        nested = isinstance(value, list) and any(isinstance(item, list) for item in value)
+        if name in _OWN:
+            own = "it has `output_dir` and `config`, and submit.sh dry-runs every point"
+            yield key, f"{name}: the sweep sets it: {own}"
+        elif nested or not words or (len(words) > 1 and any(word[:1] == "-" for word in words)):
+            odd = "an empty list, a list in a list, or entries that begin with -"
+            yield key, f"{name}: {odd}, are no flag: use a recipe"
 
 
-def _faults_of(settings: Mapping[str, Any]) -> list[str]:
-    """Say which settings cannot be flags of a point."""
-    own = "the sweep sets it: it has `output_dir` and `config`, and submit.sh dry-runs every point"
-    faults = [f"{name}: {own}" for name in settings if name in _OWN]
-    for name, value in settings.items():
-        try:
-            flag_words(name, value)
-        except ValueError as error:
-            faults.append(f"{name}: {error}")
-    return faults
+def _texts(value: Any) -> list[str]:
+    """Return a setting's value as words of a command line."""
+    values = value if isinstance(value, list) else [value]
+    return [each if isinstance(each, str) else json.dumps(each) for each in values]
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Write a setting as words of a command line; one word where that is possible."""
+    words = _texts(value)
+    return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
+
+
+def point_name(settings: Mapping[str, Any]) -> str:
+    """Name a point's directory from its values, as in `learning_rate=0.001,seed=2`."""
+    return ",".join(
+        f"{name}={_UNSAFE.sub('_', '+'.join(_texts(value)))}" for name, value in settings.items()
+    )
 
 
 def check_points(sweep: Sweep) -> None:
@@ -191,12 +168,12 @@ def check_points(sweep: Sweep) -> None:
     """
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
-    for number, name in enumerate(sweep.points):
+    for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):
         output, before = io.StringIO(), dict(os.environ)
         print(f"point {number}: {name}", flush=True)  # noqa: T201 - for the user
         try:
             with contextlib.redirect_stdout(output):
-                main([*sweep.arguments(number)[1:], "--dry_run"])
+                main([*arguments, "--dry_run"])
         except ConfigurationError as error:
             for problem in error.problems:
                 faults.setdefault(problem, []).append(name)
@@ -206,10 +183,10 @@ def check_points(sweep: Sweep) -> None:
         if number == 0:
             print(output.getvalue().rstrip(), flush=True)  # noqa: T201 - for the user
     if faults:
-        every = len(sweep.points)
+        points = {len(sweep.points): "every point"}
         raise ConfigurationError(
             [
-                f"{'every point' if len(names) == every else '; '.join(names)}: {fault}"
+                f"{points.get(len(names), '; '.join(names))}: {fault}"
                 for fault, names in faults.items()
             ]
         )
