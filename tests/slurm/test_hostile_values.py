@@ -32,7 +32,7 @@ JOB = "slurm/train_job.sh"
 TRAIN = ["train.py", *VALUES]
 # What the scripts hand on to the node as it is, whatever it holds.
 HANDED_ON = [
-    "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_MAIN_PORT", "STOKER_PROCESSES_PER_NODE",
+    "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_PROCESSES_PER_NODE",
     "STOKER_NODE_DIR", "TMPDIR", "SLURM_TMPDIR", "SLURM_JOB_NAME", "WANDB_NAME",
 ]  # fmt: skip
 TEXT = [

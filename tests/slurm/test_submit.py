@@ -55,9 +55,9 @@ def test_the_check_has_what_slurm_understood(slurm, submit, tmp_path):
         assert done.returncode == 2, done.stderr
         name = "a\nb" if "a\nb" in words else "in 'quotes' # \"too\""
         assert f"job:     {name}, {nodes} node(s) of {gpus} GPU(s)" in done.stderr, words
-        assert ("not requeued" in done.stderr) != requeued
+        assert ("not queued again" in done.stderr) != requeued
         if limit is not None:
-            assert f"limit:   {limit}; stop signal 300 s before it: the run saves" in done.stderr
+            assert f"limit:   {limit}; Slurm's stop signal comes 300 s before it" in done.stderr
     assert queue(slurm) == []
 
 
@@ -74,7 +74,7 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     assert f"squeue --job={number}\ncancel:  scancel {number}" in done.stderr
     assert f"touch '{run}/STOP'" in done.stderr
     assert "job:     my job, 1 node(s) of 2 process(es)" in done.stderr
-    assert "stop signal 300 s before it" in done.stderr
+    assert "stop signal comes 300 s before it" in done.stderr
     assert (run / "final" / "config.json").exists(), log.read_text()
     assert tiny.starts(run)[0]["launch"]["world_size"] == 2
     assert not list(ROOT.glob("canary"))

@@ -30,19 +30,17 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
     """Read an accelerate config that can start these processes. Raises ConfigurationError."""
     import yaml
 
+    known = (*_ONE_PROCESS, "MULTI_GPU", "FSDP", "DEEPSPEED")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        kind = config.get("distributed_type", "missing")
+        if (kind := config.get("distributed_type", "missing")) not in known:
+            raise ValueError(f"distributed_type {kind} is not supported")
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"{CONFIG}={path} is no accelerate config ({error}): name a file of "
-            "accelerate_configs/ or your own, from the repository's root."
+            f"{CONFIG}={path} is no accelerate config for Stoker ({error}): name a file of "
+            "accelerate_configs/, or one that `accelerate config` wrote, from the repository's "
+            "root."
         ) from error
-    if kind not in (*_ONE_PROCESS, "MULTI_GPU", "FSDP", "DEEPSPEED"):
-        raise ConfigurationError(
-            f"{CONFIG}={path}: distributed_type {kind} is not supported: take one of "
-            "accelerate_configs/, or a file that `accelerate config` wrote."
-        )
     if kind in _ONE_PROCESS and allocation.world_size > 1:
         raise ConfigurationError(
             f"{CONFIG}={path}: distributed_type {kind or 'NO'} starts one process, but the job has "

@@ -30,17 +30,17 @@ logger = logging.getLogger("launch_node")
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
+ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict
 
 
 class StopSignals:
     """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
 
     Either ends the launcher at once before the workers are `started`, and TERM does when a verdict
-    says that the job is over (srun sends it then). `alone`: no job script reads the verdict.
+    says that the job is over (srun sends it then).
     """
 
-    def __init__(self, alone: bool) -> None:
-        self.alone = alone
+    def __init__(self) -> None:
         self.directory: Path | None = None
         self.started = self.asked = False
         for number in STOPPING:
@@ -51,7 +51,7 @@ class StopSignals:
         verdict = read_verdict() if number == signal.SIGTERM else None
         if verdict is None and not self.started:
             text = f"{name} on {host_name()} before the processes were started"
-            verdict = leave_or_print(Verdict(text, ExitCode.STOPPED), self.alone)
+            verdict = leave_or_print(Verdict(text, ExitCode.STOPPED))
         if verdict is not None:
             self.clean_up()
             os._exit(verdict.exit_code)
@@ -74,11 +74,10 @@ class StopSignals:
 
 def main(argv: list[str] | None = None) -> int:
     """Launch and return the exit code of the job as far as this node knows it."""
-    alone = NOTES_DIR not in os.environ
-    signals = StopSignals(alone)
+    signals = StopSignals()
     try:
         verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
-        return leave_or_print(verdict, alone).exit_code
+        return leave_or_print(verdict).exit_code
     finally:
         signals.clean_up()
 
@@ -103,7 +102,7 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
         return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
 
 
-def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
+def leave_or_print(verdict: Verdict) -> Verdict:
     """Leave the verdict for the job script, or print it where there is none; return the job's.
 
     An earlier verdict of the job wins: its cause is the job's.
@@ -111,8 +110,8 @@ def leave_or_print(verdict: Verdict, alone: bool) -> Verdict:
     if verdict.exit_code == ExitCode.DONE:
         return verdict
     left = leave_verdict(verdict.text, verdict.exit_code)
-    earlier = read_verdict()
-    if alone or (not left and earlier is None):
+    earlier = None if left else read_verdict()
+    if ALONE or not (left or earlier):
         sys.stderr.write(f"{(earlier or verdict).text}\n")
         sys.stderr.flush()
     return earlier or verdict

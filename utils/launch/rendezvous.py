@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.launch.slurm import MAIN_ADDRESS, MAIN_PORT, Allocation
+from utils.launch.slurm import MAIN_ADDRESS, Allocation
 
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
 _CONNECTION_TIMEOUT_S = 5.0
@@ -31,8 +31,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port))
     except OSError as error:
         raise UnfitClusterError(
-            f"{host}: port {port} is in use by another process: set {MAIN_PORT} to a free port "
-            "(the one after it is used too)."
+            f"{host}: port {port} is in use by another process. Submit again: a job's port follows "
+            "from its id."
         ) from error
 
 
@@ -153,8 +153,7 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
 def _advice(first: str) -> str:
     return (
         f"Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of {first} that all nodes reach, on "
-        f"the interface that NCCL_SOCKET_IFNAME names; {MAIN_PORT} chooses another port; "
-        f"{TIMEOUT}=120 waits longer."
+        f"the interface that NCCL_SOCKET_IFNAME names; {TIMEOUT}=120 waits longer."
     )
 
 

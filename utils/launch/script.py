@@ -99,8 +99,8 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
     all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
-    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Each end
-    but a good one leaves a note for the launcher. SystemExit and KeyboardInterrupt pass through.
+    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Both
+    leave a note for the launcher. SystemExit and KeyboardInterrupt pass through.
 
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
@@ -134,19 +134,12 @@ def _run(main: Callable[[], int | None]) -> int:
         code = main() or 0
     except ConfigurationError as error:
         return _refuse(error)
-    except SystemExit as left:
-        if left.code:
-            status = left.code if isinstance(left.code, int) else FAILED
-            leave_note("failed", status, redact(f"SystemExit: {left.code}"))
-        raise
     except Exception as error:
         refusal = storage_error(error) or missing_package(error)
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
         return 0 if NODE_DIR in os.environ else code
-    if code:
-        leave_note("failed", code, f"main returned {code}")
     return code
 
 

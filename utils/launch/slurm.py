@@ -1,7 +1,6 @@
 """What Slurm gave this job, read from its variables: nodes, processes, port, the time limit."""
 
 import datetime
-import itertools
 import logging
 import os
 import re
@@ -19,7 +18,6 @@ logger = logging.getLogger(__name__)
 CONFIG = "ACCELERATE_CONFIG"
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
-MAIN_PORT = "STOKER_MAIN_PORT"
 SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
 
 # Below the ephemeral ports (32768 and up), which any outgoing connection takes; a prime number of
@@ -33,7 +31,8 @@ class Allocation:
     """This node among the nodes of the job.
 
     `hosts` are Slurm's names of all nodes, this one at `node`. `address` and `port` are where the
-    processes find rank 0. `gpus` is None on a CPU, else as many as `processes`, both of one node.
+    processes find rank 0; on a single node accelerate takes a free port for 0. `gpus` is None on a
+    CPU, else as many as `processes`, both of one node.
     """
 
     hosts: tuple[str, ...]
@@ -52,6 +51,12 @@ class Allocation:
     def world_size(self) -> int:
         """Processes over all nodes."""
         return len(self.hosts) * self.processes
+
+
+def main_port(environment: Mapping[str, str]) -> int:
+    """Return the port at which all nodes of a step find rank 0; the one after it is theirs too."""
+    job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
+    return _FIRST_PORT + 2 * ((job * 31 + step) % _PORT_PAIRS)
 
 
 def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
@@ -78,7 +83,7 @@ def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
         processes=processes or 1,
         gpus=processes if on_gpus and (gpus or in_slurm) else None,
         address=environment.get(MAIN_ADDRESS) or (hosts[0] if len(hosts) > 1 else "127.0.0.1"),
-        port=main_port(environment, len(hosts)),
+        port=main_port(environment) if len(hosts) > 1 else 0,
     )
 
 
@@ -92,9 +97,9 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
     hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
     if tasks == 0 or tasks != len(hosts):
         raise ConfigurationError(
-            f"slurm/launch_node.sh runs once a node, started by srun, but srun started {tasks} "
-            f"tasks on {len(hosts)} node(s): sbatch slurm/multinode_job.sh SCRIPT ..., or srun "
-            "--ntasks-per-node=1 slurm/launch_node.sh SCRIPT ... (and no --ntasks)."
+            f"slurm/launch_node.sh runs once a node, started by srun, but there are {tasks} tasks "
+            f"on {len(hosts)} node(s): sbatch --ntasks-per-node=1 slurm/multinode_job.sh SCRIPT "
+            "..., or srun --ntasks-per-node=1 slurm/launch_node.sh SCRIPT ... (and no --ntasks)."
         )
     return hosts, int(environment["SLURM_NODEID"])
 
@@ -104,14 +109,10 @@ def _processes(environment: Mapping[str, str], gpus: int) -> int:
     given = environment.get(PROCESSES)
     if not given:
         return gpus
-    if not re.fullmatch(r"[0-9]{1,4}", given) or int(given) < 1:
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", given) or gpus not in (0, int(given)):
         raise ConfigurationError(
-            f"{PROCESSES}={given!r} is no number of processes: give 1 or more."
-        )
-    if gpus and int(given) != gpus:
-        raise ConfigurationError(
-            f"{PROCESSES}={given}, but this job has {gpus} GPU(s) on a node, which take one "
-            f"process each: unset {PROCESSES} (it is for CPU runs)."
+            f"{PROCESSES}={given!r}, but this job has {gpus} GPU(s) on a node, which take one "
+            "process each. Unset it, or give a number of processes where there are no GPUs."
         )
     return int(given)
 
@@ -135,40 +136,14 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
-        parts = re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word)
-        texts = [[text] if text else _numbers(ranges) for text, ranges in parts]
-        hosts += ["".join(name) for name in itertools.product(*texts)]
+        before, _, rest = word.partition("[")
+        ranges, _, after = rest.partition("]")
+        for part in filter(None, ranges.split(",")):
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                hosts += expand_hosts(f"{before}{number:0{len(first)}d}{after}")
+        hosts += [] if ranges else [word]
     return tuple(hosts)
-
-
-def _numbers(ranges: str) -> list[str]:
-    """`01-03,7` is 01, 02, 03 and 7."""
-    numbers = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        every = range(int(first), int(last or first) + 1)
-        numbers += [f"{number:0{len(first)}d}" for number in every]
-    return numbers
-
-
-def main_port(environment: Mapping[str, str], nodes: int) -> int:
-    """Return the port at which rank 0 is found; the one after it is the job's too.
-
-    STOKER_MAIN_PORT wins; without it every node derives the same number from the ids of job and
-    step. 0, with which accelerate takes a free one, on a single node. Raises ConfigurationError.
-    """
-    given = environment.get(MAIN_PORT)
-    if not given and nodes == 1:
-        return 0
-    if not given:
-        job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-        return _FIRST_PORT + 2 * ((int(job) * 31 + int(step)) % _PORT_PAIRS)
-    if not re.fullmatch(r"[0-9]{1,5}", given) or not 1024 <= int(given) <= 65534:
-        raise ConfigurationError(
-            f"{MAIN_PORT}={given!r} is no port: give a number from 1024 to 65534 (the port after "
-            "it is used too), or unset it."
-        )
-    return int(given)
 
 
 def job_end_time() -> float | None:

@@ -74,17 +74,14 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
             "job would stop as it starts. Give a longer --time, or a smaller "
             "--signal=B:USR1@SECONDS"
         )
-    if limit_s and lead_s:
-        then = "is queued again and resumes" if again else "ends"
-        _say(f"limit:   {limit}; stop signal {lead_s} s before it: the run saves and {then}")
-    elif limit_s:
-        _say(
-            f"WARNING  no stop signal to the batch shell before the time limit of {limit}: the run "
-            "stops only by its own look at the clock. Add #SBATCH --signal=B:USR1@300 to "
-            f"{job_script}"
+    stop = f"Slurm's stop signal comes {lead_s} s before it"
+    if lead_s is None:
+        stop = (
+            "no stop signal to the batch shell before it (add #SBATCH --signal=B:USR1@300 to "
+            f"{job_script}), the run stops only by its own look at the clock"
         )
-    if not again:
-        _say("WARNING  the job is not requeued (--no-requeue, or JobRequeue=0): submit again")
+    then = "queued again and resumes" if again else "not queued again (--no-requeue, JobRequeue=0)"
+    _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {then}")
 
 
 def read_answer(fields: str, answer: str) -> dict[str, str]:
@@ -165,23 +162,14 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
 
 def planned_allocation(job: Mapping[str, str], environment: Mapping[str, str]) -> Allocation:
     """Return what the launcher will find on the job's first node. Raises ConfigurationError."""
-    nodes, tasks = int(job["NumNodes"]), int(job["NumTasks"])
-    if tasks != nodes:
-        raise ConfigurationError(
-            f"the job starts {tasks} tasks on {nodes} node(s), but slurm/launch_node.sh is one "
-            "task per node and starts the processes itself: give --ntasks-per-node=1"
-        )
     on_the_node = {
         "SLURM_JOB_ID": job["JobID"],
-        "SLURM_STEP_NUM_TASKS": str(nodes),
-        "SLURM_STEP_NODELIST": f"node[1-{nodes}]",
+        "SLURM_STEP_NUM_TASKS": job["NumTasks"],
+        "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
         "SLURM_NODEID": "0",
         "SLURM_GPUS_ON_NODE": str(gpus_per_node(job)),
     }
-    try:
-        return read_allocation({**environment, **on_the_node}, devices=0)
-    except UnfitClusterError as error:  # not the nodes' fault, but the request's
-        raise ConfigurationError(error.problems) from error
+    return read_allocation({**environment, **on_the_node}, devices=0)
 
 
 if __name__ == "__main__":

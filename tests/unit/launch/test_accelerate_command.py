@@ -37,8 +37,8 @@ def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, monkeypat
     path = tmp_path / "config.yaml"
     for text, problem in [
         (None, r"No such file.*accelerate_configs/"),
-        ("a: [", r"is no accelerate config"),
-        ("- 1", r"is no accelerate config"),
+        ("a: [", r"is no accelerate config for"),
+        ("- 1", r"is no accelerate config for"),
         ("distributed_type: TPU", r"distributed_type TPU is not supported"),
         (
             "distributed_type: NO",

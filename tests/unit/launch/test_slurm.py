@@ -26,9 +26,8 @@ def test_a_slurm_step_is_read_from_its_variables():
     found = read_allocation(STEP, 7)  # devices that Slurm did not give
     assert found == Allocation(("n1", "n2"), 1, 4, 4, "n1", 20310)
     assert (found.host, found.world_size) == ("n2", 8)
-    given = {"STOKER_MAIN_ADDRESS": "10.0.0.1", "STOKER_MAIN_PORT": "4242"}
-    found = read_allocation(STEP | given, 7)
-    assert (found.address, found.port) == ("10.0.0.1", 4242)
+    found = read_allocation(STEP | {"STOKER_MAIN_ADDRESS": "10.0.0.1"}, 7)
+    assert found.address == "10.0.0.1"
 
 
 def test_the_cpu_is_asked_for_as_accelerate_and_deepspeed_read_it():
@@ -68,12 +67,12 @@ BATCH = {"SLURM_JOB_ID": "5", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
 def test_allocations_that_cannot_train_are_refused():
     for environment, error, message in [
         (STEP | {"SLURM_GPUS_ON_NODE": "0"}, UnfitClusterError, r"n2: Slurm gave this job no GPU"),
-        (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"=2, but .* has 4 GPU"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"started 8 tasks on 2 node"),
+        (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"='2', but .* has 4 GPU"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"are 8 tasks on 2 node"),
         (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, "started by srun"),
         # The shell that salloc gives, on the login node.
         ({"SLURM_JOB_ID": "5"}, ConfigurationError, "started by srun"),
-        (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "is no number of proc"),
+        (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "='0', but .* has 4 GPU"),
     ]:
         with pytest.raises(error, match=message):
             read_allocation(environment, 7)
@@ -89,18 +88,15 @@ def test_a_node_list_names_its_hosts_in_order():
         assert " ".join(expand_hosts(node_list)) == hosts
 
 
-def test_ports_differ_between_jobs_and_steps_and_a_given_one_has_to_be_one():
+def test_ports_differ_between_jobs_and_steps():
     ports = [
-        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 2)
+        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
         for job in range(123_000, 123_190)
         for step in range(20)
     ]
     assert len(set(ports)) == len(ports)
     assert 20000 <= min(ports) < max(ports) < 32767
     assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
-    for given in ("80", "65535", "4242; rm", "\u0664\u0662\u0664\u0662"):
-        with pytest.raises(ConfigurationError, match=r"STOKER_MAIN_PORT=.* is no port"):
-            main_port({"STOKER_MAIN_PORT": given}, 1)
 
 
 def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_path, caplog):

@@ -135,14 +135,13 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
         "log:     /x/7.log",
         "job:     a b, 2 node(s) of 2 GPU(s), 2 process(es); strategy by "
         "accelerate_configs/fsdp2.yaml",
-        "limit:   1:00:00; stop signal 300 s before it: the run saves and is queued again and "
-        "resumes",
+        "limit:   1:00:00; Slurm's stop signal comes 300 s before it; a job that stopped is queued "
+        "again and resumes",
     ]
     assert check(str(script), Requeue="0") == 0
-    warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
-    assert "no stop signal to the batch shell before the time limit of 1:00:00" in warnings[0]
-    assert "Add #SBATCH --signal=B:USR1@300 to" in warnings[0]
-    assert "not requeued" in warnings[1]
+    limit = capfd.readouterr().out.splitlines()[2]
+    assert limit.startswith("limit:   1:00:00; no stop signal to the batch shell before it (add #")
+    assert limit.endswith("a job that stopped is not queued again (--no-requeue, JobRequeue=0)")
     monkeypatch.setenv("CODE", "2")
     monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/cpu.yaml")
     monkeypatch.setenv("STOKER_PROCESSES_PER_NODE", "3")
