@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from utils.runs.start import start_run
     from utils.training.fine_tune_trainer import FineTuneTrainer
 
-    run = start_run(settings, plan, data, launch)
+    run, checkpoints = start_run(settings, plan, data, launch)
     if run.finished:
         return 0
     trainer = FineTuneTrainer(
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         settings,
         plan,
         data,
-        run_callbacks(settings, run),
+        run_callbacks(settings, launch, run, checkpoints),
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)

@@ -9,7 +9,6 @@ duplicates and nothing is lost.
 import dataclasses
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +23,7 @@ from utils.checkpoints.store import Checkpoints
 from utils.support.run_lock import known_loss
 
 FILE_NAME = "metrics.jsonl"
-# JSON has no such numbers; as text they stay visible and turn back with float().
-NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,6 @@ class Journal(TrainerCallback):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory, self.stopped = checkpoints, memory, stopped
         self.saves_written = 0
-        self.first_step: tuple[int, float] | None = None  # of this start, and when it ended
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -61,20 +58,6 @@ class Journal(TrainerCallback):
                 file.write(b"\n")  # the process died within a line, which stays one of its own
         event = "resumed" if state.global_step else "started"
         self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
-
-    @override
-    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Begin to measure the pace once the first step, which compiles and allocates, is done."""
-        if self.first_step is None:
-            self.first_step = (state.global_step, time.monotonic())
-
-    def _seconds_left(self, state: TrainerState) -> float | None:
-        """Return the time that all steps will take, evaluations and saves between them included."""
-        if self.first_step is None or state.global_step <= self.first_step[0]:
-            return None
-        step, since = self.first_step
-        pace_s = (time.monotonic() - since) / (state.global_step - step)
-        return pace_s * max(state.max_steps - state.global_step, 0)
 
     @override
     def on_log(
@@ -100,7 +83,7 @@ class Journal(TrainerCallback):
         elif self.memory:
             line["memory_by_rank"] = self.memory.by_rank
         self._write(line)
-        logger.info("%s", readable_line(line, state.max_steps, self._seconds_left(state)))
+        logger.info("%s", readable_line(line, state.max_steps))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -114,22 +97,19 @@ class Journal(TrainerCallback):
         """Append a line, unless another job owns the run directory by now (the lock logged it)."""
         if known_loss(self.path.parent) is not None:
             return
-        text = json.dumps(valid_json({**line, "time": round(time.time(), 3)}), allow_nan=False)
+        text = strict_json({**line, "time": round(time.time(), 3)})
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
 
-def valid_json(value: Any) -> Any:
-    """Turn what a log may hold into JSON: numbers of numpy and torch, NaN and infinities."""
-    if isinstance(value, Mapping):
-        return {str(key): valid_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [valid_json(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return NOT_FINITE[str(value)]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text."""
+
+    def plain(other: Any) -> Any:
+        return other.item() if hasattr(other, "item") else str(other)
+
+    numbers = json.loads(json.dumps(value, default=plain), parse_constant=str)
+    return json.dumps(numbers, indent=indent, allow_nan=False)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -138,7 +118,6 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Non-finite figures are floats again. Of several events of one kind, split and step the last
     counts (an interrupted evaluation is done again, all of its splits).
     """
-    numbers = {written: float(number) for number, written in NOT_FINITE.items()}
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -150,8 +129,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             done = step if event == "resumed" else -1
             events = {key: old for key, old in events.items() if old["step"] <= done}
             continue
-        texts = {key: value for key, value in line.items() if isinstance(value, str)}
-        line |= {key: numbers[value] for key, value in texts.items() if value in numbers}
+        line |= {key: float(value) for key, value in line.items() if value in NOT_FINITE}
         events[event, line.get("split"), step] = line
     return list(events.values())
 
@@ -171,8 +149,11 @@ _FIGURES = {
 }
 
 
-def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
-    """Format an event of the journal; figures that it does not hold are left out."""
+def readable_line(line: Mapping[str, Any], max_steps: int) -> str:
+    """Format an event of the journal; figures that it does not hold are left out.
+
+    `eta` is the time that the steps to come take, without evaluations and saves.
+    """
     event, step, prefix, ending = line["event"], line["step"], "", None
     if event == "eval":
         named = ["eval", *([line["split"]] if line["split"] else [])]
@@ -182,7 +163,8 @@ def readable_line(line: Mapping[str, Any], max_steps: int, seconds_left: float |
         begin = f"{ended} at step {step} after {duration(line['train_runtime'])}"
     else:
         begin = f"step {step:>{len(str(max_steps))}}/{max_steps}"
-        ending = None if seconds_left is None else f"eta {duration(seconds_left)}"
+        if "step_time_s" in line:
+            ending = f"eta {duration(line['step_time_s'] * (max_steps - step))}"
     figures = [
         text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
     ]

@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.data.loader import TrainLoader
-from utils.model.compilation import compiled_graphs
 from utils.support.collectives import gathered
 from utils.support.host import host_name
 
@@ -197,26 +196,3 @@ class MemoryMonitor(MetricCallback):
         if "memory_free_gib" in own:
             worst["memory_free_gib"] = min(sizes["memory_free_gib"] for _, sizes in ranks)
         return worst
-
-
-class CompilationWatch(TrainerCallback):
-    """Warns of each step after the first one of a start that compiled again, on every rank."""
-
-    first = True
-
-    @override
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Count here: evaluations, which have shapes of their own, come between steps."""
-        self.graphs = compiled_graphs()
-
-    @override
-    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Compare with the graphs that there were before this step."""
-        more = compiled_graphs() - self.graphs
-        if more and not self.first:
-            logger.warning(
-                "step %d compiled %d graphs more, though its shapes are those of the steps before: "
-                "TORCH_LOGS=recompiles shows why; --compile false avoids the wait",
-                state.global_step, more,
-            )  # fmt: skip
-        self.first = False

@@ -1,6 +1,5 @@
 """Ends a run whose loss, gradient or weights are not finite, and names the step's documents."""
 
-import json
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.journal import valid_json
+from utils.callbacks.journal import strict_json
 from utils.config.errors import NotFiniteError
 from utils.data.loader import DocumentPart, TrainLoader
 from utils.support.collectives import Agreement, gathered, on_rank_0
@@ -214,7 +213,7 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     }  # fmt: skip
     path = run / f"nonfinite-step-{step + 1}.json"
     try:
-        replace_text(path, json.dumps(valid_json(facts), indent=1) + "\n")
+        replace_text(path, strict_json(facts, indent=1) + "\n")
         where = f"all of them: {path}"
     except OSError as error:  # the finding is what matters
         where = f"the list of all could not be written: {error}"

@@ -51,12 +51,9 @@ IN_THE_CHECKPOINT = {
 }
 WEIGHTS = ("model_name_or_path", "init_from")
 # A changed value of these names other things, or the same ones elsewhere: the contents decide.
-CONTENTS = {
-    "train_data": "data",
-    "tokenizer_name_or_path": "tokenizer",
-    "model_config": "configuration",
-    **dict.fromkeys([*WEIGHTS, "model_revision"], "weights"),
-}
+NAMES_CONTENTS = (
+    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
+)  # fmt: skip
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 # One more wherever a version of Stoker sums in another order on a CPU.
@@ -68,41 +65,34 @@ LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_b
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and what they held, by the kinds of CONTENTS; empty: not known."""
+    """The settings of a start, and what they named, see `_contents`."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
 
-    def setting_of(self, kind: str) -> str:
-        """Return the setting that names a kind of contents."""
-        names = [name for name, held in CONTENTS.items() if held == kind]
-        if kind == "configuration":
-            names += WEIGHTS
-        return next((name for name in names if self.settings.get(name) is not None), names[0])
-
 
 @dataclass(frozen=True)
 class Change:
-    """One changed setting, or one changed thing that a setting names (`what`).
+    """A changed setting, or one changed thing that it names: `what` says which.
 
     `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
     """
 
     name: str
+    what: str
     old: str
     new: str
-    what: str = ""
     note: str = ""
     dangerous: bool = False
     impossible: str = ""
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"  {self.what or self.name}: {self.old} -> {self.new}{note}"
+        return f"  {self.what}: {self.old} -> {self.new}{note}"
 
     def problem(self, output_dir: Path) -> str:
         """Say why the run in this directory does not resume with it, and what to type."""
-        changed = f"its {self.what or self.name} is {self.old}, now it is {self.new}"
+        changed = f"its {self.what} is {self.old}, now it is {self.new}"
         if self.impossible:
             return (
                 f"{output_dir} cannot resume: {changed}, but its checkpoints {self.impossible}. "
@@ -127,16 +117,19 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 
 
 def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what was held by kind, from the facts of a start; a missing one is not known."""
+    """Return what a start's inputs held, by the setting that names them; empty: not known.
+
+    model_config stands for the configuration, model_name_or_path for the weights of any setting.
+    """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {
-        "data": {"content fingerprint": data.get("train")},
-        "tokenizer": {"SHA-256": facts.get("tokenizer_sha256")},
-        "configuration": facts.get("model_config") or {},
-        "weights": weights.get("sha256", weights),
+        "train_data": {"content fingerprint": data.get("train")},
+        "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
+        "model_config": facts.get("model_config") or {},
+        "model_name_or_path": weights.get("sha256", weights),
         "eval_data": {split: data[split] for split in data if split != "train"},
     }
-    return {kind: each if any(each.values()) else {} for kind, each in held.items()}
+    return {name: each if any(each.values()) else {} for name, each in held.items()}
 
 
 def accepted_changes(
@@ -165,7 +158,7 @@ def accepted_changes(
     rounding = starts[-1].get("cpu_rounding", 1)
     if starts[-1].get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
         what, note = "order of sums on a CPU (version of Stoker)", "its last bits change"
-        changes.append(Change("use_cpu", str(rounding), str(CPU_ROUNDING), what, note, True))
+        changes.append(Change("use_cpu", what, str(rounding), str(CPU_ROUNDING), note, True))
     if not changes:
         return {}
     table = "\n".join(map(str, changes))
@@ -179,7 +172,7 @@ def accepted_changes(
     if problems:
         raise ConfigurationError(problems)
     return {
-        "changed": {name: new[name] for name in _differing(before, now)},
+        "changed": {change.what: new[change.what] for change in changes if change.what in new},
         "accepted": sorted({change.name for change in changes if change.dangerous}),
     }
 
@@ -198,23 +191,14 @@ def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str,
     return settings
 
 
-def _differing(before: Snapshot, now: Snapshot) -> list[str]:
-    """Return the settings whose value is another one."""
-    return [
-        name
-        for name, value in now.settings.items()
-        if name not in OF_THIS_START and name in before.settings and value != before.settings[name]
-    ]
-
-
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
     """Yield every change; `resumes`: the run continues from a checkpoint, not at step 0."""
-    shapes = _other_shape(before, now) if resumes else ""
     dangerous = set()
-    for name in _differing(before, now):
-        old, new = before.settings[name], now.settings[name]
-        note, impossible = "", ""
-        if name in CONTENTS:
+    for name, new in now.settings.items():
+        old, note, impossible = before.settings.get(name, new), "", ""
+        if name in OF_THIS_START or new == old:
+            continue
+        if name in NAMES_CONTENTS:
             note = _why_harmless(name, before, now, resumes=resumes)
         elif name in ("max_steps", "num_train_epochs"):
             note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
@@ -222,27 +206,29 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             impossible = IN_THE_CHECKPOINT.get(name, "")
         if name in IDENTITY and not note:
             dangerous.add(name)
-        yield Change(name, shown(old), shown(new), "", note, name in dangerous, impossible)
+        yield Change(name, name, shown(old), shown(new), note, name in dangerous, impossible)
+    weights = "model_name_or_path" if now.settings["init_from"] is None else "init_from"
+    config = weights if now.settings["model_config"] is None else "model_config"
     for kind, held in before.contents.items():
-        name = kind if kind == "eval_data" else now.setting_of(kind)
-        holds, impossible = now.contents[kind], shapes if kind == "configuration" else ""
+        name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
+        holds, impossible = now.contents[kind], ""
+        if kind == "model_config" and resumes:
+            impossible = _other_shape(held, holds)
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
         if held and holds and keys and (impossible or name not in dangerous):
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield Change(
-                name, shown(held.get(key)), shown(holds.get(key)), f"{name}: {key}", note,
-                kind != "eval_data", impossible,
+                name, f"{name}: {key}", shown(held.get(key)), shown(holds.get(key)), note,
+                name != "eval_data", impossible,
             )  # fmt: skip
 
 
-def _other_shape(before: Snapshot, now: Snapshot) -> str:
+def _other_shape(*contents: Mapping[str, Any]) -> str:
     """Say which tensor has another shape in the model of the second configuration, if any."""
-    contents = [each.contents["configuration"] for each in (before, now)]
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []
-    for each in contents:
-        config = AutoConfig.for_model(**each)
+    for config in (AutoConfig.for_model(**each) for each in contents):
         with torch.device("meta"):
             # The class itself: from_config would split the weights over the ranks under ZeRO-3.
             model: Any = causal_lm_class(config)(config)
@@ -269,5 +255,6 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
         old, new = (train_sources(one.settings[name]) for one in (before, now))
         if [*old.values()] != [*new.values()]:  # the weights
             return ""
-    held, holds = (one.contents[CONTENTS[name]] for one in (before, now))
+    kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
+    held, holds = (one.contents[kind] for one in (before, now))
     return "the same contents" if held and held == holds else ""

@@ -31,8 +31,8 @@ PREFIX = "base_model.model."
 Cast = Callable[[str, Tensor], Tensor]
 
 
-def export_final(trainer: Any, dtype: torch.dtype) -> Path:
-    """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run; return its path.
+def export_final(trainer: Any, dtype: torch.dtype) -> None:
+    """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
 
     All ranks call it: gathering sharded weights is collective. Rank 0 writes under another name and
     renames, so ``final/`` is whole or absent. Its tensors are of `dtype`, but for those that their
@@ -54,8 +54,6 @@ def export_final(trainer: Any, dtype: torch.dtype) -> Path:
             _untie(model, state)
         with _directory(output_dir / FINAL, trainer) as partial:
             _save(model, state, partial, dtype)
-    trainer.accelerator.wait_for_everyone()
-    return output_dir / FINAL
 
 
 def merged_model(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import secrets
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from utils.support.run_lock import FOLDER
 
 logger = logging.getLogger(__name__)
 
-MARK = ".stoker-preflight-"  # begins the names of the files that are there for a moment
+MARK = ".stoker-preflight-"  # begins the name of a file that is there for a moment
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
 PROBE_BYTES = 2**14
 
@@ -34,27 +33,23 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
     """Check that all hosts can write to one ``output_dir``, with room for checkpoints; make it.
 
     Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
-    name. Each host writes a small file, since quotas do not show in what is free.
+    name. Each host writes a little, since quotas do not show in what is free.
     """
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
     def open_directory() -> tuple[str, str]:
         room = check_place(output_dir, plan, saves)
-        mark = MARK + secrets.token_hex(8)
-        _write(output_dir / mark)
-        return mark, room
+        name = MARK + secrets.token_hex(8)
+        _append(output_dir / name)
+        return name, room
 
-    mark, room = on_rank_0(open_directory)
-
-    def probe() -> None:
-        if launch.rank in first_ranks:
-            _probe(output_dir / mark, launch.rank)
-
+    name, room = on_rank_0(open_directory)
+    mark = output_dir / name
     try:
-        on_every_rank(probe)
+        on_every_rank(lambda: _probe(mark) if launch.rank in first_ranks else None)
     finally:
         if launch.rank == 0:
-            (output_dir / mark).unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
     if launch.rank == 0:
         logger.info(
             "preflight: %d host(s), %d rank(s) can write to %s, %s",
@@ -86,8 +81,8 @@ def check_place(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
     return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
 
 
-def _probe(mark: Path, rank: int) -> None:
-    """Find rank 0's mark from this host, and write a file."""
+def _probe(mark: Path) -> None:
+    """Find rank 0's mark from this host, and write to it."""
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
     # Listed, not asked for by name: NFS remembers for a while that a file was not there.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
@@ -98,17 +93,13 @@ def _probe(mark: Path, rank: int) -> None:
                 "own scratch)."
             )
         time.sleep(0.1)
-    own = mark.with_name(f"{mark.name}-{rank}")
-    try:
-        _write(own)
-    finally:
-        own.unlink(missing_ok=True)
+    _append(mark)
 
 
-def _write(path: Path) -> None:
+def _append(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with path.open("ab") as file:
             file.write(bytes(PROBE_BYTES))
             os.fsync(file.fileno())  # a quota may show only when the data is on its way
     except OSError as error:
@@ -122,11 +113,6 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
     )
 
 
-# What a start that was killed before it wrote its settings leaves behind.
-_DRAFTS = "|".join(map(re.escape, (CONFIG, PROVENANCE)))
-_OURS = re.compile(rf"{re.escape(FOLDER)}|\.({_DRAFTS})\..*|{MARK}.*")
-
-
 def known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
     if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
@@ -134,7 +120,8 @@ def known_files(output_dir: Path) -> bool:
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
         names.discard(CONFIG)  # of a start that was killed before it wrote the rest
-    if others := sorted(name for name in names if not _OURS.fullmatch(name)):
+    # Hidden are drafts of such a start, and what file systems put anywhere.
+    if others := sorted(name for name in names if not name.startswith(".")):
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
             f"{others[0]}): name another directory; nothing is written over."

@@ -6,8 +6,6 @@ nor whether all bytes of a checkpoint are as they were committed.
 
 import copy
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import uuid
@@ -18,6 +16,12 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
@@ -70,36 +74,24 @@ from utils.support.run_lock import leave_run_lock, take_run_lock
 logger = logging.getLogger(__name__)
 
 STARTS_WITHOUT_PROGRESS = 3
+# Any of them shows that a model of the Hub is in the cache with its weights.
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """What a run directory holds: where to resume, and whether anything is left to do.
+class Run:
+    """The run in a directory: where it resumes, and whether nothing is left to do.
 
-    `facts` is what provenance.json is to say of this start's inputs. A new run has a new id.
+    A new run has a new id. `facts` is what provenance.json is to say of this start's inputs.
+    `weights_from` is the directory that --init_from stands for; None where this start takes
+    nothing from it.
     """
 
     run_id: str
     resume_from: str | None
     finished: bool
     facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A claimed run directory, and what its callbacks need of the plan.
-
-    `weights_from` is the directory that --init_from stands for in this run; None where this start
-    takes nothing from it.
-    """
-
-    output_dir: Path
-    resume_from: str | None
-    weights_from: str | None
-    finished: bool
-    compiled: bool  # its layers
-    hosts: tuple[str, ...]  # of each rank
-    checkpoints: Checkpoints
+    weights_from: str | None = None
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
@@ -143,7 +135,9 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
             )
 
 
-def start_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+def start_run(
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
+) -> tuple[Run, Checkpoints]:
     """Claim ``--output_dir`` for these settings and record how this start came about.
 
     A new or empty directory starts a run; the directory of the same run resumes from its newest
@@ -153,14 +147,22 @@ def start_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launc
     """
     output_dir = Path(str(settings.training.output_dir))
     check_storage(output_dir, plan, saves_of(settings, plan.total_steps), launch)
-    found, weights_from = on_rank_0(lambda: _claim(settings, plan, data, launch))
+    run = on_rank_0(lambda: _claim(settings, plan, data, launch))
     remove_leftovers()
     background = None
-    if settings.run.async_save and not found.finished:
-        background = BackgroundWriter(found.run_id, launch.rank)
+    if settings.run.async_save and not run.finished:
+        background = BackgroundWriter(run.run_id, launch.rank)
+    manifest = Manifest(
+        run_id=run.run_id,
+        world_size=launch.world_size,
+        strategy=launch.strategy,
+        global_batch_size=settings.run.global_batch_size,
+        fingerprints={"data": data.fingerprints(), "tokenizer": data.tokenizer_sha256},
+        versions=package_versions(),
+    )
     checkpoints = Checkpoints(
         output_dir,
-        _manifest(found.run_id, settings, data, launch),
+        manifest,
         launch.rank,
         keep=settings.training.save_total_limit,
         estimated_bytes=plan.checkpoint_bytes,
@@ -168,25 +170,20 @@ def start_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launc
     )
     if launch.rank == 0:
         mark_run_started()
-        if not found.finished:
-            prepare_wandb(settings.training.report_to or (), output_dir, found.run_id)
-    return Run(
-        output_dir, found.resume_from, weights_from, found.finished, plan.compiled, launch.hosts,
-        checkpoints,
-    )  # fmt: skip
+        if not run.finished:
+            prepare_wandb(settings.training.report_to or (), output_dir, run.run_id)
+    return run, checkpoints
 
 
-def _claim(
-    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
-) -> tuple[FoundRun, str | None]:
+def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
-    found = find_run(settings, plan, data, launch)
-    weights = weights_origin(settings, launch.strategy, found.resume_from)
+    run = find_run(settings, plan, data, launch)
+    weights = weights_origin(settings, launch.strategy, run.resume_from)
     starts = earlier_starts(output_dir / PROVENANCE)
-    check_progress(starts, found.resume_from, slurm_job(os.environ))
+    check_progress(starts, run.resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
     if not starts:
         text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
@@ -195,8 +192,8 @@ def _claim(
     write_provenance(
         output_dir / PROVENANCE,
         launch,
-        run_id=found.run_id,
-        resumed_from=found.resume_from,
+        run_id=run.run_id,
+        resumed_from=run.resume_from,
         weights_from=weights,
         attention=dataclasses.asdict(plan.attention),
         loss_head=dataclasses.asdict(plan.loss_head),
@@ -204,12 +201,12 @@ def _claim(
         compiled=plan.compiled,
         float32_products=plan.float32_products,
         save_dtype=name_of(plan.save_dtype),
-        **found.facts,
+        **run.facts,
     )
-    if found.finished:
+    if run.finished:
         logger.info("%s is finished: nothing is left to do", output_dir)
         leave_run_lock(output_dir)
-    return found, None if weights is None else weights["path"]
+    return run if weights is None else dataclasses.replace(run, weights_from=weights["path"])
 
 
 def check_start(
@@ -230,16 +227,16 @@ def check_start(
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
-    found = find_run(settings, plan, data, launch)
-    if found.finished:
+    run = find_run(settings, plan, data, launch)
+    if run.finished:
         logger.info("%s is finished: a start would have nothing to do", output_dir)
-    elif found.resume_from is not None:
-        logger.info("a start would resume from %s", found.resume_from)
-    _check_weights(settings, config, origin_directory(settings, launch.strategy, found.resume_from))
+    elif run.resume_from is not None:
+        logger.info("a start would resume from %s", run.resume_from)
+    _check_weights(settings, config, origin_directory(settings, launch.strategy, run.resume_from))
     return 0
 
 
-def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> FoundRun:
+def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
     """Look into the run directory and refuse what cannot resume there, for a start and a dry run.
 
     Rank 0 alone calls it. Raises ConfigurationError.
@@ -259,34 +256,13 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
                 f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
                 "name another --output_dir; nothing is written over."
             )
-        return FoundRun(run_id, None, False, facts)
-    try:
-        check_layout(checkpoint, launch.strategy)
-    except ConfigurationError as error:
-        if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
-            raise
-        logger.warning("this dry run stands for one process: %s", error.problems[0])
+        return Run(run_id, None, False, facts)
+    if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
+        check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
     warn_of_other_versions(checkpoint)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
-    return FoundRun(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
-
-
-def _manifest(run_id: str, settings: RunSettings, data: RunData, launch: LaunchFacts) -> Manifest:
-    """Return what the manifests of this start have in common."""
-    resolved = json.dumps(settings.resolved, sort_keys=True, default=str)
-    return Manifest(
-        run_id=run_id,
-        world_size=launch.world_size,
-        strategy=launch.strategy,
-        global_batch_size=settings.run.global_batch_size,
-        fingerprints={
-            "data": data.fingerprints(),
-            "tokenizer": data.tokenizer_sha256,
-            "settings": hashlib.sha256(resolved.encode()).hexdigest(),
-        },
-        versions=package_versions(),
-    )
+    return Run(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
 
 
 def check_progress(
@@ -300,17 +276,15 @@ def check_progress(
     if job is None or int(job["restart_count"] or 0) == 0:
         return
 
-    def beginning(checkpoint: str | None) -> str:
-        return "step 0" if checkpoint is None else Path(checkpoint).name
-
+    where = Path(resume_from or "step 0").name
     number = sum(
-        beginning(start["resumed_from"]) == beginning(resume_from)
+        Path(start["resumed_from"] or "step 0").name == where
         for start in starts
         if start["slurm"] and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
     )
     if number >= STARTS_WITHOUT_PROGRESS:
         raise NoProgressError(
-            f"job {job['job_id']} began {number} times at {beginning(resume_from)} and reached no "
+            f"job {job['job_id']} began {number} times at {where} and reached no "
             "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
             "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
             "same command tries again."
@@ -327,7 +301,10 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
     if origin is None and (model.init_from is not None or model.model_config is not None):
         return  # those of the run's own checkpoint, or random ones
     path = str(origin or model.model_name_or_path)
-    if not Path(path).is_dir() and not _is_cached(path, model.model_revision):
+    cached = (
+        try_to_load_from_cache(path, file, revision=model.model_revision) for file in WEIGHT_FILES
+    )
+    if not Path(path).is_dir() and not any(isinstance(file, str) for file in cached):
         if SUBMITTING not in os.environ and not is_offline_mode():
             logger.info("weights: %s is not in the cache here, a start downloads it", path)
             return
@@ -344,10 +321,3 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
         dtype=weights_dtype(model, config),
         local_files_only=True,
     )
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    whole = ("model.safetensors", "pytorch_model.bin")
-    files = (*whole, *(f"{file}.index.json" for file in whole))
-    found = (try_to_load_from_cache(name, file, revision=revision) for file in files)
-    return any(isinstance(path, str) for path in found)

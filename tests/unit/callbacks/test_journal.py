@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import Journal, read_journal, readable_line, valid_json
+from utils.callbacks.journal import Journal, read_journal, readable_line, strict_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, **options):
@@ -73,7 +73,7 @@ def test_every_value_becomes_strict_json(tmp_path):
         "nan": np.float32("nan"), "tensor": torch.tensor(float("-inf")), "count": np.int64(3),
         "half": torch.tensor(0.5), "list": [1.0, float("inf")], "none": None,
     }  # fmt: skip
-    assert json.loads(json.dumps(valid_json(values), allow_nan=False)) == {
+    assert json.loads(strict_json(values)) == {
         "nan": "NaN", "tensor": "-Infinity", "count": 3, "half": 0.5, "list": [1.0, "Infinity"],
         "none": None,
     }  # fmt: skip
@@ -108,8 +108,8 @@ TRAIN = {
     ("line", "text"),
     [
         (TRAIN, "step  120/8000  loss 3.4121  lr 2.90e-04  grad 0.810  12,400 tokens/s  "
-         "0.41 s/step  wait 0.01 s  eta 4m31s"),
-        ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan  eta 4m31s"),
+         "0.41 s/step  wait 0.01 s  eta 53m51s"),
+        ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan"),
         ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2, "eval_a_perplexity": 24.53},
          "eval a  loss 3.2000  perplexity 24.53  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
@@ -117,4 +117,4 @@ TRAIN = {
     ],
 )  # fmt: skip
 def test_an_event_is_one_readable_line(line, text):
-    assert readable_line(line, 8000, 271.0) == text
+    assert readable_line(line, 8000) == text

@@ -1,4 +1,4 @@
-"""Speed on a clock of our own, memory, and later compilations."""
+"""Speed on a clock of our own, and memory."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.metrics import GIB, CompilationWatch, MemoryMonitor, Throughput
+from utils.callbacks.metrics import GIB, MemoryMonitor, Throughput
 from utils.data.loader import TokenCounts
 
 
@@ -104,14 +104,3 @@ def test_the_log_gets_the_worst_ranks_memory(monkeypatch):
         "host_rss_gib": 99, "memory_allocated_gib": 1, "memory_reserved_gib": 8,
         "memory_peak_gib": 5, "memory_free_gib": 1,
     }  # fmt: skip
-
-
-def test_a_later_step_that_compiles_is_warned_of(monkeypatch, caplog):
-    watch = CompilationWatch()
-    # What there is before and after each step; an evaluation between the second and third.
-    for step, graphs in enumerate([(0, 3), (3, 3), (5, 5), (5, 6)], start=1):
-        for event, count in zip((watch.on_step_begin, watch.on_step_end), graphs, strict=True):
-            monkeypatch.setattr("utils.callbacks.metrics.compiled_graphs", lambda now=count: now)
-            event(None, TrainerState(global_step=step), TrainerControl())
-    assert caplog.text.count("graphs more") == 1
-    assert "step 4 compiled 1 graphs more" in caplog.text
