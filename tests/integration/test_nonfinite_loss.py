@@ -62,7 +62,7 @@ def documents(run: Path, step: int = STEP) -> set[int]:
 
 CAUSES = {
     "nan": "step 4: the loss of rank 0 in micro-batch 2 is nan",
-    "inf_gradient": "step 4: the gradient norm is not finite .*, though the losses are",
+    "inf_gradient": "step 4: the gradient norm is not finite",
 }
 
 
@@ -78,8 +78,8 @@ def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_pa
         start(run, kind)  # it resumes, and meets the batch again
     expected = set(BATCH.tolist()) if kind == "inf_gradient" else set(BATCH[2:].tolist())
     assert documents(run) == expected
-    named = ", ".join(map(str, sorted(expected)))
-    assert f"{named} of {poisoned} (all of them: {run}/nonfinite-step-4.json)" in str(caught.value)
+    named = ", ".join(f"{document} of {poisoned}" for document in sorted(expected))
+    assert f"{named} (all of them: {run}/nonfinite-step-4.json)" in str(caught.value)
     for help_ in ("--accept_changes train_data", "--learning_rate"):
         assert help_ in str(caught.value)
     last = tiny.train_lines(run)[-1]
@@ -104,9 +104,7 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
     monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
     run = tmp_path / "run"
     changes = {} if step == STEP else {"save_strategy": "no", "save_steps": None}
-    with pytest.raises(
-        NotFiniteError, match=rf"step {step}: 1 of the weights are not finite after it \(model\."
-    ):
+    with pytest.raises(NotFiniteError, match=rf"step {step}: the weight model\."):
         start(run, None, **changes)
     assert kept(run) == (["checkpoint-2"] if step == STEP else [])
     assert not (run / "final").exists()
@@ -125,7 +123,7 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
     ("config", "kind", "cause"),
     [
         ("fsdp2", "inf_loss", "step 4: the loss of rank 1 in micro-batch 2 is inf"),
-        ("zero2", "inf_gradient", "step 4: the gradient norm is not finite .*, though the losses"),
+        ("zero2", "inf_gradient", "step 4: the gradient norm is not finite"),
     ],
 )
 def test_what_one_of_two_ranks_finds_ends_both(

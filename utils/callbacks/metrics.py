@@ -98,59 +98,59 @@ class Throughput(MetricCallback):
         """Take the loader over."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
-        self.interrupted_at = self.window_start = self.clock()
-        self.excluded_s = 0.0
+        self.counted_until, self.elapsed_s = self.clock(), 0.0
 
     @override
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin the window after the first step; mark where an interruption begins."""
-        self.step = state.global_step
-        first = self.window_step is None
+        """Count the step's time; begin the window after the first one."""
+        self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
             torch.cuda.synchronize(args.device)
-        now = self.interrupted_at = self.clock()
+        self._count_time()
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
         self.loader.tokens_seen.count(self.step)
         if first:
-            self.first_step_time_s = now - self.window_start - self.excluded_s
-            self._begin_window(now)
+            self.first_step_time_s = self.elapsed_s
+            self._begin_window()
 
-    def _end_interruption(self, *_: Any, **__: Any) -> None:
-        """Leave out the evaluation of one split, or the writing of a checkpoint."""
+    def _count_time(self) -> None:
         now = self.clock()
-        self.excluded_s += now - self.interrupted_at
-        self.interrupted_at = now
+        self.elapsed_s += now - self.counted_until
+        self.counted_until = now
 
-    on_evaluate = on_save = _end_interruption
+    def _leave_out(self, *_: Any, **__: Any) -> None:
+        """Do not count the evaluation of a split, or the writing of a checkpoint."""
+        self.counted_until = self.clock()
 
-    def _begin_window(self, now: float) -> None:
-        self.window_step, self.window_start, self.excluded_s = self.step, now, 0.0
+    on_evaluate = on_save = _leave_out
+
+    def _begin_window(self) -> None:
+        self.window_step, self.elapsed_s = self.step, 0.0
         self.window_wait_s = self.loader.wait_s
         self.window_tokens = self.loader.tokens_seen.count(self.step)
-        self.interrupted_at = now
 
     @override
     def metrics(self) -> dict[str, float]:
         """Return the speed since the last call; collective over ranks."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
-        now, steps = self.clock(), self.step - self.window_step
+        steps = self.step - self.window_step
+        self._count_time()
         figures: dict[str, float] = {"tokens_seen": self.loader.tokens_seen.count(self.step)}
         if self.first_step_time_s is not None:
             figures["first_step_time_s"] = self.first_step_time_s
             self.first_step_time_s = None
         if steps:
-            elapsed_s = now - self.window_start - self.excluded_s
-            own = (elapsed_s, self.loader.wait_s - self.window_wait_s)
+            own = (self.elapsed_s, self.loader.wait_s - self.window_wait_s)
             elapsed_s, wait_s = map(max, zip(*gathered(own), strict=True))
             per_s = (figures["tokens_seen"] - self.window_tokens) / elapsed_s
             figures["tokens_per_s"] = per_s
             figures["tokens_per_s_per_device"] = per_s / self.world_size
             figures["step_time_s"] = elapsed_s / steps
             figures["data_wait_s"] = wait_s / steps
-        self._begin_window(now)
+        self._begin_window()
         return figures
 
 

@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from utils.callbacks.journal import strict_json
 from utils.config.errors import NotFiniteError
-from utils.data.loader import DocumentPart, TrainLoader
+from utils.data.loader import TrainLoader
 from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
 
-NAMED = 8  # documents of a dataset in the message; the file lists all
+NAMED = 4  # documents in the message; the file lists all
 
 logger = logging.getLogger(__name__)
 
@@ -188,29 +188,26 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     ]
     norm = next((one.gradient_norm for one in found if one.gradient_norm is not None), None)
     weights = sorted({name for finding in found for name in finding.weights})
+    causes = [
+        f"the loss of rank {one['rank']} in micro-batch {one['micro_batch'] + 1} is {one['loss']}"
+        for one in losses
+    ]
+    causes += [] if norm is None else [f"the gradient norm is not finite ({norm})"]
+    causes += [f"the weight {name} is not finite, its update overflowed" for name in weights]
+    more = f", and {len(causes) - 1} more are not finite" if len(causes) > 1 else ""
     sampler = loader.batch_sampler
     sequences, of_what = sampler.sequences_of_step(step), "the global batch"
     if losses:
         by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
         sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
         of_what = "the micro-batches"
-        first, others = losses[0], f", and {len(losses) - 1} more are not finite"
-        cause = (
-            f"the loss of rank {first['rank']} in micro-batch {first['micro_batch'] + 1} is "
-            f"{first['loss']}{others if losses[1:] else ''}"
-        )
-    elif norm is not None:
-        cause = f"the gradient norm is not finite ({norm}), though the losses are"
-    else:
-        cause = (
-            f"{len(weights)} of the weights are not finite after it ({weights[0]} first), though "
-            "its loss and gradient are: the optimizer's update overflowed"
-        )
     parts = loader.dataset.documents_in(sequences)
     facts = {
         "step": step + 1, "losses": losses, "gradient_norm": norm, "weights": weights,
         "documents_of": of_what, "documents": [part._asdict() for part in parts],
     }  # fmt: skip
+    documents = sorted({(part.dataset, part.document) for part in parts})
+    named = ", ".join(f"{document} of {dataset}" for dataset, document in documents[:NAMED])
     path = run / f"nonfinite-step-{step + 1}.json"
     try:
         replace_text(path, strict_json(facts, indent=1) + "\n")
@@ -218,20 +215,10 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     except OSError as error:  # the finding is what matters
         where = f"the list of all could not be written: {error}"
     return (
-        f"step {step + 1}: {cause}.\n"
-        f"documents of {of_what}: {named_documents(parts)} ({where})\n"
+        f"step {step + 1}: {causes[0]}{more}.\n"
+        f"documents of {of_what}: {named}{', ...' if documents[NAMED:] else ''} ({where})\n"
         "Nothing of this step was saved or exported. The same command resumes from the newest "
         "checkpoint and meets the same batch again. Look at these documents and remove what is "
         "wrong with them (then add --accept_changes train_data), or lower --learning_rate or "
         "--max_grad_norm if the losses rose before."
     )
-
-
-def named_documents(parts: Sequence[DocumentPart]) -> str:
-    """Name the first documents of each dataset."""
-    named = []
-    for dataset in sorted({part.dataset for part in parts}):
-        documents = sorted({part.document for part in parts if part.dataset == dataset})
-        more = f" and {len(documents) - NAMED} more" if len(documents) > NAMED else ""
-        named.append(f"{', '.join(map(str, documents[:NAMED]))}{more} of {dataset}")
-    return "; ".join(named)

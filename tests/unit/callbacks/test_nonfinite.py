@@ -136,5 +136,5 @@ def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
     # Sequence 4 * micro-batch + 2 * rank and the next one, of the 12 from 72 on.
     assert [entry["document"] for entry in facts["documents"]][:4] == [78, 79, 72, 73]
     message = write_report([Finding(0, 0, gradient_norm=math.nan)], LOADER, tmp_path / "gone")
-    assert "global batch: 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of /data/x (the list " in message
+    assert "global batch: 0 of /data/x, 1 of /data/x, 2 of /data/x, 3 of /data/x, ... (" in message
     assert "the list of all could not be written: [Errno 2]" in message
