@@ -12,10 +12,11 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Mapping
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from utils.config.errors import StorageError
 from utils.launch.signals import NODE_DIR
 from utils.support.files import cache_root
 from utils.support.host import cpu_fact, host_name
@@ -24,25 +25,36 @@ from utils.support.notes import NOTES_DIR
 logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 2**30  # a larger archive is begun anew
-_CACHES = (
-    "CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "MPLCONFIGDIR", "NUMBA_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR",
-)  # fmt: skip
+_CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # A UNIX socket's path has 107 bytes, of which multiprocessing takes 32 behind TMPDIR.
 _LONGEST_TMPDIR = 75
 
 
-def node_environment(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Return what is added for this node's processes; what the user set stays as it is."""
+def enter_node_directory() -> Path:
+    """Make this job's private (0700) directory on this node's own disk, and point libraries there.
+
+    Under SLURM_TMPDIR, TMPDIR or /tmp; caches that the user set stay. Raises StorageError.
+    """
+    base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
+    prefix = f"stoker-{os.environ.get('SLURM_JOB_ID', 'local')}-"
+    try:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        for name in ("compiled", "notes", "tmp"):
+            (directory / name).mkdir()
+    except OSError as error:
+        raise StorageError(
+            f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
+            "TMPDIR in slurm/cluster.env to a directory on the node's own disk."
+        ) from error
     added = {name: str(directory / "cache" / name.lower()) for name in _CACHES}
     added |= {name: str(directory / "compiled" / name.lower()) for name in _COMPILED}
     added |= {"PYTHONUNBUFFERED": "1", NOTES_DIR: str(directory / "notes")}
-    added = {name: value for name, value in added.items() if not environment.get(name)}
-    added[NODE_DIR] = str(directory)
+    os.environ |= {name: value for name, value in added.items() if not os.environ.get(name)}
+    os.environ[NODE_DIR] = str(directory)
     if len(os.fsencode(directory / "tmp")) <= _LONGEST_TMPDIR:
-        added["TMPDIR"] = str(directory / "tmp")
-    return added
+        os.environ["TMPDIR"] = str(directory / "tmp")
+    return directory
 
 
 def unpack_compiled(folder: Path) -> int:

@@ -10,13 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import FrameType
 
-from utils.config.errors import ConfigurationError, ExitCode, StorageError, UnfitClusterError
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
-from utils.launch.caches import node_environment, pack_compiled, unpack_compiled
+from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import configure_logging, missing_package
 from utils.launch.signals import STOP
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     """Launch in a private directory, and return how the processes ended or what was refused."""
     try:
-        directory = enter_node_directory(signals)
+        directory = signals.directory = enter_node_directory()
         configure_logging()
         known = unpack_compiled(directory / "compiled")
         verdict = launch(command, signals)
@@ -115,26 +114,6 @@ def leave_or_print(verdict: Verdict) -> Verdict:
         sys.stderr.write(f"{(earlier or verdict).text}\n")
         sys.stderr.flush()
     return earlier or verdict
-
-
-def enter_node_directory(signals: StopSignals) -> Path:
-    """Make this job's private (0700) directory on this node's own disk, and point libraries there.
-
-    Under SLURM_TMPDIR, TMPDIR or /tmp. Raises StorageError.
-    """
-    base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
-    prefix = f"stoker-{os.environ.get('SLURM_JOB_ID', 'local')}-"
-    try:
-        directory = signals.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        for name in ("compiled", "notes", "tmp"):
-            (directory / name).mkdir()
-    except OSError as error:
-        raise StorageError(
-            f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
-            "TMPDIR in slurm/cluster.env to a directory on the node's own disk."
-        ) from error
-    os.environ |= node_environment(os.environ, directory)
-    return directory
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:

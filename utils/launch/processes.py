@@ -10,13 +10,12 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.support.collectives import gathered
 from utils.support.host import host_name
-
-if TYPE_CHECKING:
-    import torch
 
 # Ranks start apart: a node whose file cache is cold imports a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
@@ -48,68 +47,56 @@ def check_launch() -> LaunchFacts:
     Call it once TrainingArguments exists: parsing `use_cpu` sets accelerate's `PartialState` up.
     Raises ConfigurationError, or UnfitClusterError where it is not the command that is wrong.
     """
-    import torch
     from accelerate import PartialState
 
     state = PartialState()
     device = state.device.type
-    visible_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    problem = launch_problem(os.environ, state.num_processes, visible_gpus)
-    if problem is not None:
-        raise ConfigurationError(problem)
-    hosts: tuple[str, ...] = (host_name(),)
-    if state.num_processes > 1:
-        hosts = all_hosts(state.process_index, state.num_processes, state.device)
+    check_connected(state.num_processes, torch.cuda.device_count() if device == "cuda" else 0)
+    hosts = all_hosts(state.process_index, state.device)
     strategy = requested_strategy(os.environ, state.num_processes)
     return LaunchFacts(state.process_index, state.num_processes, strategy, hosts, device)
 
 
-def launch_problem(environment: Mapping[str, str], processes: int, visible_gpus: int) -> str | None:
-    """Say what is wrong with a launch of `processes` connected processes; None when nothing is."""
-    asked = int(environment.get("WORLD_SIZE", "1"))
+def check_connected(processes: int, visible_gpus: int) -> None:
+    """Check that the launch is one of `processes` connected ones. Raises ConfigurationError."""
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
-        return (
+        raise ConfigurationError(
             f"{host_name()}: the launcher started {asked} processes, but accelerate connected "
             f"{processes}: each would train alone and write to the same output directory. Without "
             "a GPU give the script --use_cpu true or set ACCELERATE_USE_CPU=true; with GPUs check "
             "that torch sees them on every node (nvidia-smi, CUDA_VISIBLE_DEVICES)."
         )
-    if "WORLD_SIZE" in environment:
-        return None
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "WORLD_SIZE" in os.environ:
+        return
     if tasks > 1:
-        return (
+        raise ConfigurationError(
             f"srun started {tasks} copies of this script that do not know of each other "
             f"(SLURM_STEP_NUM_TASKS={tasks}, no WORLD_SIZE): srun --ntasks-per-node=1 "
             "slurm/launch_node.sh SCRIPT ... starts a process per GPU on each node."
         )
     if visible_gpus > 1:
-        return (
+        raise ConfigurationError(
             f"{visible_gpus} GPUs are visible, but one process was started: transformers' Trainer "
             "would use DataParallel, which is slow and changes the batch. Use one GPU "
             "(CUDA_VISIBLE_DEVICES=0) or all of them (slurm/launch_node.sh SCRIPT ...)."
         )
-    return None
 
 
-def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, ...]:
+def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
     """Return the host of every rank, by the first collective of all ranks.
 
-    Every rank of an initialised process group calls it. Raises UnfitClusterError, which names this
-    host and rank. A stuck collective stays behind in its daemon thread: end the process without
-    its teardown, as `run_script` does.
+    Raises UnfitClusterError, which names this host and rank. A stuck collective stays behind in its
+    daemon thread: end the process without its teardown, as `run_script` does.
     """
-    import torch
-
     answer: Future[tuple[str, ...]] = Future()
 
     def gather() -> None:
         try:
             if device.type != "cpu" and device.index is not None:
                 torch.accelerator.set_device_index(device.index)  # each thread has a current device
-            hosts = [""] * world_size
-            torch.distributed.all_gather_object(hosts, host_name())
-            answer.set_result(tuple(hosts))
+            answer.set_result(tuple(gathered(host_name())))
         except BaseException as error:
             answer.set_exception(error)
 
@@ -123,7 +110,7 @@ def all_hosts(rank: int, world_size: int, device: "torch.device") -> tuple[str, 
         )
     except RuntimeError as error:  # of which torch's DistError is one
         end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
-    what = f"rank {rank} of {world_size}: the first collective of all ranks ({device.type})"
+    what = f"rank {rank}: the first collective of all ranks ({device.type})"
     raise UnfitClusterError(f"{host_name()} {what} {end} {ADVICE}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from utils.config.errors import ExitCode
+from utils.launch.signals import KILLED_BY_SIGTERM
 from utils.support.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
 
 # How an error reads that is another rank's end, not this one's fault.
@@ -18,8 +19,8 @@ _LOST_PEER = re.compile(
 )
 # Signals that come from outside or from a fault of the process itself. torch aborts processes
 # (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
-_HARD = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+_HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+CONSEQUENCE = 4  # the likelihood of an end that followed from another one
 # Longer than torchrun takes on another node to end the workers beside the one that died.
 WAIT_FOR_CAUSES_S = 8.0
 SHOWN = 4  # ranks of many that are at fault together
@@ -60,7 +61,7 @@ def wait_for_verdict(several_nodes: bool) -> Verdict:
         if left := read_verdict():
             return left
         notes = read_notes(directory)
-        if not all(map(_is_consequence, notes)) or time.monotonic() > deadline:
+        if any(_likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
             return judge(notes)
         time.sleep(0.1)
 
@@ -87,24 +88,18 @@ def judge(notes: Iterable[Note]) -> Verdict:
         return Verdict(cause.text, cause.exit_code)
     words = {"refused": "refused to run:", "killed": "was killed by"}
     how, code = words.get(cause.kind, f"{cause.kind}:"), cause.exit_code
-    if cause.kind == "failed" and _is_consequence(cause):
+    if cause.kind == "failed" and _likelihood(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
 
-def _is_consequence(note: Note) -> bool:
-    if note.kind == "failed":
-        return note.exit_code == SIGTERM_EXIT_CODE or bool(_LOST_PEER.search(note.text))
-    if note.kind == "killed":
-        return not note.text.startswith(tuple(known.name for known in _HARD))
-    return False
-
-
 def _likelihood(note: Note) -> int:
     """0 for what is the cause if it happened at all; higher for what may follow from a cause."""
-    if _is_consequence(note):
-        return 4
-    return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, 5)
+    failed, killed = note.kind == "failed", note.kind == "killed"
+    lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
+    if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
+        return CONSEQUENCE
+    return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, CONSEQUENCE + 1)
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:

@@ -1,17 +1,20 @@
 """What one job compiled the next one finds, wherever its node's disk is."""
 
+import os
+import stat
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from launching import ROOT, quiet_environment
 
+from utils.config.errors import StorageError
 from utils.launch import caches
-from utils.launch.caches import archive_path, node_environment, pack_compiled, unpack_compiled
-
-DIRECTORY = Path("/tmp/stoker-5-x")
+from utils.launch.caches import archive_path, enter_node_directory, pack_compiled, unpack_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +67,30 @@ def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small
     assert not list(small_disk.rglob("*.tar*"))
 
 
-def test_temporary_files_are_the_nodes_where_names_of_sockets_have_room():
-    assert node_environment({}, DIRECTORY)["TMPDIR"] == f"{DIRECTORY}/tmp"
-    assert "TMPDIR" not in node_environment({}, Path(f"/tmp/{'a' * 80}"))
+@mock.patch.dict(os.environ)
+def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "STOKER_NOTES_DIR", "SLURM_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match=r"n2: .*/none \(No such file.*set TMPDIR"):
+        enter_node_directory()
+    given = {"SLURM_TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/scratch", "SLURM_JOB_ID": "5"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    directory = enter_node_directory()
+    assert str(directory).startswith(f"{tmp_path}/stoker-5-")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    inductor = str(directory / "compiled/torchinductor_cache_dir")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
+    assert Path(os.environ["STOKER_NOTES_DIR"]).is_dir()
+    assert (directory / "tmp").is_dir()
+    assert os.environ["TRITON_CACHE_DIR"] == "/scratch"
+    assert os.environ["TMPDIR"] == str(tmp_path / "none"), "names of sockets have no room there"
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("SLURM_TMPDIR", short)
+        directory = enter_node_directory()
+        assert os.environ["TMPDIR"] == f"{directory}/tmp"
 
 
 COMPILES = """

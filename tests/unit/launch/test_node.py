@@ -3,17 +3,14 @@
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, quiet_environment
 
-from utils.config.errors import StorageError
 from utils.launch import node
 from utils.launch.slurm import Allocation
 
@@ -172,27 +169,6 @@ def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
     assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stdout
     assert "torch.distributed" not in done.stdout
-
-
-def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "STOKER_NOTES_DIR", "SLURM_TMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
-    signals = SimpleNamespace(directory=None)  # for StopSignals
-    with pytest.raises(StorageError, match=r"n2: .*/none \(No such file.*set TMPDIR"):
-        node.enter_node_directory(signals)
-    given = {"SLURM_TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/scratch", "SLURM_JOB_ID": "5"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    directory = node.enter_node_directory(signals)
-    assert str(directory).startswith(f"{tmp_path}/stoker-5-")
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    inductor = str(directory / "compiled/torchinductor_cache_dir")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
-    assert Path(os.environ["STOKER_NOTES_DIR"]).is_dir()
-    assert (directory / "tmp").is_dir()
-    assert os.environ["TRITON_CACHE_DIR"] == "/scratch"
 
 
 def test_cores_are_shared_equally(monkeypatch):
