@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.launch.slurm import CONFIG, Allocation, on_cpu
+from utils.launch.slurm import CONFIG, Allocation
 
 # Seconds in which all nodes' launchers must join; they met a moment before.
 JOIN_TIMEOUT_S = 120
@@ -55,9 +55,8 @@ def read_config(path: Path, allocation: Allocation) -> dict[str, Any]:
 
 
 def launch_arguments(
-    path: Path, config: Mapping[str, Any], allocation: Allocation,
-    environment: Mapping[str, str], command: Sequence[str],
-) -> argparse.Namespace:  # fmt: skip
+    path: Path, config: Mapping[str, Any], allocation: Allocation, command: Sequence[str]
+) -> argparse.Namespace:
     """Return the parsed arguments of `accelerate launch` for this node and a script's command."""
     from accelerate.commands.launch import launch_command_parser
 
@@ -77,7 +76,7 @@ def launch_arguments(
             # Slurm starts one launcher a node; DeepSpeed's own default needs pdsh and ssh.
             options += ["--deepspeed_multinode_launcher", "standard"]
     by_torchrun = config["distributed_type"] not in _ONE_PROCESS
-    if not by_torchrun and on_cpu(environment):
+    if not by_torchrun and allocation.gpus is None:
         options += ["--cpu"]  # or accelerate sets ACCELERATE_USE_CPU=False for the script
     script, *script_args = command
     args = launch_command_parser().parse_args([*options, script])

@@ -3,6 +3,7 @@
 slurm/launch_node.sh runs it, once a node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -143,10 +144,9 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             "CPU only" if allocation.gpus is None else "a GPU each",
             len(hosts), ", ".join(hosts[:8]) + ", ..." * (len(hosts) > 8), path,
         )  # fmt: skip
-    arguments = launch_arguments(path, config, allocation, os.environ, command)
+    arguments = launch_arguments(path, config, allocation, command)
     signals.started = True
-    verdict = run_processes(arguments, signals)
-    return verdict or wait_for_verdict(several_nodes=len(allocation.hosts) > 1)
+    return run_processes(arguments, signals)
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
@@ -162,29 +162,30 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
     return added
 
 
-def run_processes(arguments: object, signals: StopSignals) -> Verdict | None:
-    """Run the processes of this node to their end; None for an end whose cause is to be found."""
+def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
+    """Run the processes of this node to their end, and say how they, or those elsewhere, ended."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    failed: dict[int, int] | None = None
     logging.disable(logging.ERROR)  # torchrun's own account of an end hides the cause
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        note_worker_ends(ends, signals.asked)
-        return None
+        failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except subprocess.CalledProcessError as error:
-        note_worker_ends({0: error.returncode}, signals.asked)
-        return None
-    except SignalException:
-        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+        failed = {0: error.returncode}
+    except SignalException as error:
+        raise KeyboardInterrupt from error
     except (RendezvousError, ValueError, ConnectionError, ImportError) as error:
         raise UnfitClusterError(f"{host_name()}: accelerate launch: {error}") from error
     finally:
         logging.disable(logging.NOTSET)
+    if failed is not None:
+        note_worker_ends(failed, signals.asked)
+        return wait_for_verdict(several_nodes=arguments.num_machines > 1)
     stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 

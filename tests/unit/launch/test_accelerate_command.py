@@ -1,4 +1,5 @@
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, monkeypat
         read_config(ROOT / "accelerate_configs/zero2.yaml", FOUR)
 
 
-def parsed(name: str, allocation: Allocation, *command: str, **environment: str):
+def parsed(name: str, allocation: Allocation, *command: str):
     path = ROOT / f"accelerate_configs/{name}.yaml"
-    return launch_arguments(path, read_config(path, allocation), allocation, environment, command)
+    return launch_arguments(path, read_config(path, allocation), allocation, command)
 
 
 def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
@@ -78,10 +79,10 @@ def test_arguments_reach_the_script_as_they_are_and_a_cpu_stays_one():
     words = ["--flag", "--", "-x", "", "two words", "$$", "${local_rank}", "$(id)", "--cpu", "\n"]
     args = parsed("multi_gpu", FOUR, "x.py", *words)
     assert macros.substitute(args.training_script_args, "0") == words
-    args = parsed("single_gpu", ONE, "x.py", *words, ACCELERATE_USE_CPU="true")
+    args = parsed("single_gpu", replace(ONE, gpus=None), "x.py", *words)
     assert args.training_script_args == words
     assert args.cpu
-    assert not parsed("cpu", CPUS, "x.py", ACCELERATE_USE_CPU="true").cpu  # it would start one
+    assert not parsed("cpu", CPUS, "x.py").cpu  # it would start one
 
 
 def launched(path: Path) -> dict[str, str]:
@@ -103,7 +104,7 @@ def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path)
     for allocation in (ONE, FOUR, SECOND):
         if path.stem != "single_gpu" or allocation is ONE:
             config = read_config(path, allocation)
-            assert launch_arguments(path, config, allocation, {}, ["x.py"])
+            assert launch_arguments(path, config, allocation, ["x.py"])
     variables = strategy_variables(yaml.safe_load(path.read_text()))
     if path.stem == "single_gpu":
         assert requested_strategy(variables, 1) == "single"
