@@ -96,6 +96,6 @@ def test_a_rank_that_fails_ends_the_run_at_once(run):
 def test_a_full_disk_is_an_ending_of_its_own(run):
     seen = run("full:0:0")
     assert seen.codes[0] == 74, seen.output
-    assert "storage error on n7" in seen.output
+    assert "storage error (1 problem):\n  - n7: " in seen.output
     assert (seen.notes[0].kind, seen.notes[0].exit_code) == ("refused", 74)
     assert "No space left on device, writing" in seen.notes[0].text

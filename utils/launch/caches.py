@@ -60,8 +60,7 @@ def enter_node_directory() -> Path:
 def unpack_compiled(folder: Path) -> int:
     """Fill a folder with what earlier jobs compiled; return the number of files.
 
-    What the user placed elsewhere is not in it and outlives the job by itself. Nothing is raised:
-    without an archive layers are compiled again, which is logged.
+    An archive that cannot be read is logged: layers are compiled again.
     """
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:

@@ -1,8 +1,7 @@
 """The checks of a launch by its ranks: they form one group, can talk, and train as was asked.
 
-A launch that went wrong seldom fails: processes that do not find each other each train alone and
-write to one output directory, a strategy that cannot run silently becomes another one, and a
-network that does not carry the ranks' traffic shows as a job that waits in silence.
+Without them processes that do not find each other would each train alone, a strategy that cannot
+run would become another one, and a network that carries no traffic would show as silence.
 """
 
 import os
@@ -140,10 +139,9 @@ def check_strategy(facts: LaunchFacts) -> None:
         actual = f"fsdp{state.fsdp_plugin.fsdp_version}"
     elif state.distributed_type.value == "NO":
         actual = "single"
-    if requested == actual or (requested, actual[:4]) == ("zero_file", "zero"):
-        return
     # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
-    if {requested, actual} == {"single", "ddp"}:
+    alike = requested == actual or {requested, actual} == {"single", "ddp"}
+    if alike or (requested, actual[:4]) == ("zero_file", "zero"):
         return
     raise ConfigurationError(
         f"The launcher asked for {requested}, but accelerate runs {actual} on {facts.device}. FSDP "

@@ -56,10 +56,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare all nodes of the job.
-
-    Raises UnfitClusterError, the same one on every node that took part.
-    """
+    """Compare all nodes of the job; raises UnfitClusterError, the same on all that took part."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -117,10 +114,7 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
                     streams.append(stream)
         problems = node_problems([nodes[node] for node in sorted(nodes)])
         if missing := [host for node, host in enumerate(hosts) if node not in nodes]:
-            problems = [
-                f"{', '.join(missing)} did not come to {allocation.address}:{allocation.port + 1} "
-                f"within {timeout_s:g} s, where {hosts[0]} waited. {_advice(hosts[0])}"
-            ]
+            problems = [_missed(allocation, f"{', '.join(missing)} did not come to", timeout_s)]
         for stream in streams:
             with contextlib.suppress(OSError):
                 print(json.dumps(problems), file=stream, flush=True)
@@ -143,17 +137,17 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
                 return list(json.loads(stream.readline()))
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:
-                return [
-                    f"{allocation.host}: {where[0]}:{where[1]}, where the nodes meet, did not "
-                    f"answer within {timeout_s:g} s ({error}). {_advice(allocation.hosts[0])}"
-                ]
+                what = f"{allocation.host} ({error}) got no answer from"
+                return [_missed(allocation, what, timeout_s)]
         time.sleep(0.1)
 
 
-def _advice(first: str) -> str:
+def _missed(allocation: Allocation, what: str, timeout_s: float) -> str:
     return (
-        f"Set {MAIN_ADDRESS} (slurm/cluster.env) to an address of {first} that all nodes reach, on "
-        f"the interface that NCCL_SOCKET_IFNAME names; {TIMEOUT}=120 waits longer."
+        f"{what} {allocation.address}:{allocation.port + 1} within {timeout_s:g} s, where "
+        f"{allocation.hosts[0]} waits for all nodes. Set {MAIN_ADDRESS} (slurm/cluster.env) to an "
+        "address of it that all nodes reach, on the interface that NCCL_SOCKET_IFNAME names; "
+        f"{TIMEOUT}=120 waits longer."
     )
 
 

@@ -150,9 +150,9 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
     if package == "utils" or importlib.util.find_spec(package) is not None:
         return None
     return UnfitClusterError(
-        f"{sys.executable} has no {package}: activate the environment that has Stoker's packages "
-        "(`source .venv/bin/activate`, in jobs slurm/cluster.env), or install them: pip install -r "
-        "requirements.lock"
+        f"{host_name()}: {sys.executable} has no {package}: activate the environment that has "
+        "Stoker's packages (`source .venv/bin/activate`, in jobs slurm/cluster.env), or install "
+        "them: pip install -r requirements.lock"
     )
 
 
@@ -172,12 +172,9 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     first = problems[0].splitlines()[0]
     leave_note(error.ending, error.exit_code, first)
     if global_rank() == 0:
-        # What is wrong with a machine says which one; settings and data are wrong on all of them.
-        anywhere = error.exit_code in (ExitCode.REFUSED, ExitCode.NOT_FINITE)
-        host = "" if anywhere else f" on {host_name()}"
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
-        _show([f"{error.kind}{host} ({count}):", *listed])
+        _show([f"{error.kind} ({count}):", *listed])
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         _show([f"{_origin()}{error.kind}: {first}"])
     else:

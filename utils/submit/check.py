@@ -122,16 +122,15 @@ def time_limit_s(text: str) -> int | None:
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds between the stop signal and the limit; None if the run would not see it.
 
-    squeue does not show --signal: given last, in SBATCH_SIGNAL or in the head. Without the B: Slurm
-    signals the steps only, and the job script cannot pass it on to all nodes.
+    squeue does not show --signal: options win over SBATCH_SIGNAL, that over the head. Without the
+    B: Slurm signals the steps only, and the job script cannot pass it on to all nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
-    head = "\n".join(line for line in lines if line.startswith("#SBATCH"))
-    for text in (" ".join(options), f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", head):
-        if found := re.findall(r"(?<!\S)--signal[= ](\S+)", text):
-            match = _SIGNAL.fullmatch(found[-1])
-            return int(match[1] or _DEFAULT_LEAD_S) if match else None
-    return None
+    head = [line for line in lines if line.startswith("#SBATCH")]
+    text = " ".join([*head, f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", *options])
+    found = re.findall(r"(?<!\S)--signal[= ](\S+)", text)
+    match = _SIGNAL.fullmatch(found[-1]) if found else None
+    return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:

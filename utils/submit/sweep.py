@@ -4,13 +4,7 @@
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
     python -m utils.submit.sweep check FILE           dry-runs every point
 
-A sweep file:
-
-    script: pretrain.py
-    config: [recipes/pretrain/demo_cpu.yaml]    # as on the command line
-    settings: {max_steps: 20}                   # of every point
-    grid: {learning_rate: [1.0e-3, 2.0e-3], seed: [1, 2]}    # every combination, the last fastest
-    output_dir: runs/my-sweep                   # holds a run directory per point
+recipes/sweep/demo_cpu.yaml is a sweep file. Its grid's settings win over those of all points.
 """
 
 import contextlib

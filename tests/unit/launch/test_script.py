@@ -57,9 +57,9 @@ def the_note(notes: Path) -> tuple[str, int, str]:
     ("error", "code", "title"),
     [
         (ConfigurationError, 2, "configuration error (2 problems):"),
-        (UnfitClusterError, 69, "cluster error on n1 (2 problems):"),
-        (StorageError, 74, "storage error on n1 (2 problems):"),
-        (NoProgressError, 77, "no progress on n1 (2 problems):"),
+        (UnfitClusterError, 69, "cluster error (2 problems):"),
+        (StorageError, 74, "storage error (2 problems):"),
+        (NoProgressError, 77, "no progress (2 problems):"),
     ],
 )
 def test_each_kind_of_refusal_has_its_title_and_exit_code(capsys, notes, error, code, title):
@@ -117,7 +117,7 @@ def test_storage_that_fails_in_any_words_is_a_storage_error(capsys, notes, monke
     ]:
         assert run_script(raising(error)) == ExitCode.STORAGE
         shown = capsys.readouterr().err
-        assert shown.startswith("storage error on n1 (1 problem):\n  - n1: ")
+        assert shown.startswith("storage error (1 problem):\n  - n1: ")
         assert re.search(said, shown)
         assert "start the same command again" in shown
         assert the_note(notes)[:2] == ("refused", 74)
@@ -150,7 +150,7 @@ def test_the_words_of_libraries_for_a_full_disk_are_known(small_disk, capsys):
             left.unlink()
         assert run_script(save) == 74
         shown = capsys.readouterr().err
-        assert "storage error on n1" in shown
+        assert "storage error (1 problem):\n  - n1: " in shown
         assert str(small_disk) in shown or "test_script.py" in shown
 
 
