@@ -1,8 +1,7 @@
 """What is known of a run before any weight loads or any file is written.
 
-plan                          steps, precision, kernels and memory of a run, logged
+plan                          steps, precision, kernels, memory and saves of a run, logged
 run_data                      its datasets: opened, checked, packed
 memory                        bytes by device; which activations are recomputed
 memory_trace                  a training step counted on the model without data
-job                           the job the run is to go through, for a dry run
 """

@@ -3,11 +3,15 @@
 import logging
 import math
 import os
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, TrainingArguments
 
+from utils.checkpoints.discovery import most_at_once
+from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, accumulation_steps, batch_arithmetic
 from utils.config.errors import ConfigurationError
 from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN, is_true
@@ -33,7 +37,6 @@ from utils.model.loss_head import (
     router_term,
 )
 from utils.model.weights import weights_dtype
-from utils.planning.job import report_job
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
 
@@ -56,6 +59,7 @@ class RunPlan:
 
     sampler: GlobalBatchSampler
     total_steps: int
+    scheduled_saves: int  # by step count
     attention: AttentionChoice | None
     loss_head: LossHeadChoice
     memory: MemoryPlan
@@ -114,11 +118,59 @@ def plan_run(
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
-        report_job(settings, launch, total_steps, saved_bytes)
+        report_run(settings, launch, total_steps, saved_bytes)
+    every = save_interval(training, total_steps)
+    saves = math.ceil(total_steps / every) if every else 0
     return RunPlan(
-        sampler, total_steps, attention, loss_head, memory, compiled, products_name(),
+        sampler, total_steps, saves, attention, loss_head, memory, compiled, products_name(),
         optimizer_states, saved_bytes, saved_dtype(settings, config, weights_dtype(model, config)),
     )  # fmt: skip
+
+
+def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
+    """Return after how many steps each a checkpoint is due; None: only a stop is saved."""
+    strategy = getattr(training.save_strategy, "value", str(training.save_strategy))
+    if strategy == "epoch":
+        return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
+    steps = training.save_steps
+    if strategy == "steps":
+        return math.ceil(total_steps * steps) if steps < 1 else int(steps)
+    return None
+
+
+def report_run(
+    settings: RunSettings, launch: LaunchFacts, total_steps: int, checkpoint_bytes: int
+) -> None:
+    """Log the processes, saves and directory of a run, for a dry run; raises ConfigurationError.
+
+    What Slurm understood of a job, its time limit above all: see utils/submit/check.py.
+    """
+    training, output_dir = settings.training, Path(str(settings.training.output_dir))
+    # As the user set it: a dry run without GPU sets use_cpu by itself.
+    on_cpu = is_true("ACCELERATE_USE_CPU") or settings.values["use_cpu"]
+    if on_cpu and launch.strategy.startswith(("fsdp", "zero")):
+        raise ConfigurationError(
+            f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
+            "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
+            "leave it out"
+        )
+    logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
+    if every := save_interval(training, total_steps):
+        count = math.ceil(total_steps / every)
+        most = most_at_once(training.save_total_limit, count) + settings.run.save_best
+        minutes = settings.run.save_minutes
+        logger.info(
+            f"saves: every {every:,} steps ({count:,} in all)"
+            f"{f', at least every {minutes:g} minutes' if minutes else ''}"
+            f"{', each new best' if settings.run.save_best else ''}; at most {most:,} at once, "
+            f"{readable(checkpoint_bytes)} each: {readable(most * checkpoint_bytes)}, plus final/"
+        )
+    else:
+        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
+        logger.warning("save_strategy no: only a stop is saved, a crash loses everything")
+    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
+    logger.info("run directory: %s (%s)", output_dir, state)
+    logger.info("to stop it with a checkpoint: touch %s", shlex.quote(f"{output_dir}/STOP"))
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:

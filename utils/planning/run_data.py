@@ -1,11 +1,9 @@
 """The packed splits of a run: opened, checked against the tokenizer, and packed into rows."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from utils.config.arguments import DataArguments, eval_splits, train_sources
@@ -22,6 +20,7 @@ from utils.data.tokenizers import (
 )
 from utils.model.config import compare_with_model, new_token_ids
 from utils.model.stages import stage_tokenizer
+from utils.support.collectives import on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def _tokenizer_directory(settings: RunSettings) -> str:
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
     source = next(iter(train_sources(settings.data.train_data)))
-    directory = _first_rank_first(partial(open_token_dataset, source)).tokenizer_path
+    directory = _open(source).tokenizer_path
     if directory is not None and directory.is_dir():
         return str(directory)
     own = settings.model.model_name_or_path or stage_tokenizer(settings)
@@ -93,7 +92,7 @@ def load_run_data(
     for split, directory in named:
         try:
             # An evaluation split of a folder of splits goes by its own name.
-            dataset = _first_rank_first(partial(open_token_dataset, directory, split))
+            dataset = _open(directory, split)
         except ConfigurationError as error:
             problems += error.problems
             continue
@@ -142,17 +141,11 @@ def _tokenizer_problems(
     return []
 
 
-def _first_rank_first(open_dataset: Callable[[], TokenDataset]) -> TokenDataset:
-    """Let rank 0 measure a dataset once where that has to be; the others find the result cached.
-
-    A refusal waits until they have all looked: else rank 0 would leave the others behind.
-    """
-    with PartialState().main_process_first():
-        try:
-            return open_dataset()
-        except ConfigurationError as error:
-            refusal = error
-    raise refusal
+def _open(directory: str, split: str = "train") -> TokenDataset:
+    """Open a dataset: first on rank 0, whose measurements the others find in the disk cache."""
+    opened: list[TokenDataset] = []
+    on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
+    return opened[0] if opened else open_token_dataset(directory, split)
 
 
 def _pack(dataset: TokenDataset, data: DataArguments, fine_tuning: bool) -> PackPlan:

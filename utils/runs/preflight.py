@@ -16,7 +16,6 @@ from utils.checkpoints.discovery import (
 from utils.checkpoints.files import CONFIG, PROVENANCE, known_run_id, readable
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
-from utils.planning.job import Saves
 from utils.planning.plan import RunPlan
 from utils.support.collectives import on_every_rank, on_rank_0
 from utils.support.host import host_name
@@ -29,7 +28,7 @@ SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
 PROBE_BYTES = 2**14
 
 
-def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchFacts) -> None:
+def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
     """Check that all hosts can write to one ``output_dir``, with room for checkpoints; make it.
 
     Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
@@ -38,7 +37,7 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
     def open_directory() -> tuple[str, str]:
-        room = check_place(output_dir, plan, saves)
+        room = check_place(output_dir, plan, keep)
         name = MARK + secrets.token_hex(8)
         _append(output_dir / name)
         return name, room
@@ -57,7 +56,7 @@ def check_storage(output_dir: Path, plan: RunPlan, saves: Saves, launch: LaunchF
         )  # fmt: skip
 
 
-def check_place(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
+def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     """Return what is free, in words; raise StorageError if checkpoints do not fit, or nothing.
 
     A new run needs as many as will be there at once, a resumed one the next. What `make_room` may
@@ -74,10 +73,10 @@ def check_place(output_dir: Path, plan: RunPlan, saves: Saves) -> str:
         return f"{readable(free_bytes(there))} free (all checkpoints are there)"
     count = 1
     if not committed:
-        most = most_at_once(saves.kept, max(1, saves.scheduled(plan.total_steps)))
+        most = most_at_once(keep, max(1, plan.scheduled_saves))
         # Without a limit somebody may move some away meanwhile.
-        count = min(most, LEAST_KEPT) if saves.kept is None else most
-    find_room(there, run_id, saves.kept, plan.checkpoint_bytes, count)
+        count = min(most, LEAST_KEPT) if keep is None else most
+    find_room(there, run_id, keep, plan.checkpoint_bytes, count)
     return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from utils.checkpoints.files import earlier_starts, read_manifest
 from utils.launch.processes import LaunchFacts
 from utils.support.files import replace_text
-from utils.support.redaction import redact_argv
+from utils.support.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def prepare_wandb(report_to: Sequence[str], output_dir: Path, run_id: str) -> No
     ours = {"PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow"}
     for name, value in ours.items():
         os.environ.setdefault(f"WANDB_{name}", value)
-    if redact_argv(sys.argv) != sys.argv:
+    if any(redact(word) != word for word in sys.argv):
         # wandb uploads the command line with its metadata; there is no switch for that part alone.
         os.environ["WANDB_X_DISABLE_META"] = "true"
     if "WANDB_MODE" not in os.environ and (reason := _offline_reason()):
@@ -97,7 +97,7 @@ def write_provenance(
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
-        "argv": redact_argv(sys.argv),
+        "argv": [redact(word) for word in sys.argv],
         "python": platform.python_version(),
         "versions": package_versions(),
         "git": git_state(_REPOSITORY),

@@ -52,7 +52,6 @@ from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, weights_dtype
-from utils.planning.job import saves_of
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
@@ -146,7 +145,7 @@ def start_run(
     directory of another run or of no run at all; StorageError and NoProgressError.
     """
     output_dir = Path(str(settings.training.output_dir))
-    check_storage(output_dir, plan, saves_of(settings, plan.total_steps), launch)
+    check_storage(output_dir, plan, settings.training.save_total_limit, launch)
     run = on_rank_0(lambda: _claim(settings, plan, data, launch))
     remove_leftovers()
     background = None
@@ -222,7 +221,7 @@ def check_start(
     """
     output_dir = Path(str(settings.training.output_dir))
     try:
-        check_place(output_dir, plan, saves_of(settings, plan.total_steps))
+        check_place(output_dir, plan, settings.training.save_total_limit)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise

@@ -7,7 +7,6 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,10 +21,6 @@ _SECRET_NAME = re.compile(r"(_TOKEN|_API_KEY|_SECRET|_PASSWORD)$")
 # Below this length a value is more likely a word of ordinary text ("true") than a secret.
 _SHORTEST_SECRET = 8
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-# Not every `--*_token` is a secret: --eos_token and --pad_token are vocabulary entries.
-_SECRET_FLAG = re.compile(
-    r"__(token|(\w*_)?((hub|hf|access|auth|write|bearer)_token|api_key|secret|password))"
-)
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
@@ -59,7 +54,7 @@ def _read_private(path: Path) -> str:
         raise ConfigurationError(
             f"{path} cannot be read ({error.strerror}): make it a file of your own, no symlink."
         ) from error
-    try:
+    with os.fdopen(descriptor, encoding="utf-8-sig", errors="replace") as file:
         status = os.fstat(descriptor)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or mode & 0o077 or status.st_uid != os.getuid():
@@ -67,9 +62,7 @@ def _read_private(path: Path) -> str:
                 f"{path} holds tokens, but is not a file that you alone can read and change (owner "
                 f"{status.st_uid}, mode {mode:03o}): make it your own, then chmod 600 {path}"
             )
-        return os.read(descriptor, status.st_size).decode("utf-8-sig", errors="replace")
-    finally:
-        os.close(descriptor)
+        return file.read()
 
 
 def redact(text: str) -> str:
@@ -80,23 +73,6 @@ def redact(text: str) -> str:
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, MASK)
     return _HUB_TOKEN.sub(MASK, text)
-
-
-def redact_argv(argv: Sequence[str]) -> list[str]:
-    """Redact a command line: known secrets, and what stands behind a flag such as --hub_token."""
-    redacted = []
-    secret_follows = False
-    for argument in argv:
-        flag, equals, _ = argument.partition("=")
-        names_secret = bool(_SECRET_FLAG.fullmatch(flag.replace("-", "_")))
-        if names_secret and equals:
-            redacted.append(f"{flag}={MASK}")
-        elif secret_follows and not argument.startswith("--"):
-            redacted.append(MASK)
-        else:
-            redacted.append(redact(argument))
-        secret_follows = names_secret and not equals
-    return redacted
 
 
 def install_redaction() -> None:

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from utils.config.errors import ConfigurationError
 from utils.support.host import host_name
 
@@ -75,14 +77,15 @@ class RunLock:
     """The lock of one directory, this process's from the constructor to `leave_run_lock`."""
 
     def __init__(self, output_dir: Path):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
         self.owner: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "host": host_name(),
-            "machine": _machine(),
+            "machine": f"{boot} {Path('/proc/self/ns/pid').readlink()}",  # where a pid means one
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            "restart_count": _restart_count(),
+            "restart_count": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
         }
         self.beats = 0
@@ -99,7 +102,7 @@ class RunLock:
 
     def new_owner(self) -> str | None:
         """Return who has the directory now; None: this process."""
-        _, content = _newest(self.folder)
+        _, content = self._newest()
         if content and content["owner"]["token"] == self.owner["token"]:
             return None
         return (
@@ -107,16 +110,26 @@ class RunLock:
             f"for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
 
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        """Return the highest number (0: none) and its file's content, empty if it has none."""
+        # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+        names = [path.name.removeprefix("owner-") for path in self.folder.glob("owner-*")]
+        number = max((int(name) for name in names if name.isdecimal()), default=0)
+        try:
+            return number, json.loads((self.folder / f"owner-{number}").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return number, {}
+
     def _wait_for_the_last_owner(self) -> int:
         """Return the number of the last owner once it is gone, 0 if there was none.
 
         Raises ConfigurationError if it shows a sign of life.
         """
-        number, before = _newest(self.folder)
+        number, before = self._newest()
         if number == 0 or before.get("left"):
             return number
         until = time.monotonic()
-        if not before or not _is_gone(before["owner"]):
+        if not before or not self._is_gone(before["owner"]):
             until += WATCH_S
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
@@ -124,7 +137,7 @@ class RunLock:
             )  # fmt: skip
         while time.monotonic() < until:
             time.sleep(LOOK_S)
-            number, content = _newest(self.folder)
+            number, content = self._newest()
             if content.get("left"):
                 return number
             if content and content != before:
@@ -135,6 +148,14 @@ class RunLock:
                 )
         logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
         return number
+
+    def _is_gone(self, other: dict[str, Any]) -> bool:
+        """Whether an owner is known to be gone; False: only its heartbeat tells."""
+        if other["machine"] == self.owner["machine"] and not psutil.pid_exists(other["pid"]):
+            return True
+        # Slurm starts a job again once every process of the earlier start is gone.
+        job, start = self.owner["job"], self.owner["restart_count"]
+        return job is not None and other["job"] == job and other["restart_count"] < start
 
     def _keep_beating(self) -> None:
         warned = False
@@ -159,48 +180,9 @@ class RunLock:
             file.write((json.dumps(content).ljust(1023) + "\n").encode())
 
 
-def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the highest number (0: none) and its file's content, empty if it names no owner."""
-    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
-    names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
-    number = max((int(name) for name in names if name.isdecimal()), default=0)
-    try:
-        content = json.loads((folder / f"owner-{number}").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return number, {}
-    return number, content if isinstance(content, dict) and content.get("owner") else {}
-
-
 def _named(content: dict[str, Any]) -> str:
     if not content:
         return "a process that left no name"
     owner = content["owner"]
     job = f" (Slurm job {owner['job']})" if owner["job"] else ""
     return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"
-
-
-def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether an owner is known to be gone; False: only its heartbeat tells."""
-    # Slurm starts a job again once every process of the earlier start is gone.
-    same_job = owner["job"] is not None and owner["job"] == os.environ.get("SLURM_JOB_ID")
-    if same_job and _restart_count() > owner["restart_count"]:
-        return True
-    if owner["machine"] != _machine():
-        return False
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # another user's
-    return False
-
-
-def _restart_count() -> int:
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def _machine() -> str:
-    """Name the boot and the pid namespace in which a pid means something."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

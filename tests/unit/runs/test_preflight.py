@@ -11,7 +11,6 @@ import pytest
 from utils.checkpoints import discovery
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
-from utils.planning.job import Saves
 from utils.runs import preflight
 from utils.runs.preflight import check_place, check_storage
 
@@ -19,9 +18,9 @@ MIB = 2**20
 
 
 def check(output_dir: Path, checkpoint_bytes: int, rank: int = 0, hosts=("n1",)) -> None:
-    plan = SimpleNamespace(checkpoint_bytes=checkpoint_bytes, total_steps=10)
+    plan = SimpleNamespace(checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=1)
     launch = LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
-    check_storage(output_dir, plan, Saves(10, 0, False, 3), launch)
+    check_storage(output_dir, plan, 3, launch)
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +110,10 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
     for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):
-        plan = SimpleNamespace(checkpoint_bytes=MIB, total_steps=10 * saves)
+        plan = SimpleNamespace(checkpoint_bytes=MIB, total_steps=10, scheduled_saves=saves)
         free.return_value = most * MIB
-        check_place(tmp_path, plan, Saves(10, 0, False, keep))
+        check_place(tmp_path, plan, keep)
         free.return_value -= 2000
         told = rf"n1: {most} more .* of about 1.0 MiB.* KiB are missing. Make room"
         with pytest.raises(StorageError, match=told):
-            check_place(tmp_path, plan, Saves(10, 0, False, keep))
+            check_place(tmp_path, plan, keep)

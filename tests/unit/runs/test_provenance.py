@@ -24,14 +24,14 @@ def write(path, **changes):
 def test_each_start_records_where_it_comes_from(tmp_path, monkeypatch):
     path = tmp_path / "provenance.json"
     monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
-    argv = ["pretrain.py", "--hub_token", "canary", "--run_name", "canary-0123456789"]
+    argv = ["pretrain.py", "--run_name", "canary-0123456789"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     write(path)
     write(path, resumed_from="checkpoint-3")
     assert "canary" not in path.read_text()
     first, second = json.loads(path.read_text())["starts"]
-    assert first["argv"][:3] == ["pretrain.py", "--hub_token", "***"]
+    assert first["argv"] == ["pretrain.py", "--run_name", "***"]
     assert first["launch"] == {
         "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
     }  # fmt: skip
@@ -93,7 +93,8 @@ def test_wandb_is_online_with_a_login_and_a_server_and_says_how_to_upload(tmp_pa
 def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     prepare_wandb(["tensorboard"], tmp_path, "a1")
     assert "WANDB_RUN_ID" not in os.environ
-    wandb.setattr(sys, "argv", ["pretrain.py", "--hub_token", "canary"])
+    wandb.setenv("HF_TOKEN", "canary-0123456789")
+    wandb.setattr(sys, "argv", ["pretrain.py", "--run_name", "canary-0123456789"])
     chosen = {"PROJECT": "mine", "DIR": "/d", "RUN_ID": "r", "RESUME": "never", "MODE": "offline"}
     for name, value in chosen.items():
         wandb.setenv(f"WANDB_{name}", value)

@@ -18,8 +18,10 @@ from utils.config.errors import ConfigurationError
 from utils.support import run_lock
 from utils.support.run_lock import known_loss, leave_run_lock, take_run_lock, taken_over
 
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 HERE = {
-    "token": "n", "host": "n1", "machine": run_lock._machine(), "pid": os.getpid(),
+    "token": "n", "host": "n1", "machine": f"{BOOT} {Path('/proc/self/ns/pid').readlink()}",
+    "pid": os.getpid(),
     "job": None, "restart_count": 0, "since": "2026",
 }  # fmt: skip
 ELSEWHERE = HERE | {"host": "n9", "machine": "another boot", "pid": 4711}
@@ -31,7 +33,7 @@ from utils.support import run_lock
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.05, 0.3, 0.02
 output_dir, machine, end = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 if machine:
-    run_lock._machine = lambda: machine
+    pathlib.Path.readlink = lambda _: machine
 run_lock.take_run_lock(output_dir)
 print("taken", flush=True)
 exec(end)
