@@ -1,4 +1,4 @@
-"""Callbacks that add figures to each training log: speed, memory, a mixture's sources."""
+"""Callbacks that add figures to each training log; docs/metrics.md says what each figure is."""
 
 import logging
 import resource
@@ -33,15 +33,10 @@ class MetricCallback(TrainerCallback):
 
 
 class MixtureShares(MetricCallback):
-    """The sources of a mixture, in figures that count from step 0 over all starts of the run.
+    """The sources of a mixture, counted from step 0 over all starts; silent with one dataset.
 
-    tokens_seen/NAME   real tokens of the source, padding excluded
-    tokens_share/NAME  its share of all of them
-    epochs/NAME        how often its sequences were used; a source that runs out is repeated
-
-    NAME is the short one of utils/data/loader.py. Silent with one dataset. The weights of
-    `train_data` are shares of the sequences; shares of the tokens differ as far as the sources fill
-    their sequences differently.
+    Sources have the short names of utils/data/loader.py. The weights of `train_data` are shares of
+    the sequences; shares of the tokens differ as far as sources fill their sequences differently.
     """
 
     @override
@@ -75,14 +70,6 @@ class MixtureShares(MetricCallback):
 
 class Throughput(MetricCallback):
     """Speed over the steps since the last training log, evaluation and saving left out.
-
-    tokens_per_s             real tokens of the global batches over all ranks, padding excluded
-    tokens_per_s_per_device  the same, per rank
-    step_time_s              mean wall time of an optimizer step, slowest rank
-    data_wait_s              mean wait for batches per step, slowest rank
-    tokens_seen              real tokens since step 0, over all starts of the run
-    first_step_time_s        in the first log after a start only: the first step (allocation,
-                             compilation, data start-up), which no other figure includes
 
     The clock is read after the log's own wait for the device, so no step between two logs waits.
     A step before an evaluation or a save is waited for, as these would do anyway.
@@ -157,11 +144,8 @@ class Throughput(MetricCallback):
 class MemoryMonitor(MetricCallback):
     """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
 
-    Device figures come from torch's caching allocator: allocated (tensors), reserved (taken from
-    the driver) and the peak of allocated since training began, evaluations and saves included; free
-    is what the driver has left on that device, other processes counted. On a CPU there are host
-    figures only: this process's resident set and its highest ever; data-loading workers are
-    processes of their own and not in it.
+    torch's caching allocator counts the device's, since training began, and the driver says what
+    is free; the host's is that of this process, without its data-loading workers.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last `metrics()`

@@ -26,7 +26,7 @@ from utils.support.notes import (
 )
 from utils.support.redaction import redact
 
-SLOW = 3  # how many times longer saves, first times, export and the like may take
+SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile
 OTHERS_LIMIT_S = 2.0  # for the other ranks to say where they stand
@@ -37,10 +37,10 @@ class HangWatch(TrainerCallback):
     """Ends the process with exit code 76 when nothing moved for ``timeout_s`` (0: never).
 
     Every event of training is a beat; a thread looks whether they continue. The first step of a
-    start, the first evaluation, saves and all that follows the last step may take three times as
-    long. When none came, each rank leaves its stack in the log and a note, and the first to know
-    writes the verdict: the rank that the others wait for. A rank that is silent for half the time
-    joins when another one has given up, so that all notes come together.
+    start, evaluations, saves and all that follows the last step may take three times as long. When
+    none came, each rank leaves its stack in the log and a note, and the first to know writes the
+    verdict: the rank that the others wait for. A rank that is silent for half the time joins when
+    another one has given up, so that all notes come together.
 
     On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
     often: the counts can be compared. ``hosts`` holds one host name per rank.
@@ -60,7 +60,6 @@ class HangWatch(TrainerCallback):
         self.clock, self.end = clock, end
         self.rank = self.start = self.step = self.beats = self.beats_seen = 0
         self.silent_s, self.looked = 0.0, clock()
-        self.evaluated = self.trained = False
         self.control = TrainerControl()
 
     @override
@@ -81,18 +80,11 @@ class HangWatch(TrainerCallback):
         _args, state, control = event
         self.step = state.global_step
         self.control = control  # read later: callbacks behind this one may still ask for a save
-        self.trained = state.global_step >= state.max_steps
         self.beats += 1
-
-    @override
-    def on_prediction_step(self, *event: Any, **kwargs: Any) -> None:
-        """Beat, an evaluation batch."""
-        self._beat(*event, **kwargs)
-        self.evaluated = True
 
     on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _beat
     on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _beat
-    on_train_end = _beat
+    on_prediction_step = on_train_end = _beat
 
     def look(self) -> float:
         """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
@@ -106,10 +98,9 @@ class HangWatch(TrainerCallback):
         else:
             self.silent_s += min(now - self.looked, LONGEST_GAP_S)
         self.looked, self.beats_seen = now, self.beats
-        control = self.control
-        first_evaluation = control.should_evaluate and not self.evaluated
-        ending = self.trained or control.should_training_stop
-        slow = self.step == self.start or control.should_save or first_evaluation or ending
+        asked = self.control
+        slow = asked.should_save or asked.should_evaluate or asked.should_training_stop
+        slow = slow or self.step == self.start
         return self.silent_s / (self.timeout_s * (SLOW if slow else 1))
 
     def _watch(self) -> None:

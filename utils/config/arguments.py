@@ -40,7 +40,7 @@ class RunArguments:
     hang_timeout_s: float = setting(
         600,
         "seconds without progress after which the run ends and names the rank that hangs; three "
-        "times that while saving and in the first step; 0: never",
+        "times that in the first step, evaluations and saves; 0: never",
     )
     save_minutes: float | None = setting(
         30, "write a checkpoint also when the last one is that many minutes old; null or 0: never"

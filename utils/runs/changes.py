@@ -23,6 +23,7 @@ from utils.model.architecture import causal_lm_class
 from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, model_contents
 from utils.planning.run_data import RunData
+from utils.runs.provenance import package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ NAMES_CONTENTS = (
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 # One more wherever a version of Stoker sums in another order on a CPU.
 CPU_ROUNDING = 2
+ON_A_CPU = {"devices": ["cpu"]}
 
 
 # What a machine or a launch decides where the settings leave it open: a dry run's may be others.
@@ -113,6 +115,7 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
         "cpu_rounding": CPU_ROUNDING,
+        "versions": package_versions(),
     }
 
 
@@ -128,7 +131,10 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "model_config": facts.get("model_config") or {},
         "model_name_or_path": weights.get("sha256", weights),
         "eval_data": {split: data[split] for split in data if split != "train"},
+        "versions": facts.get("versions") or {},
     }
+    if facts.get("launch", ON_A_CPU)["devices"] == ON_A_CPU["devices"]:
+        held["use_cpu"] = {"order of sums on a CPU (last bits)": facts.get("cpu_rounding", 1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
 
 
@@ -155,10 +161,6 @@ def accepted_changes(
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
     before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
     changes = list(compare(before, now, resumes=resumes))
-    rounding = starts[-1].get("cpu_rounding", 1)
-    if starts[-1].get("launch", {}).get("devices") == ["cpu"] and rounding != CPU_ROUNDING:
-        what, note = "order of sums on a CPU (version of Stoker)", "its last bits change"
-        changes.append(Change("use_cpu", what, str(rounding), str(CPU_ROUNDING), note, True))
     if not changes:
         return {}
     table = "\n".join(map(str, changes))
@@ -219,7 +221,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield Change(
                 name, f"{name}: {key}", shown(held.get(key)), shown(holds.get(key)), note,
-                name != "eval_data", impossible,
+                name not in ("eval_data", "versions"), impossible,
             )  # fmt: skip
 
 

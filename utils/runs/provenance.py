@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.files import earlier_starts, read_manifest
+from utils.checkpoints.files import earlier_starts
 from utils.launch.processes import LaunchFacts
 from utils.support.files import replace_text
 from utils.support.redaction import redact
@@ -99,7 +99,6 @@ def write_provenance(
         "resumed_from": resumed_from,
         "argv": [redact(word) for word in sys.argv],
         "python": platform.python_version(),
-        "versions": package_versions(),
         "git": git_state(_REPOSITORY),
         "launch": {
             "strategy": launch.strategy,
@@ -117,18 +116,6 @@ def write_provenance(
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the packages that make the numbers; None: not installed."""
     return {name: _version(name) for name in PACKAGES}
-
-
-def warn_of_other_versions(checkpoint: Path) -> None:
-    """Warn of packages of other versions than wrote a checkpoint: the order of sums may change."""
-    written = read_manifest(checkpoint).versions
-    now = package_versions()
-    others = [name for name in PACKAGES if written.get(name, now[name]) != now[name]]
-    if others:
-        logger.warning(
-            "%s was written with other versions: %s. The numbers may differ in their last bits.",
-            checkpoint, ", ".join(f"{name} {written[name]} -> {now[name]}" for name in others),
-        )  # fmt: skip
 
 
 def _version(package: str) -> str | None:

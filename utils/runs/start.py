@@ -57,10 +57,8 @@ from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
 from utils.runs.provenance import (
-    package_versions,
     prepare_wandb,
     slurm_job,
-    warn_of_other_versions,
     write_provenance,
 )
 from utils.support.collectives import gathered, on_rank_0
@@ -156,8 +154,8 @@ def start_run(
         world_size=launch.world_size,
         strategy=launch.strategy,
         global_batch_size=settings.run.global_batch_size,
-        fingerprints={"data": data.fingerprints(), "tokenizer": data.tokenizer_sha256},
-        versions=package_versions(),
+        fingerprints={"data": run.facts["data"], "tokenizer": run.facts["tokenizer_sha256"]},
+        versions=run.facts["versions"],
     )
     checkpoints = Checkpoints(
         output_dir,
@@ -259,7 +257,6 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
-    warn_of_other_versions(checkpoint)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     return Run(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
 

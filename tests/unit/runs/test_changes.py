@@ -128,9 +128,13 @@ def test_data_goes_by_its_contents(runs, caplog):
     (problem,) = refused(runs, **moved, facts=facts)
     assert "its train_data: content fingerprint is aaaa, now it is bbbb" in problem
     assert "eval_data: held: hhhh -> iiii" in warned(caplog)[0], "logged and not refused"
+    facts["versions"] = {"torch": "2.13.0", "peft": None}
     assert runs.start(**moved, accept=["train_data"], facts=facts)["accepted"] == ["train_data"]
     assert runs.start(**moved, facts=facts) == {}
     assert refused(runs, **moved), "the first contents are a change again"
+    facts["versions"] = {"torch": "2.13.1", "peft": None}
+    assert runs.start(**moved, facts=facts)["accepted"] == []
+    assert warned(caplog)[-1].endswith("  versions: torch: 2.13.0 -> 2.13.1")
     (problem,) = refused(runs, train_data=["elsewhere/a=3"], facts=facts)
     assert "its train_data is elsewhere/a, now it is elsewhere/a=3" in problem, "weights count"
 
