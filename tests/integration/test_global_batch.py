@@ -197,7 +197,7 @@ def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tm
     compare(run, alone, STEPS)
 
 
-def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path, capsys):
+def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path):
     """Fine-tuning refuses documents without a target; pretraining on masked data meets them."""
     columns = tiny.masked(tiny.documents(40, seed=4))
     for document in SampleOrder([40], seed=42).sequences(np.arange(4, 8)).tolist():
@@ -205,8 +205,6 @@ def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_
     data, run = tiny.save(tmp_path / "masked", columns), tmp_path / "run"
     argv = pretraining(run, train_data=data, packing="none", max_steps=4, save_steps=4)
     assert pretrain.main(argv) == 0
-    told = "step 2: no token of the global batch is trained on, so its loss and gradient are 0"
-    assert capsys.readouterr().out.count(told) == 1
     lines = tiny.train_lines(run)
     assert (lines[1]["loss"], lines[1]["grad_norm"]) == (0, 0)
     assert all(math.isfinite(line["loss"]) for line in lines)

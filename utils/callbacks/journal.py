@@ -37,10 +37,7 @@ class Journal(TrainerCallback):
     """
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        memory: MemoryMonitor | None = None,
-        stopped: Callable[[], bool] = lambda: False,
+        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool]
     ):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory, self.stopped = checkpoints, memory, stopped
@@ -80,7 +77,7 @@ class Journal(TrainerCallback):
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
-        elif self.memory:
+        else:
             line["memory_by_rank"] = self.memory.by_rank
         self._write(line)
         logger.info("%s", readable_line(line, state.max_steps))

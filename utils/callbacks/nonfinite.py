@@ -1,6 +1,5 @@
 """Ends a run whose loss, gradient or weights are not finite, and names the step's documents."""
 
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
 
 NAMED = 4  # documents in the message; the file lists all
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,8 @@ class NonFiniteGuard(TrainerCallback):
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the step under way
-        self.targets = torch.ones(())
-        # Step, its figures on their way from the device (losses, gradient norm, trained tokens of
-        # the global batch; float32), and the event after which they are complete (None: they are).
+        # Step, its figures on their way from the device (losses, gradient norm; float32), and the
+        # event after which they are complete (None: they are).
         self.on_their_way: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
         self.findings: list[Finding] = []  # of this rank
 
@@ -65,11 +61,10 @@ class NonFiniteGuard(TrainerCallback):
         self.last_step = state.global_step - 1
         self.agreement = Agreement(args.ddp_timeout)
 
-    def take_loss(self, loss: torch.Tensor, targets: torch.Tensor) -> None:
-        """Note a micro-batch's loss, and how many tokens of the global batch are trained on."""
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's loss."""
         # A copy: a compiled model may use the memory of its output again.
         self.losses.append(loss.detach().float().clone())
-        self.targets = targets
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
         """Note the gradient norm of a step (counted from 0), and send its figures on their way."""
@@ -80,7 +75,7 @@ class NonFiniteGuard(TrainerCallback):
             norm = norm.full_tensor()
         figures = [
             torch.as_tensor(figure, device=self.device).float().reshape(())
-            for figure in (*self.losses, norm, self.targets)
+            for figure in (*self.losses, norm)
         ]
         values, self.losses = torch.stack(figures), []
         values = values.to("cpu", non_blocking=True)  # into pinned memory, where there is a GPU
@@ -126,17 +121,12 @@ class NonFiniteGuard(TrainerCallback):
                 return
             del self.on_their_way[0]
             self.last_step = step
-            *losses, norm, targets = values.tolist()
+            *losses, norm = values.tolist()
             spoilt = {index: loss for index, loss in enumerate(losses) if not math.isfinite(loss)}
             wrong_norm = not math.isfinite(norm) or norm < 0  # DeepSpeed's norm of NaN is -1
             if spoilt or wrong_norm:
                 finding = Finding(self.rank, step, spoilt, norm if wrong_norm else None)
                 self.findings.append(finding)
-            if targets == 0 and self.rank == 0:
-                logger.warning(
-                    "step %d: no token of the global batch is trained on, so its loss and gradient "
-                    "are 0; a larger global_batch_size makes that rarer", step + 1,
-                )  # fmt: skip
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:

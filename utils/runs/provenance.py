@@ -1,5 +1,6 @@
 """Writes down where a run comes from at each start, and sets Weights & Biases up."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -115,14 +116,11 @@ def write_provenance(
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the packages that make the numbers; None: not installed."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -16,12 +16,6 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
 
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
@@ -72,7 +66,11 @@ logger = logging.getLogger(__name__)
 
 STARTS_WITHOUT_PROGRESS = 3
 # Any of them shows that a model of the Hub is in the cache with its weights.
-WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+WEIGHT_FILES = [
+    name + index
+    for name in ("model.safetensors", "pytorch_model.bin")
+    for index in ("", ".index.json")
+]
 
 
 @dataclass(frozen=True)

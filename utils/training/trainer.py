@@ -162,7 +162,7 @@ class PackedTrainer(Trainer):
         loss, outputs = Trainer.compute_loss(self, model, inputs, True, items)
         if self.balance is not None:
             loss = loss + self.balance.weighted(outputs)
-        self.guard.take_loss(loss, num_items_in_batch)
+        self.guard.take_loss(loss)
         return (loss, outputs) if return_outputs else loss
 
     @override

@@ -13,9 +13,10 @@ from transformers import TrainerControl, TrainerState
 from utils.callbacks.journal import Journal, read_journal, readable_line, strict_json
 
 
-def write(folder, events, start_step=0, rank=0, max_steps=10, **options):
+def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
     """One start of a run: `events` are (step, logs)."""
-    journal = Journal(SimpleNamespace(output_dir=folder, saves=[]), **options)
+    checkpoints = SimpleNamespace(output_dir=folder, saves=[])
+    journal = Journal(checkpoints, SimpleNamespace(by_rank=[{"rank": 0}]), lambda: stopped)
     state = TrainerState(
         global_step=start_step, max_steps=max_steps, is_world_process_zero=rank == 0
     )
@@ -45,14 +46,16 @@ def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog)
     first, train_line, *evaluations, summary = lines(tmp_path)
     assert (first["event"], first["step"], first["max_steps"]) == ("started", 0, 10)
     assert train_line["time"] > 1.7e9
-    assert train_line == train | {"event": "train", "step": 1, "time": train_line["time"]}
+    assert train_line == train | {
+        "event": "train", "step": 1, "time": train_line["time"], "memory_by_rank": [{"rank": 0}],
+    }  # fmt: skip
     assert [(line["event"], line["split"]) for line in evaluations] == [
         ("eval", "held_out"), ("eval", None),
     ]  # fmt: skip
     assert summary["event"] == "summary"
     kinds = [record.message.split()[0] for record in caplog.records]
     assert kinds == ["step", "eval", "eval", "finished"]
-    write(tmp_path, [(3, {"train_runtime": 1.0})], start_step=3, stopped=lambda: True)
+    write(tmp_path, [(3, {"train_runtime": 1.0})], start_step=3, stopped=True)
     assert [line["event"] for line in lines(tmp_path)[-2:]] == ["resumed", "stopped"]
 
 

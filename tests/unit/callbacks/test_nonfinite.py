@@ -52,7 +52,7 @@ class Run:
     def step(self, *losses: float, norm: float | torch.Tensor | None = 1.0):
         self.event("on_step_begin")
         for loss in losses or (1.0, 1.0):
-            self.guard.take_loss(torch.tensor(loss), torch.tensor(5))
+            self.guard.take_loss(torch.tensor(loss))
         self.guard.take_step(self.state.global_step, norm)
         self.state.global_step += 1
 
