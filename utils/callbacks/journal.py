@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Journal(TrainerCallback):
-    """Writes every log event of rank 0; silent on other ranks.
+    """Writes every log event of rank 0, as docs/metrics.md says; silent on other ranks.
 
-    A line holds event (started, resumed, train, eval, save, and last stopped or summary), step,
-    epoch, time (unix seconds), split for an evaluation, and the logged figures. `memory` has each
-    rank's; `stopped` tells at the end whether the run ended early.
+    `memory` has each rank's; `stopped` tells at the end whether the run ended early.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class Journal(TrainerCallback):
         """Note the start."""
         if not state.is_world_process_zero:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             file.seek(max(file.tell() - 1, 0))
             if file.read(1) not in (b"\n", b""):

@@ -60,7 +60,6 @@ class HangWatch(TrainerCallback):
         self.clock, self.end = clock, end
         self.rank = self.start = self.step = self.beats = self.beats_seen = 0
         self.silent_s, self.looked = 0.0, clock()
-        self.control = TrainerControl()
 
     @override
     def on_train_begin(

@@ -59,9 +59,6 @@ NAMES_CONTENTS = (
 OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
 # One more wherever a version of Stoker sums in another order on a CPU.
 CPU_ROUNDING = 2
-ON_A_CPU = {"devices": ["cpu"]}
-
-
 # What a machine or a launch decides where the settings leave it open: a dry run's may be others.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
@@ -82,19 +79,19 @@ class Change:
 
     name: str
     what: str
-    old: str
-    new: str
+    old: Any
+    new: Any
     note: str = ""
     dangerous: bool = False
     impossible: str = ""
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"  {self.what}: {self.old} -> {self.new}{note}"
+        return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
 
     def problem(self, output_dir: Path) -> str:
         """Say why the run in this directory does not resume with it, and what to type."""
-        changed = f"its {self.what} is {self.old}, now it is {self.new}"
+        changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
         if self.impossible:
             return (
                 f"{output_dir} cannot resume: {changed}, but its checkpoints {self.impossible}. "
@@ -133,7 +130,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    if facts.get("launch", ON_A_CPU)["devices"] == ON_A_CPU["devices"]:
+    if "launch" not in facts or facts["launch"]["devices"] == ["cpu"]:
         held["use_cpu"] = {"order of sums on a CPU (last bits)": facts.get("cpu_rounding", 1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
 
@@ -208,7 +205,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             impossible = IN_THE_CHECKPOINT.get(name, "")
         if name in IDENTITY and not note:
             dangerous.add(name)
-        yield Change(name, name, shown(old), shown(new), note, name in dangerous, impossible)
+        yield Change(name, name, old, new, note, name in dangerous, impossible)
     weights = "model_name_or_path" if now.settings["init_from"] is None else "init_from"
     config = weights if now.settings["model_config"] is None else "model_config"
     for kind, held in before.contents.items():
@@ -219,10 +216,8 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
         if held and holds and keys and (impossible or name not in dangerous):
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
-            yield Change(
-                name, f"{name}: {key}", shown(held.get(key)), shown(holds.get(key)), note,
-                name not in ("eval_data", "versions"), impossible,
-            )  # fmt: skip
+            what, ask = f"{name}: {key}", name not in ("eval_data", "versions")
+            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:

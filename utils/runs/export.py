@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 ADAPTER = "adapter"
 PREFIX = "base_model.model."
 
-Cast = Callable[[str, Tensor], Tensor]
-
 
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
     """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
@@ -145,7 +143,7 @@ def _save(
     config.save_pretrained(str(directory))
 
 
-def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Cast:
+def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
     def cast(name: str, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,12 @@ from utils.support.redaction import redact
 logger = logging.getLogger(__name__)
 
 
-def prepare_wandb(report_to: Sequence[str], output_dir: Path, run_id: str) -> None:
+def prepare_wandb(output_dir: Path, run_id: str) -> None:
     """Set wandb's environment variables, before the Trainer is made; rank 0 alone calls it.
 
     Without a key or a server in reach wandb goes offline, with a log line. A resumed run continues
     the same wandb run. What the user set (WANDB_MODE, WANDB_PROJECT, ...) stays.
     """
-    if "wandb" not in report_to:
-        return
     ours = {"PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow"}
     for name, value in ours.items():
         os.environ.setdefault(f"WANDB_{name}", value)

@@ -50,11 +50,7 @@ from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
-from utils.runs.provenance import (
-    prepare_wandb,
-    slurm_job,
-    write_provenance,
-)
+from utils.runs.provenance import prepare_wandb, slurm_job, write_provenance
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
@@ -121,12 +117,12 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
     Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
     """
     answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
-    for rank, (bf16, shown) in enumerate(answers):
+    for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
         if bf16 != answers[0][0]:
             raise UnfitClusterError(
                 f"the ranks would compute in different types: {answers[0][1]} on "
-                f"{launch.hosts[0]} (rank 0), {shown} on {launch.hosts[rank]} (rank {rank}): set "
-                "bf16 yourself, or take nodes of one kind."
+                f"{launch.hosts[0]}, {shown} on {host}: set bf16 yourself, or take nodes of one "
+                "kind."
             )
 
 
@@ -165,8 +161,8 @@ def start_run(
     )
     if launch.rank == 0:
         mark_run_started()
-        if not run.finished:
-            prepare_wandb(settings.training.report_to or (), output_dir, run.run_id)
+        if not run.finished and "wandb" in (settings.training.report_to or ()):
+            prepare_wandb(output_dir, run.run_id)
     return run, checkpoints
 
 

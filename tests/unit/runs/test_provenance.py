@@ -69,35 +69,33 @@ def wandb(monkeypatch, tmp_path):
 def test_wandb_is_online_with_a_login_and_a_server_and_says_how_to_upload(tmp_path, wandb, caplog):
     caplog.set_level("INFO")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password canary\n")
-    prepare_wandb(["wandb"], tmp_path, "a1")
+    prepare_wandb(tmp_path, "a1")
     (tmp_path / "netrc").unlink()
     wandb.setenv("WANDB_API_KEY", "canary-key-123456")
-    prepare_wandb(["wandb"], tmp_path, "a1")
+    prepare_wandb(tmp_path, "a1")
     assert "WANDB_MODE" not in os.environ
     own = [os.environ[f"WANDB_{name}"] for name in ("RUN_ID", "RESUME", "PROJECT", "DIR")]
     assert own == ["a1", "allow", "stoker", str(tmp_path)]
     wandb.delenv("WANDB_API_KEY")
-    prepare_wandb(["wandb"], tmp_path, "a1")
+    prepare_wandb(tmp_path, "a1")
     assert os.environ.pop("WANDB_MODE") == "offline"
     (line,) = caplog.messages
     assert "no WANDB_API_KEY" in line
     assert f"wandb sync {tmp_path}/wandb/offline-run-*" in line
     wandb.setenv("WANDB_API_KEY", "canary-key-123456")
     wandb.setattr("requests.head", mock.Mock(side_effect=requests.ConnectionError))
-    prepare_wandb(["wandb"], tmp_path, "a1")
+    prepare_wandb(tmp_path, "a1")
     assert os.environ["WANDB_MODE"] == "offline", "instead of a failed start"
     assert "canary" not in caplog.text
 
 
 def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
-    prepare_wandb(["tensorboard"], tmp_path, "a1")
-    assert "WANDB_RUN_ID" not in os.environ
     wandb.setenv("HF_TOKEN", "canary-0123456789")
     wandb.setattr(sys, "argv", ["pretrain.py", "--run_name", "canary-0123456789"])
     chosen = {"PROJECT": "mine", "DIR": "/d", "RUN_ID": "r", "RESUME": "never", "MODE": "offline"}
     for name, value in chosen.items():
         wandb.setenv(f"WANDB_{name}", value)
-    prepare_wandb(["wandb"], tmp_path, "a1")
+    prepare_wandb(tmp_path, "a1")
     assert {name: os.environ[f"WANDB_{name}"] for name in chosen} == chosen
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
 
