@@ -96,8 +96,10 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return what `accelerate launch` sets for a config, as far as the strategy follows from it."""
     variables = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision") or "no").lower()}
     if config["distributed_type"] == "FSDP":
-        version = (config.get("fsdp_config") or {}).get("fsdp_version") or 1
-        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": str(version)}
+        own = config.get("fsdp_config") or {}
+        checkpointing = str(own.get("fsdp_activation_checkpointing") or False).lower()
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
+        variables["FSDP_VERSION"] = str(own.get("fsdp_version") or 1)
     elif config["distributed_type"] == "DEEPSPEED":
         own = config.get("deepspeed_config") or {}
         variables["ACCELERATE_USE_DEEPSPEED"] = "true"

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
@@ -28,7 +27,6 @@ from utils.support.notes import NOTES_DIR, leave_verdict, read_notes
 logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERRUPTED = 128 + signal.SIGINT
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict
 
@@ -46,7 +44,7 @@ class StopSignals:
         for number in STOPPING:
             signal.signal(number, self._handle)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         verdict = read_verdict() if number == signal.SIGTERM else None
         if verdict is None and not self.started:
@@ -99,7 +97,7 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
             raise
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
     except KeyboardInterrupt:
-        return Verdict(f"interrupted on {host_name()}", INTERRUPTED)
+        return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:

@@ -53,12 +53,6 @@ class Allocation:
         return len(self.hosts) * self.processes
 
 
-def main_port(environment: Mapping[str, str]) -> int:
-    """Return the port at which all nodes of a step find rank 0; the one after it is theirs too."""
-    job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
-    return _FIRST_PORT + 2 * ((job * 31 + step) % _PORT_PAIRS)
-
-
 def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
     """Work out the launch from Slurm's variables or, outside of Slurm, from this machine.
 
@@ -77,13 +71,15 @@ def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
             f"Slurm does not count GPUs, set {PROCESSES}; to train on CPUs, set "
             "ACCELERATE_USE_CPU=true."
         )
+    job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+    several = len(hosts) > 1
     return Allocation(
         hosts=hosts,
         node=node,
         processes=processes or 1,
         gpus=processes if on_gpus and (gpus or in_slurm) else None,
-        address=environment.get(MAIN_ADDRESS) or (hosts[0] if len(hosts) > 1 else "127.0.0.1"),
-        port=main_port(environment) if len(hosts) > 1 else 0,
+        address=environment.get(MAIN_ADDRESS) or (hosts[0] if several else "127.0.0.1"),
+        port=_FIRST_PORT + 2 * ((job * 31 + step) % _PORT_PAIRS) if several else 0,
     )
 
 

@@ -24,7 +24,6 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.launch.script import run_script
 
-USAGE = "usage: python -m utils.submit.sweep points|check FILE, or point FILE INDEX"
 FORMS = {
     "script": "a script that is there (paths are from the repository's root)",
     "config": "recipe files, as on the command line",
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names."""
     command, *words = sys.argv[1:] if argv is None else argv
     if (command, len(words)) not in (("points", 1), ("check", 1), ("point", 2)):
-        raise ConfigurationError(USAGE)
+        raise ConfigurationError("usage: utils.submit.sweep points|check FILE, or point FILE INDEX")
     sweep = read_sweep(words[0])
     if command == "check":
         check_points(sweep)

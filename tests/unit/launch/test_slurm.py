@@ -10,7 +10,6 @@ from utils.launch.slurm import (
     Allocation,
     expand_hosts,
     job_end_time,
-    main_port,
     on_cpu,
     read_allocation,
 )
@@ -90,7 +89,7 @@ def test_a_node_list_names_its_hosts_in_order():
 
 def test_ports_differ_between_jobs_and_steps():
     ports = [
-        main_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        read_allocation(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 0).port
         for job in range(123_000, 123_190)
         for step in range(20)
     ]
