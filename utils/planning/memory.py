@@ -111,8 +111,10 @@ def plan_memory(
     rows, length = training.per_device_train_batch_size, settings.data.sequence_length
     device = "cuda" if launch.device == "cuda" else "cpu"
     work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
+    counts = count_parameters(settings.model, config)
     predicted = {
-        choice: estimate_memory(settings, config, launch, work, choice) for choice in possible
+        choice: estimate_memory(settings, config, launch, work, choice, counts)
+        for choice in possible
     }
     elsewhere = attention is None
     own = planned_device(os.environ) if elsewhere else own_device(launch)
@@ -122,8 +124,7 @@ def plan_memory(
     margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
     choice, reason = choose(requested, predicted, room, margin)
     needed = predicted[choice].total
-    parameters, trainable = count_parameters(settings.model, config)
-    logger.info(f"memory: {parameters:,} parameters, {trainable:,} trained; {predicted[choice]}")
+    logger.info(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
     logger.info("activation checkpointing: %s", reason)
     problem = (
         f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
@@ -162,14 +163,11 @@ def checkpointing_choices(
         possible = ["none"]
     if word == "auto" or word in possible:
         return word, possible if word == "auto" else [word]
-    if possible == ["none"]:
-        raise ConfigurationError(
-            f"activation_checkpointing: {word}: transformers has none for {config.model_type}: set "
-            "it to none; where memory is short, lower per_device_train_batch_size."
-        )
     raise ConfigurationError(
-        "activation_checkpointing: selective does not go with ZeRO-3, whose hooks gather weights "
-        "within each layer: take fsdp2.yaml, which shards as much, or full."
+        f"activation_checkpointing: {word} is not possible for {config.model_type} with strategy "
+        f"{launch.strategy}: set it to {' or '.join(possible)}. (Some models of transformers have "
+        "none; ZeRO-3 gathers weights within each layer, where fsdp2.yaml shards as much.) Where "
+        "memory is short, lower per_device_train_batch_size."
     )
 
 
@@ -238,21 +236,19 @@ def estimate_memory(
     launch: LaunchFacts,
     work: Workload,
     choice: str,
+    counts: tuple[int, int],
 ) -> MemoryEstimate:
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    The launch's strategy says what is sharded over the ranks. Where the architecture cannot run
-    without data activations are left out, with a warning.
+    `counts` are of all and of the trained parameters. The launch's strategy says what is sharded.
+    Where the architecture cannot run without data activations are left out, with a warning.
     """
-    parameters, trainable = count_parameters(settings.model, config)
     training, dtype = settings.training, weights_dtype(settings.model, config)
-    weights, gradients = parameters * dtype.itemsize, trainable * dtype.itemsize
-    moments = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
-    states = round(trainable * _optimizer_bytes(training.optim, moments))
+    size = dtype.itemsize
     if launch.strategy.startswith("zero") and work.autocast is not None:
-        # Half precision to compute with, float32 masters and states of what is trained ("ZeRO",
-        # arXiv 1910.02054, section 3.1).
-        weights, gradients, states = parameters * 2, trainable * 2, trainable * 12
+        size = 2  # half precision to compute with
+    weights, gradients = (count * size for count in counts)
+    states = round(counts[1] * _optimizer_bytes(settings, launch, dtype))
     shards = {
         kind: launch.world_size if launch.strategy in strategies else 1
         for kind, strategies in SHARDED_BY.items()
@@ -287,32 +283,33 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype
     return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained.itemsize)
 
 
-def _optimizer_bytes(name: str, adamw: float) -> float:
-    """Return what an optimizer keeps for each weight; AdamW's two moments where not known."""
-    name = str(getattr(name, "value", name))
+def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, trained: torch.dtype) -> float:
+    """Return what the optimizer keeps for each weight; AdamW's two moments where not known."""
+    if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
+        return 12  # float32 masters and two states ("ZeRO", arXiv 1910.02054, section 3.1)
+    name = str(getattr(settings.training.optim, "value", settings.training.optim))
     if name in ("sgd", "adafactor", "lomo", "adalomo"):
         return 0
+    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, trained)
     kept = 2 if "8bit" in name else adamw
     return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Return about what one checkpoint takes on disk, over all ranks: weights and AdamW's states.
+    """Return about what one checkpoint takes on disk, over all ranks: weights and states.
 
-    With adapters only they are saved. DeepSpeed keeps the weights once more in its own shards, and
-    in mixed precision float32 masters and states of all that is trained, 12 bytes a parameter
-    (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1).
+    With adapters only they are saved. DeepSpeed keeps the weights once more in its own shards, in
+    mixed precision in 2 bytes.
     """
     parameters, trainable = count_parameters(settings.model, config)
     training, dtype = settings.training, weights_dtype(settings.model, config)
     kept = trainable if settings.model.use_peft else parameters
-    states = optimizer_bytes_per_parameter(settings.run.optim_states, dtype)
-    weights, optimizer = kept * dtype.itemsize, round(trainable * states)
+    weights = kept * dtype.itemsize
     if launch.strategy.startswith("zero"):
-        mixed = training.mixed_precision != "no"
-        weights += kept * (2 if mixed else dtype.itemsize)
-        optimizer = trainable * (12 if mixed else 2 * dtype.itemsize)
-    return weights if training.save_strategy == "no" else weights + optimizer  # final/ alone
+        weights += kept * (2 if training.mixed_precision in TYPES else dtype.itemsize)
+    if training.save_strategy == "no":  # final/ alone
+        return weights
+    return weights + round(trainable * _optimizer_bytes(settings, launch, dtype))
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:

@@ -129,11 +129,10 @@ def plan_run(
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
     """Return after how many steps each a checkpoint is due; None: only a stop is saved."""
-    strategy = getattr(training.save_strategy, "value", str(training.save_strategy))
-    if strategy == "epoch":
+    if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
-    if strategy == "steps":
+    if training.save_strategy == "steps":
         return math.ceil(total_steps * steps) if steps < 1 else int(steps)
     return None
 
