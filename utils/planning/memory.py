@@ -21,7 +21,7 @@ from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
 from utils.model.loss_head import LossHeadChoice
 from utils.model.weights import weights_dtype
-from utils.planning.memory_trace import Workload, trace
+from utils.planning.memory_trace import Workload, most_alive, trace
 from utils.support.collectives import gathered
 from utils.support.host import host_name, memory_room_bytes
 
@@ -258,24 +258,25 @@ def estimate_memory(
     # DDP's buckets are the gradients' place from the first step on.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
-    step = None
+    gathered_weights, counted = 0, False
     try:
-        step = trace(settings, config, work, choice)
-        most, made = max((most, made), step.most_alive(shards["gradients"], held=held))
+        stretches, gathered_weights = trace(settings, config, work, choice)
+        most, made = max((most, made), most_alive(stretches, shards["gradients"], held=held))
+        counted = True
     except MISFITS as error:
         logger.warning(
             "memory: %s does not run without data (%s: %.200s), so activations are not counted",
             type(config).__name__, type(error).__name__, error,
         )  # fmt: skip
     activations = most - made
-    if shards["weights"] > 1 and step is not None:
-        activations += step.gathered_weights
+    if shards["weights"] > 1:
+        activations += gathered_weights
     if work.device != "cpu" or work.attention is None:  # a GPU, or a dry run for one
         activations += WORKSPACE_BYTES
     if ddp and accumulates:
         made += gradients  # the first micro-batches' lie beside the buckets
     weights, states = weights // shards["weights"], states // shards["optimizer"]
-    return MemoryEstimate(weights, made, states, activations, counted=step is not None)
+    return MemoryEstimate(weights, made, states, activations, counted)
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype) -> float:

@@ -74,40 +74,31 @@ class Stretch:
         return self.change.total()
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """The stretches of a step in order.
+def most_alive(stretches: Sequence[Stretch], shards: int, *, held: int) -> tuple[int, int]:
+    """Return the most bytes beside weights and optimizer, and the layers' gradients of them.
 
-    `gathered_weights` are those of two layers and of what is in none: whole on each rank, where a
-    strategy gathers weights.
+    A layer's gradients are cut into `shards` when its backward pass ends. `held` are the bytes of
+    gradients that an earlier micro-batch of the step left, to which those of this one are added; 0
+    where there was none.
     """
-
-    stretches: Sequence[Stretch]
-    gathered_weights: int
-
-    def most_alive(self, shards: int, *, held: int) -> tuple[int, int]:
-        """Return the most bytes beside weights and optimizer, and the layers' gradients of them.
-
-        A layer's gradients are cut into `shards` when its backward pass ends. `held` are the bytes
-        of gradients that an earlier micro-batch of the step left, to which those of this one are
-        added; 0 where there was none.
-        """
-        alive = most = made = of_most = held
-        for stretch in self.stretches:
-            if alive + stretch.peak > most:
-                most, of_most = alive + stretch.peak, made
-            kept = 0 if held else stretch.gradients // shards
-            alive += stretch.live - stretch.gradients + kept
-            made += kept
-        return most, of_most
+    alive = most = made = of_most = held
+    for stretch in stretches:
+        if alive + stretch.peak > most:
+            most, of_most = alive + stretch.peak, made
+        kept = 0 if held else stretch.gradients // shards
+        alive += stretch.live - stretch.gradients + kept
+        made += kept
+    return most, of_most
 
 
 def trace(
     settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
-) -> StepTrace:
+) -> tuple[list[Stretch], int]:
     """Count a step's memory with this activation checkpointing; nothing is computed.
 
-    Raises what the architecture raises where it cannot run without data (MISFITS).
+    Returns the stretches of a step in order, and the bytes of the weights of two layers and of what
+    is in none: whole on each rank, where a strategy gathers weights. Raises what the architecture
+    raises where it cannot run without data (MISFITS).
     """
     # Where layers are computed again the checkpoint says what is kept, compiled or not.
     if work.compiled and choice == "none":
@@ -121,7 +112,7 @@ def trace(
     return _trace(_build(settings, config, work, choice), work, cut=False)
 
 
-def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
+def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch], int]:
     layers = layers_of(model)
     kinds = _kinds(layers)
     # Experts multiply by the operator that transformers has for where torch has none: it takes
@@ -136,7 +127,7 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> StepTrace:
         stretches = _go_through(model, work)
     sizes = [_bytes(layer.parameters()) for layer in layers]
     gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
-    return StepTrace(_all_layers(stretches, kinds), gathered)
+    return _all_layers(stretches, kinds), gathered
 
 
 def _never(*_: Any) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from utils.config.arguments import DataArguments, eval_splits, train_sources
+from utils.config.arguments import eval_splits, train_sources
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
@@ -101,7 +101,17 @@ def load_run_data(
         problems += _tokenizer_problems(dataset, tokenizer, sha256)
     if problems:
         raise ConfigurationError(problems)
-    plans = [_pack(dataset, data, fine_tuning) for dataset in opened]
+    plans = [
+        plan_packing(
+            dataset.lengths,
+            data.sequence_length,
+            data.packing,
+            data.on_overlong if fine_tuning else "split",
+            has_targets=dataset.has_targets if fine_tuning else None,
+            where=str(dataset.path),
+        )
+        for dataset in opened
+    ]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         logger.info("%s: %s", name, packing_line(dataset, plan))
     # A token that the model has: it is not trained on, and no document sees it.
@@ -146,17 +156,6 @@ def _open(directory: str, split: str = "train") -> TokenDataset:
     opened: list[TokenDataset] = []
     on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
     return opened[0] if opened else open_token_dataset(directory, split)
-
-
-def _pack(dataset: TokenDataset, data: DataArguments, fine_tuning: bool) -> PackPlan:
-    return plan_packing(
-        dataset.lengths,
-        data.sequence_length,
-        data.packing,
-        data.on_overlong if fine_tuning else "split",
-        has_targets=dataset.has_targets if fine_tuning else None,
-        where=str(dataset.path),
-    )
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:

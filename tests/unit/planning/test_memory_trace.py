@@ -12,11 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from utils.config.settings import parse_fine_tuning
 from utils.model.compilation import CHOICES
 from utils.planning import memory_trace
-from utils.planning.memory_trace import LiveBytes, StepTrace, Stretch, cut_as_compiled, trace
+from utils.planning.memory_trace import LiveBytes, Stretch, cut_as_compiled, most_alive, trace
 
 
 def most(config, choice, **changes) -> int:
-    return trace(settings(), config, work(**changes), choice).most_alive(1, held=0)[0]
+    stretches, _ = trace(settings(), config, work(**changes), choice)
+    return most_alive(stretches, 1, held=0)[0]
 
 
 def peak_by_torch(model, given) -> int:
@@ -55,7 +56,7 @@ def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
 def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):
     found = [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES]
     assert found == sorted(found, reverse=True)
-    stretches = trace(settings(), LLAMA, work(), "full").stretches
+    stretches, _ = trace(settings(), LLAMA, work(), "full")
     kept = next(each.live for each in stretches if each.name == "forward 0")
     assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
     monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
@@ -116,7 +117,7 @@ def test_the_cut_keeps_what_a_compiled_layer_keeps():
 def test_adapters_leave_out_the_gradients_of_frozen_weights():
     lora = settings(parse_fine_tuning, model_config="", model_name_or_path="m", use_peft="true")
     adapted, whole = (
-        sum(each.gradients for each in trace(given, LLAMA, work(), "none").stretches)
+        sum(each.gradients for each in trace(given, LLAMA, work(), "none")[0])
         for given in (lora, settings())
     )
     assert 0 < 10 * adapted < whole
@@ -126,6 +127,5 @@ def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
     stretches = [Stretch("forward 0", peak=10), Stretch("backward 0", gradients=6, peak=5)]
     stretches[0].change["forward 0"] = 8
     stretches[1].change |= {"forward 0": -8, "backward 0": 6}
-    step = StepTrace(stretches, 0)
-    assert step.most_alive(1, held=0) == (13, 0)
-    assert step.most_alive(1, held=6) == (19, 6)
+    assert most_alive(stretches, 1, held=0) == (13, 0)
+    assert most_alive(stretches, 1, held=6) == (19, 6)
