@@ -63,9 +63,12 @@ def check_ranks(monkeypatch):
     return check_all
 
 
-def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(tmp_path, check_ranks, caplog):
+def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(
+    tmp_path, check_ranks, caplog, monkeypatch
+):
     """As with NFS one of them sees the directory late."""
     caplog.set_level("INFO")
+    monkeypatch.setattr(preflight, "_append", append := mock.Mock(wraps=preflight._append))
     run, link = tmp_path / "runs" / "x", tmp_path / "link"
     threading.Timer(0.2, lambda: link.symlink_to(run)).start()
     assert check_ranks(("n1", run), ("n1", run), ("n2", link), ("n2", run)) == []
@@ -73,6 +76,7 @@ def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(tmp_path, che
     assert line.startswith(f"preflight: 2 host(s), 4 rank(s) can write to {run}, ")
     assert line.endswith("GiB free (1 more checkpoint(s) needed)")
     assert caplog.messages == [line]
+    assert append.call_count == 1 + 2, "rank 0 makes the file, each host writes to it"
     assert list(run.iterdir()) == []
 
 
