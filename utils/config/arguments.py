@@ -5,22 +5,17 @@ Also here: what `DIR=weight`, `NAME=DIR` and `global_batch_size` mean.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
-from utils.config.unknown_names import (
-    REFUSED_FINE_TUNING_SETTINGS,
-    REFUSED_MODEL_SETTINGS,
-    REFUSED_TRAINING_SETTINGS,
-)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -55,9 +50,10 @@ class RunArguments:
     async_save: bool = setting(
         False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
     )
-    optim_states: Literal["float32", "bfloat16", "int8"] | None = setting(
+    optim_states: str | None = setting(
         None,
         "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: as the weights are",
+        choices=("float32", "bfloat16", "int8"),
     )
     stochastic_rounding: bool = setting(
         False,
@@ -79,12 +75,15 @@ class DataArguments:
     eval_data: list[str] = setting(
         [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
     )
-    packing: Literal["best_fit", "concat", "none"] = setting(
+    packing: str = setting(
         "best_fit",
         "best_fit keeps documents whole, concat puts them end to end, none: a sequence for each",
+        choices=("best_fit", "concat", "none"),
     )
-    on_overlong: Literal["error", "truncate", "drop"] = setting(
-        "error", "fine-tuning: what to do with a document longer than sequence_length"
+    on_overlong: str = setting(
+        "error",
+        "fine-tuning: what to do with a document longer than sequence_length",
+        choices=("error", "truncate", "drop"),
     )
     tokenizer_name_or_path: str | None = setting(
         None, "tokenizer directory; null: the one beside the training data, else the model's own"
@@ -96,7 +95,6 @@ class ModelArguments(ModelConfig):
     """TRL's names for models and LoRA; from scratch with `model_config`."""
 
     _argument_group_name = "model"
-    refused_settings: ClassVar[Mapping[str, str]] = REFUSED_MODEL_SETTINGS
 
     model_name_or_path: str | None = setting(
         None, "model directory or Hub name whose weights to start from"
@@ -190,7 +188,6 @@ class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc]
     """transformers' TrainingArguments with the defaults above."""
 
     _argument_group_name = "training (transformers.TrainingArguments)"
-    refused_settings: ClassVar[Mapping[str, str]] = REFUSED_TRAINING_SETTINGS
 
 
 @dataclass
@@ -198,7 +195,6 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
     """TRL's SFTConfig with the defaults above, for data that is tokenized and packed already."""
 
     _argument_group_name = "training (trl.SFTConfig)"
-    refused_settings: ClassVar[Mapping[str, str]] = REFUSED_FINE_TUNING_SETTINGS
 
     # TRL would turn it on, which costs 20 % of the speed.
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'

@@ -20,7 +20,7 @@ from utils.config.declarations import (
     shown,
 )
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import EXTENDS, read_recipes
+from utils.config.recipes import read_recipes
 from utils.config.unknown_names import unknown_name
 
 CONFIG_FLAG = "config"
@@ -60,13 +60,10 @@ def read_settings(
     problems += recipe_problems
     complete = not problems  # or a file or word is missing that may have said more
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
-    refused: dict[str, str] = {}
-    for owner in argument_classes:
-        refused |= getattr(owner, "refused_settings", {})
     values = SettingValues(declared, {})
     for name, entry in entries.items():
         try:
-            values.given[name] = _checked(name, entry, declared, refused)
+            values.given[name] = _checked(name, entry, declared)
         except ValueError as error:
             problems.append(str(error))
             values.unusable.add(name)
@@ -90,23 +87,17 @@ def check_required(values: SettingValues) -> Iterator[str]:
             yield f"{name} is required: {declaration.help}"
 
 
-def _checked(
-    name: str, entry: Given, declared: Mapping[str, Declaration], refused: Mapping[str, str]
-) -> Given:
+def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Given:
     """Return what was given with a value of the setting's type; raise ValueError with the fault."""
     is_flag = entry.rank == FLAGS_RANK
     written, place = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
-    if name in declared:
-        try:
-            value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-            return replace(entry, value=checked_value(declared[name], value))
-        except ValueError as error:
-            raise ValueError(f"{place}{written}: {error}") from error
-    if name in refused:
-        raise ValueError(f"{place}{written} cannot be set here: {refused[name]}")
-    if name == CONFIG_FLAG:
-        raise ValueError(f"{place}a recipe names others with {EXTENDS}")
-    raise ValueError(place + unknown_name(written, [*declared, CONFIG_FLAG]))
+    if name not in declared:
+        raise ValueError(place + unknown_name(written, [*declared, CONFIG_FLAG]))
+    try:
+        value = value_of_words(declared[name], entry.value) if is_flag else entry.value
+        return replace(entry, value=checked_value(declared[name], value))
+    except ValueError as error:
+        raise ValueError(f"{place}{written}: {error}") from error
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -1,5 +1,6 @@
 """Settings as argument classes declare them, and their values with where each came from."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from utils.config.errors import ConfigurationError
+from utils.config.unknown_names import REFUSED
 
 # Defaults that mean "nothing": null says the same.
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
@@ -27,51 +29,20 @@ class UnusableSettingError(LookupError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """One setting: a field of one argument class; types: the members of its hint `int | None`."""
+    """One setting: a field of one argument class.
+
+    types: the members of its hint `int | None`; origins: the same, `list[str]` as list.
+    choices: the values allowed besides null; None: any of the types. default: None where required.
+    """
 
     name: str
     owner: type
     types: tuple[Any, ...]
-    field: dataclasses.Field
-
-    @property
-    def required(self) -> bool:
-        """Whether the user has to give it."""
-        missing = dataclasses.MISSING
-        return self.field.default is missing and self.field.default_factory is missing
-
-    @property
-    def default(self) -> Any:
-        """The declared default (a fresh one where it is mutable); None where it is required."""
-        if self.field.default_factory is not dataclasses.MISSING:
-            return self.field.default_factory()
-        default = None if self.required else self.field.default
-        return default.value if isinstance(default, Enum) else default
-
-    @property
-    def help(self) -> str:
-        """The help text, with the doubled percent signs of the libraries undone."""
-        return str(self.field.metadata.get("help", "see --help")).replace("%%", "%")
-
-    @property
-    def origins(self) -> list[Any]:
-        """The types that a value may have, `list[str]` as list."""
-        return [get_origin(each) or each for each in self.types]
-
-    @property
-    def choices(self) -> tuple[Any, ...] | None:
-        """The values allowed besides null, None when any value of the type is.
-
-        `SomeEnum | str`, as transformers writes it, means the values of the enum.
-        """
-        if "choices" in self.field.metadata:
-            return tuple(self.field.metadata["choices"])
-        for member in self.types:
-            if isinstance(member, type) and issubclass(member, Enum):
-                return tuple(item.value for item in member)
-        if set(self.origins) <= {Literal, NoneType}:
-            return tuple(choice for member in self.types for choice in get_args(member))
-        return None
+    origins: list[Any]
+    choices: tuple[Any, ...] | None
+    required: bool
+    default: Any
+    help: str
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
@@ -85,18 +56,35 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
     """Return every setting the user may give, by name, in the order of the classes' fields.
 
-    An argument class lists in its class variable `refused_settings` the inherited ones that keep
-    their defaults, each with the reason.
+    Inherited fields in REFUSED keep their defaults; of two classes the first declares a setting.
     """
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
-        refused = getattr(owner, "refused_settings", {})
         hints = get_type_hints(owner)
         for each in dataclasses.fields(owner):
-            if each.init and each.name not in refused:
-                types = _members(hints[each.name])
-                declared[each.name] = Declaration(each.name, owner, types, each)
+            if each.init and each.name not in REFUSED and each.name not in declared:
+                declared[each.name] = _declaration(owner, hints[each.name], each)
     return declared
+
+
+def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration:
+    types, missing = _members(hint), dataclasses.MISSING
+    has_factory = each.default_factory is not missing
+    default = each.default_factory() if has_factory else each.default  # type: ignore[misc] # ditto
+    choices = each.metadata.get("choices")
+    for member in types:  # `SomeEnum | str`, as transformers writes it, means the enum's values
+        if isinstance(member, type) and issubclass(member, Enum):
+            choices = tuple(item.value for item in member)
+    return Declaration(
+        name=each.name,
+        owner=owner,
+        types=types,
+        origins=[get_origin(member) or member for member in types],
+        choices=choices,
+        required=default is missing,
+        default=None if default is missing else getattr(default, "value", default),
+        help=str(each.metadata.get("help", "see --help")).replace("%%", "%"),  # as argparse wants
+    )
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -184,7 +172,9 @@ class SettingValues(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.unusable:
             raise UnusableSettingError(name)
-        return self.given[name].value if name in self.given else self.declared[name].default
+        if name in self.given:
+            return self.given[name].value
+        return copy.copy(self.declared[name].default)  # a list of its own
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.declared)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -82,14 +82,6 @@ LORA = (
 )
 
 
-class Rule(NamedTuple):
-    """While the value of `cause` is as `applies` says, the settings in `moot` have no effect."""
-
-    cause: str
-    applies: Callable[[Any], bool]
-    moot: str
-
-
 def _is(*words: object) -> Callable[[Any], bool]:
     return lambda value: value in words
 
@@ -100,36 +92,35 @@ def _is_not(*words: object) -> Callable[[Any], bool]:
 
 _is_given = _is_not(None, [], "")
 
-RULES = (
+# While the value of the first setting is as the second says, those of the third have no effect.
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     # When to evaluate, save and log.
-    Rule("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
-    Rule("eval_strategy", _is("no"), f"eval_data eval_steps eval_on_start {BEST_MODEL}"),
-    Rule("eval_strategy", _is("epoch"), "eval_steps"),
-    Rule("save_strategy", _is("no"), "save_steps save_minutes save_best"),
-    Rule("save_strategy", _is("epoch"), "save_steps"),
-    Rule("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
+    ("eval_strategy", _is("no"), f"eval_data eval_steps eval_on_start {BEST_MODEL}"),
+    ("eval_strategy", _is("epoch"), "eval_steps"),
+    ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
+    ("save_strategy", _is("epoch"), "save_steps"),
+    ("logging_strategy", _is("no", "epoch"), "logging_steps"),
     # Where the weights come from; a model_config with init_from changes positions and the like.
-    Rule("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
-    Rule("init_from", _is_given, "model_name_or_path model_revision"),
-    Rule("init_from", _is(None), "init_optimizer"),
-    Rule("model_config", _is_given, "model_name_or_path model_revision"),
-    Rule("use_peft", _is(False), LORA),
-    Rule("use_peft", _is(True), "stochastic_rounding init_optimizer"),
+    ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
+    ("init_from", _is_given, "model_name_or_path model_revision"),
+    ("init_from", _is(None), "init_optimizer"),
+    ("model_config", _is_given, "model_name_or_path model_revision"),
+    ("use_peft", _is(False), LORA),
+    ("use_peft", _is(True), "stochastic_rounding init_optimizer"),
     # In which types it is computed.
-    Rule("bf16", _is(True), "fp16 stochastic_rounding"),
-    Rule("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
-    Rule("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
-    Rule("stochastic_rounding", _is(True), "bf16 optim_args"),
-    Rule("use_cpu", _is(True), "tf32"),
-    Rule("optim", _is_not("adamw_torch", "adamw_torch_fused"), "optim_states stochastic_rounding"),
-    Rule("optim_states", _is_given, "optim_args"),
-    Rule("lr_scheduler_type", _is("constant"), "warmup_steps"),
+    ("bf16", _is(True), "fp16 stochastic_rounding"),
+    ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
+    ("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
+    ("stochastic_rounding", _is(True), "bf16 optim_args"),
+    ("use_cpu", _is(True), "tf32"),
+    ("optim", _is_not("adamw_torch", "adamw_torch_fused"), "optim_states stochastic_rounding"),
+    ("optim_states", _is_given, "optim_args"),
+    ("lr_scheduler_type", _is("constant"), "warmup_steps"),
     # What is computed again in the backward pass.
-    Rule("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
-    Rule("activation_checkpointing", _is("auto"), "activation_offloading"),
-    Rule(
-        "dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"
-    ),
+    ("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
+    ("activation_checkpointing", _is("auto"), "activation_offloading"),
+    ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
 
 
@@ -163,10 +154,10 @@ def leave_out_overruled(values: SettingValues) -> None:
     Flags are stronger than recipes, later recipes than earlier ones.
     """
     rank = values.rank
-    for rule in RULES:
-        for name in _moot(rule, values):
-            if 0 < rank(name) < rank(rule.cause):
-                _leave_out(values, name, rule.cause)
+    for cause, applies, names in RULES:
+        for name in _moot(values, cause, applies, names):
+            if 0 < rank(name) < rank(cause):
+                _leave_out(values, name, cause)
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < rank(keywords) < rank(schedule)
     if is_overruled and schedule_fault(values[schedule], values[keywords]):
@@ -179,19 +170,21 @@ def check_effects(values: SettingValues) -> Iterator[str]:
     Of two settings that exclude each other one is named.
     """
     refused: set[str] = set()
-    for rule in RULES:
-        if rule.cause not in refused:
+    for cause, applies, names in RULES:
+        for name in _moot(values, cause, applies, names):
             # What is off or null has no effect anyway.
-            moot = [name for name in _moot(rule, values) if values[name] and name not in refused]
-            yield from (_no_effect(values, name, rule.cause) for name in moot)
-            refused.update(moot)
+            if values[name] and not refused & {cause, name}:
+                refused.add(name)
+                yield _no_effect(values, name, cause)
 
 
-def _moot(rule: Rule, values: SettingValues) -> list[str]:
+def _moot(
+    values: SettingValues, cause: str, applies: Callable[[Any], bool], names: str
+) -> list[str]:
     """Return the settings that somebody changed and a rule makes moot."""
     with suppress(UnusableSettingError):  # a fault above says why
-        if rule.applies(values[rule.cause]):
-            return [name for name in rule.moot.split() if values.changed(name)]
+        if applies(values[cause]):
+            return [name for name in names.split() if values.changed(name)]
     return []
 
 

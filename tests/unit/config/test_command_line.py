@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import pytest
 
@@ -21,14 +20,12 @@ class First:
 
 @dataclass
 class Second:
-    refused_settings: ClassVar[dict[str, str]] = {"old": "set kind instead"}
-
-    kind: Literal["plain", "none"] = field(default="plain", metadata={"help": "which"})
+    kind: str = field(default="plain", metadata={"help": "which", "choices": ("plain", "none")})
     name: str | None = field(default=None, metadata={"help": "what to call it"})
     options: dict | str | None = field(default=None, metadata={"help": "keywords"})
     reports: str | list[str] | None = None
     items: list[str] = field(default_factory=list)
-    old: int = 1
+    use_cache: bool = True
 
 
 CLASSES = (First, Second)
@@ -90,11 +87,11 @@ def test_flags_win_over_recipes_and_later_recipes_over_earlier_ones(recipe):
 
 
 def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
-    path = recipe("learning_rte: 1\nseed: true\nloud: 1\nkind: fancy\nconfig: x\nold: 3\n"
+    path = recipe("learning_rte: 1\nseed: true\nloud: 1\nkind: fancy\nconfig: x\nuse_cache: 3\n"
                   "items: [1]\n")  # fmt: skip
     assert problems_of(
         "stray", "--config", path, "gone.yaml", "--learning_rate", "fast", "--sed", "3",
-        "--options", "[1]", "--limit", "1", "2", "--old", "1", "--zzz", "1", "--name",
+        "--options", "[1]", "--limit", "1", "2", "--use_cache", "1", "--zzz", "1", "--name",
     ) == [
         "unexpected argument 'stray': give it as --NAME VALUE",
         "gone.yaml: cannot be read: No such file or directory",
@@ -102,8 +99,8 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         f"{path}:2: seed: expected an integer, got true",
         f"{path}:3: loud: expected true or false, got 1",
         f'{path}:4: kind: expected one of plain, none; got "fancy"',
-        f"{path}:5: a recipe names others with extends",
-        "--old cannot be set here: set kind instead",
+        f"{path}:5: unknown setting config: a recipe names others with extends",
+        "--use_cache cannot be set here: with a cache, packed documents would attend to each other",
         f"{path}:7: items: expected a list, got [1]",
         '--learning_rate: expected a number, got "fast"',
         "unknown setting --sed: did you mean --seed?",

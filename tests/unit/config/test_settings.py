@@ -92,7 +92,7 @@ def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started):
         values = started(recipe, *flag.split())
         assert name in moot(values)
         assert not values.changed(name)
-    assert {name for rule in RULES for name in (rule.cause, *rule.moot.split())} <= values.keys()
+    assert {name for cause, _, moot in RULES for name in (cause, *moot.split())} <= values.keys()
 
 
 def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(started, tmp_path):

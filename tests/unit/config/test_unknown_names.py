@@ -16,13 +16,8 @@ from utils.config.arguments import (
 from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
-from utils.config.unknown_names import (
-    OTHER_NAMES,
-    REFUSED_FINE_TUNING_SETTINGS,
-    REFUSED_MODEL_SETTINGS,
-    REFUSED_TRAINING_SETTINGS,
-    unknown_name,
-)
+from utils.config.preparation import PreparationArguments
+from utils.config.unknown_names import OTHER_NAMES, REFUSED, unknown_name
 
 CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
 KNOWN = declared_settings(CLASSES)
@@ -39,7 +34,6 @@ def test_what_was_meant_is_named():
     }.items():
         assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", KNOWN)
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
-    assert "here it is --sources" in unknown_name("--dataset_name", preparation)
     assert "--help lists all" in unknown_name("--lr", preparation)
 
 
@@ -48,31 +42,25 @@ def names(argument_class):
 
 
 def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries():
-    # trust_remote_code is SFTConfig's alone among the training settings.
-    assert REFUSED_TRAINING_SETTINGS.keys() - names(TrainingArguments) == {"trust_remote_code"}
-    assert REFUSED_FINE_TUNING_SETTINGS.keys() <= names(SFTConfig)
-    assert REFUSED_MODEL_SETTINGS.keys() <= names(ModelConfig)
+    assert REFUSED.keys() <= names(SFTConfig) | names(ModelConfig)
     own = {"compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"}
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
-    added = names(SFTConfig) - names(TrainingArguments) - REFUSED_FINE_TUNING_SETTINGS.keys()
+    added = names(SFTConfig) - names(TrainingArguments) - REFUSED.keys() - {"packing"}  # is ours
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
+    assert KNOWN["packing"].owner is DataArguments
     assert not [name for name in KNOWN if "token" in name and "tokenizer" not in name]
-    declared = [name for owner in CLASSES for name in declared_settings([owner])]
-    assert len(declared) == len(set(declared)), "two classes declare one setting"
+    assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
     ours = {answer for answer in OTHER_NAMES.values() if answer.isidentifier()}
     assert ours <= KNOWN.keys()
-    assert not OTHER_NAMES.keys() & KNOWN.keys()
+    assert not OTHER_NAMES.keys() & (KNOWN.keys() | REFUSED.keys())
 
 
 def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
-    # fine-tuning has a --packing of ours in place of TRL's
-    refused = REFUSED_FINE_TUNING_SETTINGS | REFUSED_MODEL_SETTINGS
-    refused.pop("packing")
     path = tmp_path / "all.yaml"
-    path.write_text("".join(f"{name}: 1\n" for name in refused))
+    path.write_text("".join(f"{name}: 1\n" for name in REFUSED))
     with pytest.raises(ConfigurationError) as caught:
         read_settings(CLASSES, ["--config", str(path)])
-    for line, (name, reason) in enumerate(refused.items(), 1):
+    for line, (name, reason) in enumerate(REFUSED.items(), 1):
         assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems
