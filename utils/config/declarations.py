@@ -69,8 +69,9 @@ def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration
 
 def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration:
     types, missing = _members(hint), dataclasses.MISSING
-    has_factory = each.default_factory is not missing
-    default = each.default_factory() if has_factory else each.default  # type: ignore[misc] # ditto
+    default = each.default
+    if each.default_factory is not missing:
+        default = each.default_factory()
     choices = each.metadata.get("choices")
     for member in types:  # `SomeEnum | str`, as transformers writes it, means the enum's values
         if isinstance(member, type) and issubclass(member, Enum):
