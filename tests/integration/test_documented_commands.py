@@ -77,4 +77,3 @@ def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tm
     )
     shown = capsys.readouterr().out
     assert "4 sequences x 64 tokens x 1 rank x 8 accumulation" in shown
-    assert "settled on the compute node, on where a GPU trains" in shown

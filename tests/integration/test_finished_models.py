@@ -48,7 +48,7 @@ def _contents(directory):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 def test_a_published_model_comes_back_as_it_was_published(
-    adapted, published, fine_tuning, tmp_path, capsys
+    adapted, published, fine_tuning, tmp_path
 ):
     run = tmp_path / "run"
     lora = {"use_peft": "true", "lora_r": 2, "lora_target_modules": "all-linear"}
@@ -60,10 +60,9 @@ def test_a_published_model_comes_back_as_it_was_published(
     finally:
         os.umask(old)
     final = run / "final"
-    assert "final/ gets them with do_sample: true" in capsys.readouterr().out
     saved = json.loads((final / "generation_config.json").read_text())
     saved.pop("transformers_version")
-    expected = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [7, 8, 0], "do_sample": True}
+    expected = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [7, 8, 0]}
     assert saved == expected
     assert set(_types(final).values()) == {"BF16"}
     assert _types(final).keys() == _types(published).keys()

@@ -230,7 +230,7 @@ def test_the_weights_under_adapters_stay_those_of_the_first_start(
     save_file(halved, stage / "final" / "model.safetensors", metadata={"format": "pt"})
     capsys.readouterr()
     sft_train.main(argv)
-    assert f"weights: from {stage}/checkpoint-6, step 6 of run" in capsys.readouterr().out
+    assert f"weights: from {stage}/checkpoint-6" in capsys.readouterr().out
     assert finished(run) == uninterrupted
     shutil.rmtree(run / "final")
     shutil.rmtree(stage / "checkpoint-6")

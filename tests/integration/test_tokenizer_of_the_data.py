@@ -120,7 +120,7 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
     assert "train without --tokenizer_name_or_path" in said
 
 
-def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, capsys):
+def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path):
     """Gemma 3 1B: 262,145 tokens, 262,144 rows."""
     small = tmp_path / "base"
     model = AutoModelForCausalLM.from_pretrained(models / "base")
@@ -132,8 +132,7 @@ def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path, c
         tokenizer.save_pretrained(place)
     data = prepare(models, tmp_path / "data", tokenizer_name_or_path=tmp_path / "chat")
     settings = {"model_name_or_path": small, "packing": "none", "dry_run": "true"}
-    sft_train.main(argv(models, data, tmp_path / "run", **settings))
-    assert "the tokenizer has 301 tokens, the model 300" in capsys.readouterr().out
+    assert sft_train.main(argv(models, data, tmp_path / "run", **settings)) == 0
     pair = {"instruction": "<image_soft_token>", "output": "is 1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(pair))
     changes = {"tokenizer_name_or_path": tmp_path / "chat", "sources": tmp_path / "rows.jsonl"}

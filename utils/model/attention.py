@@ -68,38 +68,43 @@ def choose_isolated_attention(
     dtype: torch.dtype,
     *,
     whole_rows: bool,
-) -> tuple[AttentionChoice, int]:
+) -> AttentionChoice:
     """Choose the attention and prove, on `device`, that documents do not see each other.
 
-    The arguments are those of `choose_attention`. Also returns how many documents were perturbed.
-    Where packed batches leak, plain ones are tried if each sequence holds one document
-    (`whole_rows`: padding lies behind it, where no token sees it), else, by default, block masks.
-    Raises ConfigurationError with what to set.
+    The arguments are those of `choose_attention`. Raises ConfigurationError with what to set.
     """
-    choice = choose_attention(requested, model_config, device.type, dtype, whole_rows)
-    if is_recurrent(model_config):
-        choice = replace(choice, batches="flat")
-    try:
-        return choice, check_isolation(model_config, choice, device, dtype)
-    except ConfigurationError as error:
-        refusal = error
-    automatic, sdpa = requested in (None, "auto"), _sdpa_computes(model_config)
-    if whole_rows:
-        name = choice.name
+    refusals = []
+    for choice in _choices(requested, model_config, device.type, dtype, whole_rows):
+        try:
+            check_isolation(model_config, choice, device, dtype)
+        except ConfigurationError as error:
+            refusals.append(error)
+        else:
+            return choice
+    raise refusals[0]  # it says more
+
+
+def _choices(
+    requested: str | None, config: PretrainedConfig, device: str, dtype: torch.dtype, whole: bool
+) -> Iterator[AttentionChoice]:
+    """Yield the attention, and what is tried where packed batches leak with it.
+
+    Those are plain batches if each sequence is one document (`whole`: padding lies behind it, where
+    no token sees it), else, by default, block masks.
+    """
+    first = choose_attention(requested, config, device, dtype, whole)
+    yield replace(first, batches="flat") if is_recurrent(config) else first
+    automatic, sdpa = requested in (None, "auto"), _sdpa_computes(config)
+    if whole:
+        name = first.name
         if automatic or name == NAME:
             name = "sdpa" if sdpa else "eager"
         reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
-        other = AttentionChoice(name, name, reason, batches="plain")
-    elif automatic and choice.name == NAME and sdpa:
-        model_class = causal_lm_class(model_config).__name__
+        yield AttentionChoice(name, name, reason, batches="plain")
+    elif automatic and first.name == NAME and sdpa:
+        model_class = causal_lm_class(config).__name__
         reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
-        other = AttentionChoice("sdpa", "sdpa", reason)
-    else:
-        raise refusal
-    try:
-        return other, check_isolation(model_config, other, device, dtype)
-    except ConfigurationError:
-        raise refusal from None  # it says more
+        yield AttentionChoice("sdpa", "sdpa", reason)
 
 
 def choose_attention(
@@ -202,15 +207,14 @@ def check_isolation(
     choice: AttentionChoice,
     device: torch.device,
     dtype: torch.dtype,
-) -> int:
-    """Prove that no document changes another's logits, bit for bit; return how many were tried.
+) -> None:
+    """Prove that no document changes another's logits, bit for bit.
 
-    Builds a small random model of the user's architecture (`model_config` as training will use it,
-    `use_cache` included) on `device` in `dtype`, the type that training computes in, and perturbs
-    each document of a batch in turn. Then, where the attention also runs on the CPU, compares the
-    logits with those of each document alone under eager attention, in fp32 and with windows cut
-    short. A kernel for sequences of one document is tried on those as well. Random generators stay
-    as they were. Raises ConfigurationError on a leak or a difference.
+    Builds a small random model of the user's architecture (`model_config` as training will use it)
+    on `device` in `dtype`, the type that training computes in, and perturbs each document of a
+    batch in turn. Where the attention also runs on the CPU, compares the logits with those of each
+    document alone under eager attention, in fp32 and with windows cut short. A kernel for sequences
+    of one document is tried on those as well. Raises ConfigurationError on a leak or a difference.
     """
     config = probe_config(model_config)
     model = build_probe_model(config, choice.name, device, dtype)
@@ -225,7 +229,6 @@ def check_isolation(
         _check_leaks(model, batch, rows, choice.batches)
     if choice.name in RUN_ON_CPU:
         _check_equivalence(config, choice, checked[0])
-    return len(list(_segments(checked[0])))
 
 
 def packed_batch(rows: Rows = ROWS) -> dict[str, Any]:
@@ -280,18 +283,18 @@ def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batc
         perturbed[row, start] = VOCABULARY - 1
         logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
         changed = (logits != reference).any(dim=-1)
+        fault = ""
         if not changed[row, start + 1 : stop].any():
-            raise ConfigurationError(
-                f"{which} passes nothing on: a changed token changed no later logits of its own "
-                "document, which proves nothing. Use --attn_implementation sdpa or eager"
-            )
+            fault = "passes nothing on: a changed token changed no later logits of its own document"
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False
         if changed.any():
+            fault = "lets packed documents see each other: a changed token of one changed another's"
+            fault += " logits"
+        if fault:
             other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
             raise ConfigurationError(
-                f"{which} lets packed documents see each other: a changed token of one changed "
-                f"another's logits{other}. To train it, {_way_out(model.config)}"
+                f"{which} {fault}{other}. To train it, {_way_out(model.config)}"
             )
 
 

@@ -67,20 +67,15 @@ def kept(
     What draws random numbers is never kept: the layer's second pass starts from the same random
     state, and has to draw as often as the first.
     """
-    known = operator._schema.name.rpartition("::")[2] in products
+    schema = operator._schema
+    known = schema.name.rpartition("::")[2] in products
     known = known or any(kernel in str(operator) for kernel in _ATTENTION)
-    if not known or operator._schema.is_mutable or _dropout(operator, args, kwargs):
+    if not known or schema.is_mutable:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the share that a call of an attention operator drops."""
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name in _DROPOUT_ARGUMENTS:
-            given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-            return argument.default_value or 0.0 if given is None else given
-    return 0.0
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    drops = any(given.get(name) for name in _DROPOUT_ARGUMENTS)
+    return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
 # Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
@@ -156,30 +151,19 @@ def choose_compilation(
     """
     compiled, why = settings.model.compile, ""
     if compiled is None:
-        compiled, why = _by_default(settings, config, launch, elsewhere)
+        output_dir = Path(str(settings.training.output_dir))
+        starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
+        if starts:
+            compiled, why = bool(starts[-1].get("compiled")), "as in the last start of this run"
+        elif launch.device == "cuda":
+            hindrance = next(filter(None, gathered(_hindrance(config, launch))), None)
+            compiled, why = not hindrance, f"as {hindrance}" if hindrance else "auto"
     if compiled:
         where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
-        hint = "; the compute node needs a C++ compiler" if elsewhere else ""
-        logger.info("compile: %slayer by layer, static shapes, kept in %s%s", why, where, hint)
-    elif why:
-        logger.info("compile: off, %s", why.rstrip(", "))
-    return compiled
-
-
-def _by_default(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
-) -> tuple[bool, str]:
-    """Return whether layers are compiled if nobody says so, and why; no word where nobody asks."""
-    output_dir = Path(str(settings.training.output_dir))
-    starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
-    if starts:
-        return bool(starts[-1].get("compiled")), "as in the last start of this run, "
-    if elsewhere:
-        return False, "but settled on the compute node, on where a GPU trains"
-    if launch.device != "cuda":
-        return False, ""
-    hindrance = next(filter(None, gathered(_hindrance(config, launch))), None)
-    return (True, "auto, ") if hindrance is None else (False, f"as {hindrance}")
+        why = f"{why or 'as requested'}, layer by layer, static shapes, kept in {where}"
+    if why:
+        logger.info("compile: %s%s", "" if compiled else "off, ", why)
+    return bool(compiled)
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:

@@ -1,12 +1,11 @@
 """A model's configuration, read strictly and built, and the tokenizer beside its embedding.
 
-Published files hold more than an architecture takes: names of older versions, notes of other
-libraries, settings of code on the Hub. transformers renames some (`rope_theta`), the model reads
-some that no signature names (`head_dim` of Qwen3-MoE), and the rest has no effect.
+Published files hold more than an architecture takes. transformers renames some of it
+(`rope_theta`), the model reads some that no signature names (`head_dim` of Qwen3-MoE), and the rest
+has no effect.
 
-Training takes the tokenizer and the chat template of its data: they decided what ends a document.
-The model's own may be another one (a base model and its chat sibling) as long as its ids mean the
-same words. Tokens that it lacks get rows of their own in the embedding.
+Training takes the tokenizer of its data. The model's own may be another one (a base model and its
+chat sibling) as long as ids mean the same words. Tokens that it lacks get rows in the embedding.
 """
 
 import contextlib
@@ -60,14 +59,18 @@ LEFT_OUT = ("quantization_config", "use_mtp")
 ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on GPUs
 
 
-def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Return what a model's configuration file holds, JSON or YAML.
 
     Raises ConfigurationError for a file that cannot be read, a key given twice or no model_type.
     """
-    where = f"--{setting} {path}"
+    where = f"the model's configuration {path}"
     try:
-        values = _values(path.read_text(encoding="utf-8"), where)
+        text = path.read_text(encoding="utf-8")
+        try:  # as transformers reads JSON, with tabs and Infinity
+            values = json.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError:
+            values = {name: value for name, (value, _) in load_mapping(text).items()}
     except OSError as error:
         raise ConfigurationError(f"{where} cannot be read: {error.strerror}.") from error
     except (YamlError, UnicodeDecodeError) as error:
@@ -80,19 +83,12 @@ def read_config_file(path: Path, setting: str = "model_config") -> dict[str, Any
     return PreTrainedConfig._decode_special_floats(values)
 
 
-def _values(text: str, where: str) -> Any:
-    """Read JSON as transformers does (with tabs and Infinity), else YAML."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigurationError(f"{where}: {', '.join(repeated)} is given twice.")
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError:
-        return {name: value for name, (value, _) in load_mapping(text).items()}
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raises YamlError for a key that it has twice."""
+    names = [name for name, _ in pairs]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise YamlError(f": {repeated} is given twice")
+    return dict(pairs)
 
 
 def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -129,7 +125,8 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     except UNUSABLE as error:
         raise ConfigurationError(f"--model_config {path}: {first_line(error)}") from error
     unused = _unused(values, config)
-    if unused and any(name in values for name in WRITTEN_BY_LIBRARIES):
+    published = any(name in values for name in WRITTEN_BY_LIBRARIES)
+    if unused and published and "text_config" not in unused:
         logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))
     elif unused:
         raise ConfigurationError(
@@ -170,9 +167,10 @@ def compare_with_model(
 
     Raises ConfigurationError where their ids mean other words.
     """
-    model, own = _own_tokenizer(settings)
-    if own is None or model == directory:
+    own = _own_tokenizer(settings)
+    if own is None or own.name_or_path == directory:
         return
+    model = own.name_or_path
     if foreign := foreign_token(tokenizer, own):
         raise ConfigurationError(
             f"the tokenizer in {directory} has another vocabulary than {model}: {foreign}. Prepare "
@@ -183,14 +181,13 @@ def compare_with_model(
     if chat_template_sha256(tokenizer) != chat_template_sha256(own):
         other.append("another chat template")
     if other:
-        logger.info(
-            "tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, "; ".join(other)
-        )
+        named = "; ".join(other)
+        logger.info("tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, named)
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the model's own tokenizer does not know: no row was trained for them."""
-    _, own = _own_tokenizer(settings)
+    own = _own_tokenizer(settings)
     if own is None:
         return []
     return sorted(set(tokenizer.get_vocab().values()) - set(own.get_vocab().values()))
@@ -199,34 +196,22 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Give the configuration as many tokens as the new ones need; log what tokens have no row.
+    """Give the configuration as many tokens as the new ones need, and log them.
 
-    LoRA trains the new rows in PEFT's own layers, so the loss takes all logits then; raises
-    ConfigurationError where the fused head was asked for. A tokenizer may have more tokens than its
-    model, as published (Gemma 3 1B): the data is refused if it uses them.
+    Of a tokenizer that had more tokens than its model when both were published (Gemma 3 1B) none
+    are new: data that uses them is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
-    if new and settings.model.use_peft:
-        if settings.model.loss_head == "fused":
-            raise ConfigurationError(
-                "--loss_head fused: with LoRA the rows of new tokens are trained in layers that it "
-                "goes past: leave it out."
-            )
-        settings.model.loss_head = "logits"
-    if new:
-        before = text.vocab_size
-        if new[-1] >= before:
-            text.vocab_size = -(-(new[-1] + 1) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
-        logger.info(
-            f"embedding: {len(new)} new tokens ({shown}), {text.vocab_size:,} rows, {before:,} "
-            "before; new ones begin as the mean"
-        )
-    if (known := vocabulary_size(tokenizer)) > text.vocab_size:
-        logger.info(
-            f"vocabulary: the tokenizer has {known:,} tokens, the model {text.vocab_size:,}: data "
-            "that uses the others is refused"
-        )
+    if not new:
+        return
+    before = text.vocab_size
+    if new[-1] >= before:
+        text.vocab_size = -(-(new[-1] + 1) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
+    logger.info(
+        f"embedding: {len(new)} new tokens ({shown}), {text.vocab_size:,} rows, {before:,} before; "
+        "new ones begin as the mean"
+    )
 
 
 @torch.no_grad()
@@ -258,12 +243,10 @@ def _gathered(value: torch.Tensor) -> Any:
     return zero.GatheredParameters([value], modifier_rank=0)
 
 
-def _own_tokenizer(settings: RunSettings) -> tuple[str, PreTrainedTokenizerBase | None]:
-    """Return where the weights come from, and the tokenizer beside them if there is one."""
-    model = settings.model.model_name_or_path
-    if settings.model.init_from is not None:
-        model = stage_tokenizer(settings)
-    return str(model), None if model is None else _load_own(model)
+def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside the weights that the run starts from, if there is one."""
+    model = settings.model.model_name_or_path or stage_tokenizer(settings)
+    return None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)

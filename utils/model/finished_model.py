@@ -4,7 +4,6 @@ Settled in the plan, so that what cannot be saved is found before any weight is 
 """
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +18,45 @@ from utils.data.loader import PackedDataset
 from utils.model.architecture import first_line
 from utils.model.stages import stage_of
 
-# transformers ignores these unless do_sample is true, and refuses to save them then.
-SAMPLING = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-)
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def generation_settings(
-    settings: RunSettings, config: PreTrainedConfig
-) -> tuple[GenerationConfig, str]:
-    """Return how the finished model generates, and what was repaired of it, for the user.
+def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
+    """Return how the model generates: as published, or as transformers derives it.
 
-    As published, or as transformers derives it. It would refuse to save some published settings,
-    after hours of training: sampling flags without do_sample get it, as transformers proposes, and
-    what has no effect is left out. Raises ConfigurationError for what is never valid.
+    Raises ConfigurationError for settings that cannot be read, or are never valid.
     """
-    generation, origin = _published(settings, config)
-    changes = []
-    if generation.do_sample is None and _objections(generation, origin) & SAMPLING:
-        generation.do_sample = True
-        changes.append("do_sample: true")
-    for name in sorted(_objections(generation, origin)):
-        changes.append(f"no {name} (it is {getattr(generation, name)})")
-        setattr(generation, name, getattr(GenerationConfig(), name))
-    _objections(generation, origin, repaired=True)
-    if not changes:
-        return generation, ""
-    return generation, (
-        f"{origin}: transformers refuses to save its generation settings as they are: final/ gets "
-        f"them with {', '.join(changes)}"
-    )
-
-
-def with_stops(generation: GenerationConfig, ends: list[int]) -> GenerationConfig:
-    """Return a copy that stops at these tokens too, which training put at the end of answers."""
-    made = copy.deepcopy(generation)
-    known = made.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
-    if stops := list(dict.fromkeys([*known, *ends])):
-        made.eos_token_id = stops if len(stops) > 1 else stops[0]
-    return made
+    source = str(stage_of(settings) or settings.model.model_name_or_path or "")
+    revision = settings.model.model_revision or "main"
+    try:
+        if source:
+            return GenerationConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, TypeError) as error:
+        if not isinstance(error, OSError) or (Path(source) / GENERATION_CONFIG_NAME).is_file():
+            raise ConfigurationError(
+                f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({first_line(error)}): "
+                "mend it or delete it."
+            ) from error
+    config = copy.deepcopy(config)
+    config.use_cache = True  # off while training on packed documents, which says nothing
+    return GenerationConfig.from_model_config(config)
 
 
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset
 ) -> GenerationConfig | None:
-    """Return the settings of a model that stops where this data taught it to."""
+    """Return the settings of a model that stops where this data taught it to, too."""
     if not model.can_generate():
         return None
+    made = copy.deepcopy(model.generation_config)
+    known = made.eos_token_id if isinstance(made.eos_token_id, list) else [made.eos_token_id]
     turns = [each.description.preparation.get("end_of_turn_token_id") for each in data.datasets]
-    ends = [tokenizer.eos_token_id, *turns]
-    return with_stops(model.generation_config, [end for end in ends if end is not None])
+    ends = dict.fromkeys([*known, tokenizer.eos_token_id, *turns])
+    if stops := [end for end in ends if end is not None]:
+        made.eos_token_id = stops if len(stops) > 1 else stops[0]
+    # transformers saves odd settings (a temperature without do_sample) if they are as loaded.
+    made._original_object_hash = hash(made)
+    return made
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
@@ -103,39 +89,3 @@ def saved_dtype(
 def name_of(dtype: torch.dtype) -> str:
     """Return the name that settings and config.json have for a type: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _published(settings: RunSettings, config: PreTrainedConfig) -> tuple[GenerationConfig, str]:
-    """Return the settings that came with the weights, else those of a configuration, and whose."""
-    model = settings.model
-    source = str(stage_of(settings)) if model.init_from is not None else model.model_name_or_path
-    config = copy.deepcopy(config)
-    config.use_cache = True  # off while training on packed documents, which says nothing
-    derived = GenerationConfig.from_model_config(config), config.model_type
-    if source is None or (model.model_config is not None and model.init_from is None):
-        return derived
-    revision = model.model_revision or "main"
-    try:
-        return GenerationConfig.from_pretrained(source, revision=revision), source
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, OSError) and not (Path(source) / GENERATION_CONFIG_NAME).is_file():
-            return derived
-        raise ConfigurationError(
-            f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({first_line(error)}): mend "
-            "it or delete it."
-        ) from error
-
-
-def _objections(generation: GenerationConfig, origin: str, repaired: bool = False) -> set[str]:
-    """Return the settings that cannot be saved beside others; raises for what stays invalid."""
-    try:
-        generation.validate(strict=True)
-    except ValueError as error:
-        named = set(re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE))
-        if named and not repaired:
-            return named
-        raise ConfigurationError(
-            f"{origin}: transformers cannot save its generation settings ({first_line(error)}): "
-            f"mend or delete its {GENERATION_CONFIG_NAME}."
-        ) from error
-    return set()

@@ -1,13 +1,11 @@
 """The loss of a model: its last layer with the cross-entropy, and the experts' term apart.
 
-transformers computes the load-balancing loss of experts of a micro-batch: E * sum over experts e of
-f_e * p_e, f_e being the assignments to e per token and p_e the mean router probability of e, over
-the tokens of all layers (Switch Transformer, arXiv 2101.03961, equations 4 to 6). That is no mean
-over tokens: micro-batches do not add up to their global batch. With the assignments of the whole
-global batch, which have no gradient, the rest is a sum over tokens: any layout gives the same.
+The load-balancing loss of experts is E * sum over experts e of f_e * p_e, f_e being the assignments
+to e per token and p_e the mean router probability of e, over the tokens of all layers (Switch
+Transformer, arXiv 2101.03961, equations 4 to 6). That is no mean over tokens. With the assignments
+of the whole global batch, which have no gradient, the rest is a sum: any layout gives the same.
 """
 
-import copy
 import functools
 import math
 import sys
@@ -73,13 +71,11 @@ class LossHeadChoice:
     router: RouterTerm | None = None
 
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
-        """Let `model(labels=...)` compute its loss so; before PEFT wraps it.
+        """Let `model(labels=...)` compute its loss so, without the logits if fused; before PEFT.
 
-        Fused, it does so a few tokens at a time, `compiled` on a GPU, and returns no logits; given
-        `loss_positions` (see `find_loss_positions`), no GPU has to be waited for. With
+        Given `loss_positions` (see `find_loss_positions`), no GPU has to be waited for. With
         `sequence_tokens` the router's part of the loss comes apart (see `count_routed`);
-        `count_only` leaves out the rest. Without them there is no such term, whatever the
-        configuration says; without labels nothing changes.
+        `count_only` leaves out the rest. Without them there is no such term.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -189,36 +185,37 @@ def choose_loss_head(
 ) -> LossHeadChoice:
     """Choose how the loss is computed, "auto", "fused" or "logits"; the fused head is proved here.
 
-    adapted: whether LoRA trains the last layer beside its adapters. Loss and gradients of both
-    heads must agree to rounding on a small random model of the architecture, in float32 on the CPU.
-    Raises ConfigurationError when "fused" is asked for and does not do.
+    adapted: whether LoRA trains the last layer, or new tokens' rows, beside its adapters. Loss and
+    gradients of both heads must agree to rounding on a small random model of the architecture, in
+    float32 on the CPU. Raises ConfigurationError when "fused" is asked for and does not do.
     """
-    if requested == "logits":
-        reason = "logits: as requested; those of all tokens are in memory"
-        return LossHeadChoice("logits", reason, router)
-    problem = _problem(model_config, adapted, router)
-    if problem is None:
-        reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
-        return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
+    problem = None
+    if requested != "logits":
+        problem = "LoRA trains the last layer, too" if adapted else _problem(model_config)
+        if problem is None:
+            reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
+            return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
     if requested == "fused":
         raise ConfigurationError(f"--loss_head fused: {problem}; use auto")
-    return LossHeadChoice("logits", f"auto: logits of all tokens in memory, for {problem}", router)
+    why = f"for {problem}" if problem else "as requested"
+    reason = f"{requested}: logits of all tokens in memory, {why}"
+    return LossHeadChoice("logits", reason, router)
 
 
-def _problem(
-    model_config: PretrainedConfig, adapted: bool, router: RouterTerm | None
-) -> str | None:
+def _problem(model_config: PretrainedConfig) -> str | None:
     """Return why the fused head cannot train this model; None: it can."""
-    model = build_probe_model(_with_term(probe_config(model_config), router), "eager")
+    config = probe_config(model_config)
+    text: Any = config.get_text_config()
+    if hasattr(text, SWITCH):
+        setattr(text, SWITCH, False)  # experts' term is apart from the loss of the head
+    model = build_probe_model(config, "eager")
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"{name} has no linear last layer"
-    if adapted:
-        return "LoRA trains the last layer, too"
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         try:
-            worst = _difference(model, router)
+            worst = _difference(model)
         except MISFITS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
     if worst < TOLERANCE:
@@ -226,27 +223,15 @@ def _problem(
     return f"{name}'s loss is not the cross-entropy of its last layer alone ({worst:.1e} off)"
 
 
-def _with_term(config: PretrainedConfig, router: RouterTerm | None) -> PretrainedConfig:
-    """Return the config of a model whose own loss has the term just if training adds it."""
-    config = copy.deepcopy(config)
-    text: Any = config.get_text_config()
-    if hasattr(text, SWITCH):
-        setattr(text, SWITCH, router is not None)
-    for name in COEFFICIENTS:
-        if router is not None and hasattr(text, name):
-            setattr(text, name, router.coefficient)
-    return config
-
-
-def _difference(model: PreTrainedModel, router: RouterTerm | None) -> float:
+def _difference(model: PreTrainedModel) -> float:
     """Return by how much loss or a gradient differs at most, relative to the largest of its own."""
     tokens = torch.randint(1, VOCABULARY, SHAPE)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
         head.weight *= SPREAD / model(input_ids=tokens, use_cache=False).logits.std()
-    expected = _loss_and_gradients(model, tokens, None)
-    LossHeadChoice("fused", "", router).install(model)
-    actual = _loss_and_gradients(model, tokens, router)
+    expected = _loss_and_gradients(model, tokens)
+    LossHeadChoice("fused", "").install(model)
+    actual = _loss_and_gradients(model, tokens)
     errors = [
         (actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)
         for name, value in expected.items()
@@ -254,24 +239,15 @@ def _difference(model: PreTrainedModel, router: RouterTerm | None) -> float:
     return torch.stack(errors).max().item()  # NaN if one is
 
 
-def _loss_and_gradients(
-    model: PreTrainedModel, tokens: torch.Tensor, apart: RouterTerm | None
-) -> dict[str, torch.Tensor]:
-    """Return the loss, with a term that comes apart, and its gradients by parameter."""
+def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the loss and its gradients by parameter."""
     model.zero_grad(set_to_none=True)
     labels = tokens.clone()
     labels[:, 5:8] = IGNORED
-    rows = {} if apart is None else {"sequence_tokens": torch.full((len(tokens),), tokens.shape[1])}
-    made = model(input_ids=tokens, labels=labels, use_cache=False, **rows)
-    loss = made.loss
-    if apart is not None:
-        routed = made.layers * tokens.numel()
-        term = balance_loss(made.assignments, made.probabilities, routed)
-        loss = loss + apart.coefficient * term
+    loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
     loss.backward()
-    zero = torch.zeros(())
     gradients = {
-        name: zero if value.grad is None else value.grad.clone()
+        name: torch.zeros(()) if value.grad is None else value.grad.clone()
         for name, value in model.named_parameters()
     }
     return {"loss": loss.detach(), **gradients}
@@ -301,17 +277,6 @@ def router_term(
     if not coefficient or not (fine_tuning or getattr(text, SWITCH)):
         return None
     return RouterTerm(coefficient, first_set(text, EXPERTS_PER_TOKEN))
-
-
-def describe_term(term: RouterTerm | None, accumulation: int) -> str:
-    """Return a line for the user about a model with experts."""
-    if term is None:
-        return "no load-balancing loss (a configuration asks for it by output_router_logits)"
-    again = ", after a pass that counts assignments (none with one micro-batch a step)"
-    return (
-        f"load-balancing loss of each global batch, times {term.coefficient:g}, as aux_loss"
-        f"{again if accumulation > 1 else ''}"
-    )
 
 
 def balance_loss(

@@ -1,8 +1,7 @@
-"""Stages: a run that starts from the weights of an earlier one, and says whose they were.
+"""A run that starts from the weights of an earlier one, and says whose they were.
 
 `--init_from` names the directory of a run (its final/ counts, else its newest committed
-checkpoint), of a checkpoint, or of a model. Weights are read from safetensors alone: they cannot
-run anything, and hold whole tensors.
+checkpoint), of a checkpoint, or of a model; all in safetensors.
 """
 
 import logging
@@ -64,40 +63,36 @@ def stage_of(settings: RunSettings) -> Path | None:
     gone; not under LoRA, whose checkpoints hold adapters alone. Collective: rank 0 looks. Raises
     ConfigurationError, and StorageError when no checkpoint of the run's own is whole.
     """
-    if settings.model.init_from is None:
-        return None
 
     def find() -> Path:
-        output_dir = Path(str(settings.training.output_dir))
+        output_dir, own = Path(str(settings.training.output_dir)), None
         run_id = known_run_id(output_dir / PROVENANCE)
-        own = None
         if run_id is not None and not settings.model.use_peft:
             own = resume_point(output_dir, run_id, dry_run=True)
         return own or weights_directory(settings)
 
-    return on_rank_0(find)
+    return None if settings.model.init_from is None else on_rank_0(find)
 
 
 def weights_directory(settings: RunSettings) -> Path:
-    """Return the directory with the weights that a run with `--init_from` starts from.
+    """Return the directory with the weights that a run starts from (none there: a Hub's name).
 
-    It is recorded at the first start: the directory of a run stands for something else as soon as
-    that run resumes. Raises ConfigurationError when what was recorded is gone.
+    That of `--init_from` is recorded at the first start: the directory of a run stands for
+    something else as soon as that run resumes. Raises ConfigurationError when it is gone.
     """
-    init_from = str(settings.model.init_from)
+    init_from = settings.model.init_from
+    if init_from is None:
+        return Path(str(settings.model.model_name_or_path))
     recorded = _recorded_directory(settings)
     if recorded is None:
         return find_stage(init_from)
-    if (problem := _unfit(recorded)) is None:
-        return recorded
-    if "init_from" in settings.run.accept_changes:
-        logger.warning("%s: %s --init_from is looked up again, as accepted", recorded, problem)
-        return find_stage(init_from)
-    raise ConfigurationError(
-        f"--init_from {init_from}: this run began with the weights in {recorded}, which it still "
-        f"needs: {problem} Put them back, name another --output_dir, or let the run continue with "
-        "what --init_from stands for today: --accept_changes init_from."
-    )
+    if problem := _unfit(recorded):
+        raise ConfigurationError(
+            f"--init_from {init_from}: this run began with the weights in {recorded}, which it "
+            f"still needs: {problem} Put them back, let --init_from name where they are now, or "
+            "name another --output_dir."
+        )
+    return recorded
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
@@ -108,10 +103,9 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the directory that a start takes weights from; None without `--init_from`.
+    """Return the directory that a start takes weights from; None if the run has its own.
 
-    None too where the run has weights of its own. Raises ConfigurationError where it is not there,
-    and for an optimizer that cannot be taken over.
+    Raises ConfigurationError where it is not there, and for an optimizer that cannot be taken over.
     """
     model = settings.model
     if model.init_from is None:
@@ -130,16 +124,14 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Return whose weights the run starts from, for its provenance; see `origin_directory`.
 
-    Reads and hashes the weights; rank 0 alone calls it. Raises ConfigurationError for those that
-    are not as they were committed, too.
+    Hashes the weights; rank 0 alone calls it. Refuses those that are not as they were committed.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:
         return None
     origin = _described(directory)
-    step = f", step {origin['step']:,} of run {origin['run_id']}" if "step" in origin else ""
     stays = ", which have to stay: checkpoints will hold adapters alone"
-    logger.info("weights: from %s%s%s", directory, step, stays if settings.model.use_peft else "")
+    logger.info("weights: from %s%s", directory, stays if settings.model.use_peft else "")
     return {"init_from": str(Path(str(settings.model.init_from)).absolute()), **origin}
 
 
@@ -150,7 +142,7 @@ def _recorded_directory(settings: RunSettings) -> Path | None:
     """
     starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
-    if not origins or "init_from" not in origins[-1]:
+    if not origins:
         return None
     given, now = Path(origins[-1]["init_from"]), Path(str(settings.model.init_from))
     same = given == now.absolute() or given.resolve() == now.resolve()
@@ -161,34 +153,28 @@ def _unfit(directory: Path) -> str | None:
     """Return why weights cannot be taken from a directory, and what can be done."""
     if not directory.is_dir():
         return f"there is no such directory: {directory}."
-    if (directory / "adapter_config.json").is_file():
-        return (
-            f"{directory.name} holds a LoRA adapter without the weights that it adapts: name the "
-            "directory of its run once that is finished, or its final/, which has both merged."
-        )
     unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))
-    if not unfinished and any(directory.glob("*.safetensors")):
+    adapter = (directory / "adapter_config.json").is_file()
+    if not unfinished and not adapter and any(directory.glob("*.safetensors")):
         return None
     return (
-        f"{directory.name} holds no whole model in safetensors: name the final/ of a finished run, "
-        "a committed checkpoint of one GPU or of DDP, or a model that save_pretrained wrote."
+        f"{directory.name} holds no whole model in safetensors: name the final/ of a finished run "
+        "(of LoRA, too), a committed checkpoint of one GPU or of DDP, or a model that "
+        "save_pretrained wrote."
     )
 
 
 def _check_optimizer(directory: Path, strategy: str) -> None:
     """Refuse an optimizer that cannot be taken over."""
-    problem = None
-    if strategy not in WHOLE_OPTIMIZERS:
-        problem = f"under {strategy} each rank has a part of the optimizer: use multi_gpu.yaml."
-    elif not (directory / OPTIMIZER).is_file():
-        problem = (
-            f"{directory} has no {OPTIMIZER}: let --init_from name a checkpoint-N that was written "
-            "on one GPU or with multi_gpu.yaml (a finished model has none)."
+    path = directory / OPTIMIZER
+    if strategy not in WHOLE_OPTIMIZERS or not path.is_file():
+        has = "has" if path.is_file() else "has no"
+        raise ConfigurationError(
+            f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}: take over "
+            "that of a checkpoint-N, written and continued on one GPU or with multi_gpu.yaml."
         )
-    elif reason := forbidden(directory / OPTIMIZER):
-        problem = f"{directory / OPTIMIZER} {reason}"
-    if problem:
-        raise ConfigurationError(f"init_optimizer: {problem}")
+    if reason := forbidden(path):
+        raise ConfigurationError(f"init_optimizer: {path} {reason}")
 
 
 def _described(directory: Path) -> dict[str, Any]:

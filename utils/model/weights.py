@@ -43,27 +43,23 @@ logger = logging.getLogger(__name__)
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the weights under LoRA's adapters are, as provenance.json keeps it.
+    """Return what the weights under LoRA's adapters are, which no checkpoint holds; None without.
 
-    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub:
-    no checkpoint holds them, and other ones under the same path would be no model that the adapters
-    were trained on. None without LoRA. It may read all of them (see `cached_digests`), so rank 0
-    alone calls it. Raises ConfigurationError and OSError.
+    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub,
+    as provenance.json keeps it. It may read all of them (see `cached_digests`), so rank 0 alone
+    calls it. Raises ConfigurationError and OSError.
     """
     model = settings.model
     if not model.use_peft:
         return None
-    name = str(model.model_name_or_path)
-    directory = Path(name) if model.init_from is None else weights_directory(settings)
+    directory = weights_directory(settings)
     if directory.is_dir():
         safe, pickled = "*.safetensors", "pytorch_model*.bin"  # loaded where no others are there
         files = sorted(directory.glob(safe)) or sorted(directory.glob(pickled))
         return {"sha256": cached_digests(files)} if files else None
+    name = str(model.model_name_or_path)
     config = cached_file(name, "config.json", revision=model.model_revision)
-    commit = extract_commit_hash(config, None)
-    if commit is None:
-        logger.warning("%s: its commit is not known; another one would go unnoticed", name)
-    return None if commit is None else {"commit": commit}
+    return {"commit": extract_commit_hash(config, None)}
 
 
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
@@ -75,9 +71,9 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
     if deepspeed.is_deepspeed_zero3_enabled():
         # There transformers looks for missing tensors alone, and raises on the first rank.
         on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
-    model, problems = _load(path, exact, arguments)
+    model, info = _load(path, arguments)
     # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
-    on_every_rank(lambda: _refuse(problems))
+    on_every_rank(lambda: _refuse_misfits(path, info, exact))
     return model
 
 
@@ -85,19 +81,12 @@ def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
     """Raise what `load_strictly` would; of the weights' files just the headers are read."""
     # from_pretrained is to forget for a while that ZeRO-3 splits what it builds.
     with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
-        _, problems = _load(path, exact, {**arguments, "device_map": "meta"})
-    _refuse(problems)
+        _, info = _load(path, {**arguments, "device_map": "meta"})
+    _refuse_misfits(path, info, exact)
 
 
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ConfigurationError(problems)
-
-
-def _load(
-    path: str, exact: bool, arguments: Mapping[str, Any]
-) -> tuple[PreTrainedModel, list[str]]:
-    """Return a model with what of its weights does not fit."""
+def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model, and transformers' account of the tensors that do not fit."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -112,7 +101,10 @@ def _load(
         raise ConfigurationError(
             f"the weights in {path} cannot be read: {first_line(error)}"
         ) from error
-    model, info = loaded
+    return loaded
+
+
+def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
     problems = [f"tensor {name} is missing in {path}." for name in sorted(info["missing_keys"])]
     problems += [
         f"tensor {name} in {path} has shape {tuple(found)}, the model needs {tuple(needed)}."
@@ -120,7 +112,8 @@ def _load(
     ]
     excess = sorted(info["unexpected_keys"]) if exact else []
     problems += [f"tensor {name} in {path} has no place in the model." for name in excess]
-    return model, problems
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def load_model_config(
@@ -132,11 +125,6 @@ def load_model_config(
     unknown one, and one with too few positions.
     """
     config = _given_config(settings, tokenizer)
-    if not isinstance(config.get_text_config(), PreTrainedConfig):
-        raise ConfigurationError(
-            f"the configuration of {config.model_type} has a text_config that this architecture "
-            "does not know: take it out, or use the model_type that it belongs to."
-        )
     # AutoModelForCausalLM builds the text model alone of Llama 4 and Qwen3.5, but all of Gemma 3.
     if causal_lm_class(config).config_class is config.sub_configs.get("text_config"):
         text = config.get_text_config(decoder=True)
@@ -152,8 +140,7 @@ def load_model_config(
             "(max_position_embeddings): shorten it, or raise the model's positions (with a "
             "rope_scaling) in its configuration."
         )
-    if repaired := generation_settings(settings, config)[1]:
-        logger.warning("%s", repaired)
+    generation_settings(settings, config)  # what cannot be read is refused before weights load
     fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
@@ -163,13 +150,13 @@ def _given_config(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
     model = settings.model
     if model.model_config is not None:
         return config_from_file(Path(model.model_config), tokenizer)
-    stage = stage_of(settings)
-    setting = "init_from" if stage else "model_name_or_path"
-    path = str(stage or model.model_name_or_path)
-    revision = None if stage else model.model_revision
+    path = str(stage_of(settings) or model.model_name_or_path)
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            path, revision=model.model_revision, trust_remote_code=False
+        )
     except (OSError, *UNUSABLE) as error:
+        setting = "init_from" if model.init_from else "model_name_or_path"
         raise ConfigurationError(
             f"no model could be found at --{setting} {path} (of a run, its final/ is one): "
             f"{first_line(error)}"
@@ -191,15 +178,13 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
-    directory = Path(str(model.model_name_or_path))
-    if model.init_from is not None:
-        if not model.use_peft and own_checkpoint(settings.training.output_dir) is not None:
-            return None
-        directory = weights_directory(settings)
-    path = directory / "config.json"
+    continues = model.init_from is not None and not model.use_peft
+    if continues and own_checkpoint(settings.training.output_dir) is not None:
+        return None
+    path = weights_directory(settings) / "config.json"
     if not path.is_file():
         return None
-    values = read_config_file(path, "init_from" if model.init_from else "model_name_or_path")
+    values = read_config_file(path)
     notes = ("_name_or_path", "transformers_version")  # they say nothing of the model
     return {name: value for name, value in values.items() if name not in notes}
 
@@ -220,9 +205,7 @@ def load_model(
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
-    weights = weights_from
-    if model.init_from is None and model.model_config is None:
-        weights = model.model_name_or_path
+    weights = weights_from or model.model_name_or_path
     if weights is None:
         torch.manual_seed(settings.training.seed)
         # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
@@ -248,7 +231,7 @@ def load_model(
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)
-    made.generation_config, _ = generation_settings(settings, config)
+    made.generation_config = generation_settings(settings, config)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
         logger.info("frozen: %s, which text does not go through", parts)

@@ -30,12 +30,7 @@ from utils.model.attention import (
 )
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
-from utils.model.loss_head import (
-    LossHeadChoice,
-    choose_loss_head,
-    describe_term,
-    router_term,
-)
+from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.weights import weights_dtype
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
@@ -113,7 +108,7 @@ def plan_run(
         if said := settle_products("cpu"):
             logger.info("float32 products: %s", said)
     attention = _attention(settings, data, config, launch)
-    loss_head = _loss_head(settings, config)
+    loss_head = _loss_head(settings, config, bool(data.new_tokens))
     compiled = choose_compilation(settings, config, launch, elsewhere)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     saved_bytes = checkpoint_bytes(settings, config, launch)
@@ -250,10 +245,10 @@ def _attention(
         )
         return None
     computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
-    choice, documents = choose_isolated_attention(
+    choice = choose_isolated_attention(
         model.attn_implementation, config, training.device, computed, whole_rows=whole_rows
     )
-    logger.info("attention: %s; %s (%d tried)", choice.reason, _what_was_proved(choice), documents)
+    logger.info("attention: %s; %s", choice.reason, _what_was_proved(choice))
     return choice
 
 
@@ -271,7 +266,7 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     """
     asked = requested if requested in RUN_ON_CPU else "auto"
     try:
-        choice, _ = choose_isolated_attention(
+        choice = choose_isolated_attention(
             asked, config, torch.device("cpu"), torch.float32, whole_rows=whole_rows
         )
     except ConfigurationError as error:
@@ -283,15 +278,23 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     return _what_was_proved(choice)
 
 
-def _loss_head(settings: RunSettings, config: PreTrainedConfig) -> LossHeadChoice:
+def _loss_head(
+    settings: RunSettings, config: PreTrainedConfig, has_new_tokens: bool
+) -> LossHeadChoice:
     """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
     training, adapters = settings.training, plan_adapters(settings, config)
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)
-    adapted = adapters is not None and adapters.head
+    # PEFT trains new tokens' rows in layers of its own, which the fused head goes past.
+    adapted = adapters is not None and (adapters.head or has_new_tokens)
     choice = choose_loss_head(settings.model.loss_head, config, adapted, router)
     logger.info("loss: %s", choice.reason)
     if has_experts(config):
-        logger.info("experts: %s", describe_term(router, training.gradient_accumulation_steps))
+        term = (
+            f"load-balancing loss of each global batch, times {router.coefficient:g}"
+            if router
+            else ""
+        )
+        logger.info("experts: %s", term or "no load-balancing loss (output_router_logits adds it)")
     return choice

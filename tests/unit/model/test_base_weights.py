@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from utils.model import weights as module
 from utils.model.weights import base_weights
 
 COMMITS = ["a" * 40, "b" * 40]
@@ -56,11 +55,8 @@ def hub(tmp_path, monkeypatch):
     return repository
 
 
-def test_a_model_of_the_hub_goes_by_its_commit(hub, monkeypatch, caplog):
+def test_a_model_of_the_hub_goes_by_its_commit(hub):
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[0]}
     (hub / "refs" / "main").write_text(COMMITS[1])
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[1]}
     assert of(model_name_or_path="some/model", model_revision=COMMITS[0]) == {"commit": COMMITS[0]}
-    monkeypatch.setattr(module, "cached_file", lambda *_, **__: "/somewhere/config.json")
-    assert of(model_name_or_path="some/model") is None
-    assert "some/model: its commit is not known" in caplog.text

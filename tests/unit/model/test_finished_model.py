@@ -8,33 +8,29 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 from utils.config.errors import ConfigurationError
-from utils.model.finished_model import generation_settings, saved_dtype, with_stops
+from utils.model.finished_model import (
+    finished_generation,
+    generation_settings,
+    saved_dtype,
+    set_generation_settings,
+)
 
-# generation_config.json as published, what of it `final/` gets otherwise, and what is said of it.
+# generation_config.json as published: transformers would not save them once they are changed.
 PUBLISHED = {
     # Vicuna 7B v1.5: sampling flags, no do_sample
-    "vicuna": (
-        {"bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
-         "temperature": 0.9, "top_p": 0.6},
-        {"do_sample": True}, "final/ gets them with do_sample: true",
-    ),
+    "vicuna": {
+        "bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
+        "temperature": 0.9, "top_p": 0.6,
+    },
     # Gemma 3 1B
-    "gemma3": (
-        {"bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
-         "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95},
-        {}, None,
-    ),
+    "gemma3": {
+        "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
+        "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
+    },
     # Greedy by choice, with flags that have no effect then
-    "greedy": (
-        {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
-        {"temperature": None, "length_penalty": None},
-        "no length_penalty (it is 2.0), no temperature (it is 0.7)",
-    ),
+    "greedy": {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
     # Llama 7B's conversions: no padding token was -1
-    "llama1": (
-        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
-        {"pad_token_id": None}, "no pad_token_id (it is -1)",
-    ),
+    "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
 }  # fmt: skip
 
 
@@ -53,20 +49,21 @@ def _published(tmp_path, values):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_settings_can_be_saved_again(name, tmp_path):
-    values, changed, told = PUBLISHED[name]
+def test_published_settings_are_saved_as_they_were_with_the_new_stops(name, tmp_path):
+    values = PUBLISHED[name]
     settings, config = _published(tmp_path, values)
-    config.use_cache = False
-    made, repaired = generation_settings(settings, config)
+    made = generation_settings(settings, config)
     known = values["eos_token_id"]
     known = known if isinstance(known, list) else [known]
-    stops = with_stops(made, [*known[-1:], 7])
-    stops.save_pretrained(tmp_path / "final")  # raises for what is refused
+    model = SimpleNamespace(can_generate=lambda: True, generation_config=made)
+    turns = [{"end_of_turn_token_id": known[-1]}, {"end_of_turn_token_id": 7}]
+    datasets = [SimpleNamespace(description=SimpleNamespace(preparation=turn)) for turn in turns]
+    tokenizer, data = SimpleNamespace(eos_token_id=None), SimpleNamespace(datasets=datasets)
+    set_generation_settings(model, finished_generation(model, tokenizer, data))
+    model.generation_config.save_pretrained(tmp_path / "final")  # raises for what is refused
     saved = json.loads((tmp_path / "final" / "generation_config.json").read_text())
     saved.pop("transformers_version")
-    expected = values | changed | {"eos_token_id": [*known, 7]}
-    assert saved == {key: value for key, value in expected.items() if value is not None}
-    assert told in repaired if told else not repaired
+    assert saved == values | {"eos_token_id": [*known, 7]}
 
 
 def test_what_is_never_valid_is_refused_with_the_file(tmp_path):

@@ -38,12 +38,9 @@ def checkpoint(directory: Path, *names: str) -> Path:
     return directory
 
 
-def settings(
-    init_from: Path, output_dir: Path = Path("new"), accept: tuple[str, ...] = (), **model
-):
+def settings(init_from: Path, output_dir: Path = Path("new"), **model):
     model = {"use_peft": False, "init_optimizer": False} | model
     return SimpleNamespace(
-        run=SimpleNamespace(accept_changes=accept),
         model=SimpleNamespace(init_from=str(init_from), **model),
         training=SimpleNamespace(output_dir=str(output_dir)),
     )
@@ -91,18 +88,16 @@ def test_weights_by_another_name_are_the_same_and_a_link_elsewhere_changes_none(
     assert weights_directory(settings(third, run)) == third, "another --init_from is looked up"
 
 
-def test_recorded_weights_that_are_gone_are_named_with_the_ways_out(tmp_path, caplog):
+def test_recorded_weights_that_are_gone_are_named_with_the_ways_out(tmp_path):
     stage, run = run_directory(tmp_path / "stage"), run_directory(tmp_path / "run")
     checkpoint(stage / "checkpoint-3", *WHOLE)
     record(run, weights_origin(settings(stage, run), "single", None))
     model_directory(stage / "final", *WHOLE)
     shutil.rmtree(stage / "checkpoint-3")
-    message = "checkpoint-3, which it still needs: there is no such directory.* --accept_changes"
+    message = "checkpoint-3, which it still needs: there is no such directory.* let --init_from"
     with pytest.raises(ConfigurationError, match=message):
         weights_directory(settings(stage, run))
-    accepted = settings(stage, run, accept=("init_from",))
-    assert weights_directory(accepted) == stage / "final"
-    assert "--init_from is looked up again, as accepted" in caplog.text
+    assert weights_directory(settings(stage / "final", run)) == stage / "final"
 
 
 def test_weights_that_are_not_as_they_were_committed_are_refused(tmp_path):
@@ -114,7 +109,7 @@ def test_weights_that_are_not_as_they_were_committed_are_refused(tmp_path):
 
 def test_an_optimizer_that_is_split_or_unsafe_is_not_taken_over(tmp_path):
     directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE, "optimizer.pt")
-    with pytest.raises(ConfigurationError, match="under fsdp2 each rank has a part"):
+    with pytest.raises(ConfigurationError, match="and this run is fsdp2: take over"):
         weights_origin(settings(directory, init_optimizer=True), "fsdp2", None)
     unsafe = model_directory(tmp_path / "checkpoint-8", *WHOLE)
     payloads.write(unsafe, "optimizer.pt", payloads.Touch(tmp_path / "touched"))

@@ -75,9 +75,7 @@ def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatc
         chosen(tmp_path, asked=True)
     # A dry run on a login node needs none.
     assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
-    assert "the compute node needs a C++ compiler" in caplog.text
     assert not chosen(tmp_path, device="cpu", elsewhere=True)
-    assert "settled on the compute node, on where a GPU trains" in caplog.text
     record_start(tmp_path, compiled=True)
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path)
