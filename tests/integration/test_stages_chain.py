@@ -103,7 +103,7 @@ def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path,
     run, fresh = tmp_path / "run", tmp_path / "fresh"
     once = {"max_steps": 1, "save_steps": 1, "learning_rate": 3e-3}
     pretrain.main(next_stage(run, first / "checkpoint-3", init_optimizer="true", **once))
-    assert f"from {first}/checkpoint-3, step 3 of run {run_id(first)}" in capsys.readouterr().out
+    assert f"from {first}/checkpoint-3" in capsys.readouterr().out
     pretrain.main(next_stage(fresh, first / "checkpoint-3", **once))
     after, anew = (optimizer_state(each / "checkpoint-1") for each in (run, fresh))
     assert {float(state["step"]) for state in after["state"].values()} == {4.0}

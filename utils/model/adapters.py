@@ -95,8 +95,7 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
         rest = [name for name in targets.modules if name not in missed]
         weights = [f"{name}.weight" for name in missed]
         adapted = _adapt(config, model, rest, targets.parameters + weights)
-    total = sum(value.numel() for value in adapted.parameters())
-    trained = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
+    trained, total = adapted.get_nb_trainable_parameters()
     names = ", ".join([*_last_names(targets.modules), *(f"experts' {name}" for name in experts)])
     logger.info(
         f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "
@@ -113,7 +112,7 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
-) -> nn.Module:
+) -> Any:
     """Let PEFT adapt these targets, which the model's settings then name."""
     model.lora_target_modules = list(modules)
     model.lora_target_parameters = list(parameters) or None
@@ -193,11 +192,10 @@ def _linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    prefix = f"{inside}." if inside else ""
     modules = []
-    for name, module in built.named_modules():
+    for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
-        if linear and name.startswith(prefix) and TOWERS_INSIDE not in name:
+        if linear and TOWERS_INSIDE not in name:
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)
@@ -205,8 +203,8 @@ def _linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     counts = {getattr(config, name, None) for name in EXPERTS} - {None, 0}
     experts = [
         name
-        for name, value in built.named_parameters()
-        if value.ndim == 3 and value.shape[0] in counts and name.startswith(prefix)
+        for name, value in text.named_parameters(prefix=inside)
+        if value.ndim == 3 and value.shape[0] in counts
     ]
     return modules, experts
 

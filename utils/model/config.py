@@ -125,8 +125,7 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     except UNUSABLE as error:
         raise ConfigurationError(f"--model_config {path}: {first_line(error)}") from error
     unused = _unused(values, config)
-    published = any(name in values for name in WRITTEN_BY_LIBRARIES)
-    if unused and published and "text_config" not in unused:
+    if unused and any(name in values for name in WRITTEN_BY_LIBRARIES):
         logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))
     elif unused:
         raise ConfigurationError(

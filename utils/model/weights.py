@@ -125,6 +125,8 @@ def load_model_config(
     unknown one, and one with too few positions.
     """
     config = _given_config(settings, tokenizer)
+    if not isinstance(config.get_text_config(), PreTrainedConfig):
+        raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
     # AutoModelForCausalLM builds the text model alone of Llama 4 and Qwen3.5, but all of Gemma 3.
     if causal_lm_class(config).config_class is config.sub_configs.get("text_config"):
         text = config.get_text_config(decoder=True)
