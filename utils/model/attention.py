@@ -71,10 +71,10 @@ def choose_isolated_attention(
 ) -> AttentionChoice:
     """Choose the attention and prove, on `device`, that documents do not see each other.
 
-    The arguments are those of `choose_attention`. Raises ConfigurationError with what to set.
+    The arguments are those of `attention_choices`. Raises ConfigurationError with what to set.
     """
     refusals = []
-    for choice in _choices(requested, model_config, device.type, dtype, whole_rows):
+    for choice in attention_choices(requested, model_config, device.type, dtype, whole_rows):
         try:
             check_isolation(model_config, choice, device, dtype)
         except ConfigurationError as error:
@@ -84,57 +84,46 @@ def choose_isolated_attention(
     raise refusals[0]  # it says more
 
 
-def _choices(
-    requested: str | None, config: PretrainedConfig, device: str, dtype: torch.dtype, whole: bool
-) -> Iterator[AttentionChoice]:
-    """Yield the attention, and what is tried where packed batches leak with it.
-
-    Those are plain batches if each sequence is one document (`whole`: padding lies behind it, where
-    no token sees it), else, by default, block masks.
-    """
-    first = choose_attention(requested, config, device, dtype, whole)
-    yield replace(first, batches="flat") if is_recurrent(config) else first
-    automatic, sdpa = requested in (None, "auto"), _sdpa_computes(config)
-    if whole:
-        name = first.name
-        if automatic or name == NAME:
-            name = "sdpa" if sdpa else "eager"
-        reason = f"{name}: each sequence is one document, as --packing none has it; no mask is made"
-        yield AttentionChoice(name, name, reason, batches="plain")
-    elif automatic and first.name == NAME and sdpa:
-        model_class = causal_lm_class(config).__name__
-        reason = f"auto: sdpa, as {model_class} needs its own masks; {MASK_COST}"
-        yield AttentionChoice("sdpa", "sdpa", reason)
-
-
-def choose_attention(
+def attention_choices(
     requested: str | None,
     model_config: PretrainedConfig,
     device_type: str,
     dtype: torch.dtype,
     whole_rows: bool = False,
-) -> AttentionChoice:
-    """Choose the attention for packed training, or refuse; registers `packed_varlen` if chosen.
+) -> Iterator[AttentionChoice]:
+    """Yield the attention for packed training, and what is tried if documents are not apart in it.
 
     `requested` as in --attn_implementation, where a flash kernel is `packed_varlen` through that
-    one; `dtype` is the type that training computes in; `whole_rows`: no sequence holds more than
-    one document. Raises ConfigurationError.
+    one, which is registered; `dtype` is the type that training computes in; `whole_rows`: no
+    sequence holds more than one document, so that plain batches do (padding lies behind it, where
+    no token sees it). Else block masks are tried by default. Raises ConfigurationError.
     """
     name = requested or "auto"
     model_class = causal_lm_class(model_config)
     needs = observe_attention(probe_config(model_config))
+    # In transformers 5.17 Gemma 2 claims SDPA, which loses its caps.
+    sdpa = model_class._supports_sdpa and not (needs and (needs.softcap or needs.sinks))
     if needs is not None and name not in ("sdpa", "eager"):
-        return _choose_packed(name, device_type, dtype, needs, whole_rows)
-    if name == "auto":
-        name = "sdpa" if model_class._supports_sdpa else "eager"
+        first = _choose_packed(name, device_type, dtype, needs, whole_rows)
+    elif name == "auto":
+        kind = "sdpa" if sdpa else "eager"
         why = f"{model_class.__name__} does not call attention through the AttentionInterface"
-        return AttentionChoice(name, name, f"auto: {name}, as {why}; {MASK_COST}")
-    if name == "eager" or (name == "sdpa" and _sdpa_computes(model_config)):
-        return AttentionChoice(name, name, f"{name}: as requested; {MASK_COST}")
-    raise ConfigurationError(
-        f"--attn_implementation {name}: transformers' {model_class.__name__} does not support it: "
-        "use auto."
-    )
+        first = AttentionChoice(kind, kind, f"auto: {kind}, as {why}; {MASK_COST}")
+    elif name == "eager" or (name == "sdpa" and sdpa):
+        first = AttentionChoice(name, name, f"{name}: as requested; {MASK_COST}")
+    else:
+        raise ConfigurationError(
+            f"--attn_implementation {name}: transformers' {model_class.__name__} does not support "
+            "it: use auto."
+        )
+    yield replace(first, batches="flat") if is_recurrent(model_config) else first
+    if whole_rows:
+        kind = name if name in ("sdpa", "eager") else "sdpa" if sdpa else "eager"
+        reason = f"{kind}: each sequence is one document, as --packing none has it; no mask is made"
+        yield AttentionChoice(kind, kind, reason, batches="plain")
+    elif name == "auto" and first.name == NAME and sdpa:
+        reason = f"auto: sdpa, as {model_class.__name__} needs its own masks; {MASK_COST}"
+        yield AttentionChoice("sdpa", "sdpa", reason)
 
 
 def _choose_packed(
@@ -156,13 +145,6 @@ def _choose_packed(
     if kernel is PER_DOCUMENT and refusals:
         where += f"; {'; '.join(refusals)}"
     return AttentionChoice(NAME, kernel.name, f"{name}: {NAME} through {kernel.label} ({where})")
-
-
-def _sdpa_computes(model_config: PretrainedConfig) -> bool:
-    """Whether SDPA has all terms: in transformers 5.17 Gemma 2 claims it, and loses its caps."""
-    needs = observe_attention(probe_config(model_config))
-    lost = needs is not None and (needs.softcap or needs.sinks)
-    return causal_lm_class(model_config)._supports_sdpa and not lost
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:

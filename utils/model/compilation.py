@@ -5,7 +5,6 @@ computes norms, activation functions, rotations and casts again; full keeps the 
 No number changes: what is computed again comes from the same inputs and the same random state.
 """
 
-import copy
 import importlib.util
 import logging
 import os
@@ -175,9 +174,7 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
     if has_experts(config):
         return "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
-    with torch.device("meta"):
-        layers = marked_layers(model_class(copy.deepcopy(config)))
-    if not layers:
+    if not model_class.supports_gradient_checkpointing:  # which is how layers are marked
         return f"transformers marks no layers in {model_class.__name__}"
     try:
         prepare_compilation(launch.strategy)

@@ -159,7 +159,7 @@ def _unfit(directory: Path) -> str | None:
         return None
     return (
         f"{directory.name} holds no whole model in safetensors: name the final/ of a finished run "
-        "(of LoRA, too), a committed checkpoint of one GPU or of DDP, or a model that "
+        "(LoRA's is merged), a committed checkpoint of one GPU or of DDP, or a model that "
         "save_pretrained wrote."
     )
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from utils.config.errors import ConfigurationError
-from utils.model.attention import choose_attention
+from utils.model.attention import attention_choices
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
@@ -49,17 +49,17 @@ CAPS = transformers.Gemma2Config(**GROUPED)
 
 
 def test_on_the_cpu_documents_go_one_by_one():
-    choice = choose_attention(None, LLAMA, "cpu", FP32)
+    choice = next(attention_choices(None, LLAMA, "cpu", FP32))
     assert (choice.name, choice.kernel) == ("packed_varlen", "per_document_sdpa")
     assert choice.reason == "auto: packed_varlen through per-document SDPA (CPU)"
 
 
 def test_auto_takes_a_kernel_that_computes_what_the_model_needs_and_says_why_no_other(gpu):
     gpu()
-    assert choose_attention("auto", CAPS, "cuda", BF16).kernel == "flash_attention_3"
-    assert choose_attention("auto", SINKS, "cuda", BF16).kernel == "per_document_sdpa"
+    assert next(attention_choices("auto", CAPS, "cuda", BF16)).kernel == "flash_attention_3"
+    assert next(attention_choices("auto", SINKS, "cuda", BF16)).kernel == "per_document_sdpa"
     gpu((9, 0), ())
-    reason = choose_attention("auto", GPT2, "cuda", BF16).reason
+    reason = next(attention_choices("auto", GPT2, "cuda", BF16)).reason
     assert "FlashAttention 2: no module named flash_attn;" in reason
     assert "torch's varlen_attn lacks attention dropout (0.1)" in reason
 
@@ -67,7 +67,7 @@ def test_auto_takes_a_kernel_that_computes_what_the_model_needs_and_says_why_no_
 def test_what_is_asked_for_is_taken_where_it_runs(gpu):
     gpu()
     for name in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
-        choice, flash = choose_attention(name, LLAMA, "cuda", BF16), "flash" in name
+        choice, flash = next(attention_choices(name, LLAMA, "cuda", BF16)), "flash" in name
         assert (choice.name, choice.kernel) == ("packed_varlen" if flash else name, name)
         assert ("block mask" in choice.reason) == (not flash)
 
@@ -99,4 +99,4 @@ def test_what_cannot_train_here_is_refused_and_nothing_is_fetched(
     gpu(**{name: machine[name] for name in ("capability", "packages") if name in machine})
     device, dtype = machine.get("device", "cuda"), machine.get("dtype", BF16)
     with pytest.raises(ConfigurationError, match=told):
-        choose_attention(requested, config, device, dtype)
+        next(attention_choices(requested, config, device, dtype))

@@ -15,8 +15,8 @@ from utils.model import attention as module
 from utils.model.architecture import build_probe_model, observe_attention, probe_config
 from utils.model.attention import (
     AttentionChoice,
+    attention_choices,
     check_row_positions,
-    choose_attention,
     choose_isolated_attention,
 )
 
@@ -234,6 +234,6 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["llama", "llama_8b", "gemma2"])
 def test_the_chosen_cuda_kernel_keeps_documents_apart(name):
-    choice = choose_attention("auto", config_of(name), "cuda", torch.bfloat16)
+    choice = next(attention_choices("auto", config_of(name), "cuda", torch.bfloat16))
     assert choice.name == NAME
     check_isolation(config_of(name), choice.name, torch.bfloat16, device="cuda")
