@@ -135,7 +135,9 @@ def test_a_lora_checkpoint_is_refused_and_its_final_model_is_a_stage(
     settings = {"init_from": first, "use_peft": "true", "model_name_or_path": None}
     sft_train.main(fine_tuning(run, **settings, max_steps=3))
     for directory in (run / "checkpoint-3", run / "adapter"):
-        with pytest.raises(ConfigurationError, match=r"no whole model .* final/ of a finished run .LoRA's"):
+        with pytest.raises(
+            ConfigurationError, match=r"no whole model .* final/ of a finished run .LoRA's"
+        ):
             pretrain.main(next_stage(tmp_path / "after", directory))
     after = tmp_path / "after"
     pretrain.main(next_stage(after, run, max_steps=1, **evaluated(workspace)))

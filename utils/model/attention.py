@@ -249,39 +249,32 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
     except ConfigurationError:
         raise
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"model type {model.config.model_type!r} does not take packed batches ({error}). To "
-            f"train it, {_way_out(model.config)}"
-        ) from error
+        raise _refusal(model.config, f"does not take packed batches ({error})") from error
 
 
 def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batches: str) -> None:
     """Perturb the first token of each segment in turn: its own later logits change, no others."""
     reference = _logits(model, batch, batches)
     attention = model.config._attn_implementation
-    which = f"model type {model.config.model_type!r} under --attn_implementation {attention}"
+    other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
     for row, start, stop in _segments(rows):
         perturbed = batch["input_ids"].clone()
         perturbed[row, start] = VOCABULARY - 1
         logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
         changed = (logits != reference).any(dim=-1)
-        fault = ""
         if not changed[row, start + 1 : stop].any():
             fault = "passes nothing on: a changed token changed no later logits of its own document"
+            raise _refusal(model.config, f"under --attn_implementation {attention} {fault}{other}")
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False
         if changed.any():
-            fault = "lets packed documents see each other: a changed token of one changed another's"
-            fault += " logits"
-        if fault:
-            other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
-            raise ConfigurationError(
-                f"{which} {fault}{other}. To train it, {_way_out(model.config)}"
-            )
+            fault = "lets packed documents see each other: a changed token changed another's logits"
+            raise _refusal(model.config, f"under --attn_implementation {attention} {fault}{other}")
 
 
-def _way_out(config: PretrainedConfig) -> str:
-    return ONE_A_ROW + (KERNELS if is_recurrent(config) else "")
+def _refusal(config: PretrainedConfig, fault: str) -> ConfigurationError:
+    way_out = ONE_A_ROW + (KERNELS if is_recurrent(config) else "")
+    return ConfigurationError(f"model type {config.model_type!r} {fault}. To train it, {way_out}")
 
 
 def _check_equivalence(config: PretrainedConfig, choice: AttentionChoice, rows: Rows) -> None:
@@ -299,8 +292,7 @@ def _check_equivalence(config: PretrainedConfig, choice: AttentionChoice, rows: 
         expected = _logits(alone, {"input_ids": tokens}, "plain")[0]
         worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
         if not worst < TOLERANCE:
-            raise ConfigurationError(
-                f"model type {config.model_type!r}: --attn_implementation {choice.name} computes "
-                f"other logits than eager attention does (by {worst:.1e} of the largest): it "
-                f"leaves out what the layers need. Try another one, or {ONE_A_ROW}"
+            fault = (
+                f"computes other logits than eager attention does (by {worst:.1e} of the largest)"
             )
+            raise _refusal(config, f"under --attn_implementation {choice.name} {fault}")

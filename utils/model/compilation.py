@@ -82,7 +82,6 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's own limit
-COMPILERS = ["g++", "c++", "clang++", "gcc", "cc"]
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
@@ -95,12 +94,11 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
             "compiles each time; take fsdp2.yaml, which shards as much, or set --compile false"
         )
-    given = os.environ.get("CXX") or os.environ.get("CC")
-    names = [given.split()[0]] if given else COMPILERS  # "ccache g++": torch runs the first word
-    if compiles_here and not any(map(shutil.which, names)):
+    compiler = os.environ.get("CXX") or os.environ.get("CC") or "g++"
+    if compiles_here and not shutil.which(compiler.split()[0]):  # "ccache g++": torch runs ccache
         raise ConfigurationError(
-            f"--compile true needs a C++ compiler, and there is no {' or '.join(names)} here (CXX "
-            "names another): load or install one, or set --compile false"
+            f"--compile true needs a C++ compiler, and there is no {compiler} here (CXX names "
+            "another): load or install one, or set --compile false"
         )
     return Path(os.environ.setdefault(CACHE_VARIABLE, str(cache_root() / "compiled")))
 
@@ -110,8 +108,8 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def compile_layers(model: nn.Module) -> int:
-    """Compile each layer of `model` when it first runs; return how many there are.
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer of `model` when it first runs.
 
     Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
     once more. Torch raises where it would continue without compiling.
@@ -126,7 +124,6 @@ def compile_layers(model: nn.Module) -> int:
     torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
     for layer in layers:
         layer.compile(dynamic=False)
-    return len(layers)
 
 
 def leave_length_open(tensor: torch.Tensor) -> None:

@@ -35,8 +35,6 @@ from utils.support.collectives import on_rank_0
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
-# Strategies whose optimizer every rank has whole, as optimizer.pt holds it.
-WHOLE_OPTIMIZERS = ("single", "ddp")
 
 
 def find_stage(init_from: str) -> Path:
@@ -167,7 +165,8 @@ def _unfit(directory: Path) -> str | None:
 def _check_optimizer(directory: Path, strategy: str) -> None:
     """Refuse an optimizer that cannot be taken over."""
     path = directory / OPTIMIZER
-    if strategy not in WHOLE_OPTIMIZERS or not path.is_file():
+    # Under others each rank has a part of the optimizer; a finished model has none.
+    if strategy not in ("single", "ddp") or not path.is_file():
         has = "has" if path.is_file() else "has no"
         raise ConfigurationError(
             f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}: take over "

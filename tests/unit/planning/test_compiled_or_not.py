@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from utils.checkpoints.files import PROVENANCE
 from utils.config.errors import ConfigurationError
@@ -57,7 +57,7 @@ def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
     for module, name, stand_in, said in (
         (torch.cuda, "get_device_capability", lambda: (7, 5), "below 8.0"),
         (compilation.importlib.util, "find_spec", lambda _: None, "triton is not installed"),
-        (compilation, "marked_layers", lambda _: [], "marks no layers in LlamaForCausalLM"),
+        (LlamaForCausalLM, "supports_gradient_checkpointing", False, "marks no layers in Llama"),
         (compilation, "gathered", lambda own: [own, "node 2 cannot"], "off, as node 2 cannot"),
     ):
         with monkeypatch.context() as changed:
