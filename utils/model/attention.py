@@ -150,9 +150,8 @@ def _choose_packed(
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
     """Return the inputs of packed sequences, (B, T), as the model is to take them.
 
-    "packed": as they are. "flat": (1, B * T) with `seq_idx`, the document of each token, int32:
-    the kernels of recurrent layers take boundaries for a single sequence. "plain": tokens and
-    labels alone, for sequences of one document.
+    "packed": as they are. "plain": tokens and labels alone, for sequences of one document. "flat",
+    for kernels of recurrent layers: (1, B * T) with `seq_idx`, the document of each token, int32.
     """
     if batches == "packed":
         return inputs

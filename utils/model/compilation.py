@@ -109,10 +109,9 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer of `model` when it first runs.
+    """Compile each layer when it first runs; torch raises where it would continue without.
 
-    Shapes are static: another micro-batch size or row length, as in an evaluation, is compiled
-    once more. Torch raises where it would continue without compiling.
+    Shapes are static: another micro-batch size or row length is compiled once more.
     """
     layers = marked_layers(model)
     if not layers:

@@ -1,8 +1,7 @@
 """A model's configuration, read strictly and built, and the tokenizer beside its embedding.
 
-Published files hold more than an architecture takes. transformers renames some of it
-(`rope_theta`), the model reads some that no signature names (`head_dim` of Qwen3-MoE), and the rest
-has no effect.
+Published files hold more than an architecture takes: old names (`rope_theta`), settings that the
+model's code alone reads (`head_dim` of Qwen3-MoE), and much that has no effect.
 
 Training takes the tokenizer of its data. The model's own may be another one (a base model and its
 chat sibling) as long as ids mean the same words. Tokens that it lacks get rows in the embedding.

@@ -113,7 +113,17 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
         return None
     directory = weights_directory(settings)
     if model.init_optimizer and resume_from is None:
-        _check_optimizer(directory, strategy)
+        path = directory / OPTIMIZER
+        # Under other strategies each rank has a part of the optimizer; a finished model has none.
+        if strategy not in ("single", "ddp") or not path.is_file():
+            has = "has" if path.is_file() else "has no"
+            raise ConfigurationError(
+                f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}: take "
+                "over that of a checkpoint-N, written and continued on one GPU or with "
+                "multi_gpu.yaml."
+            )
+        if reason := forbidden(path):
+            raise ConfigurationError(f"init_optimizer: {path} {reason}")
     return directory
 
 
@@ -160,20 +170,6 @@ def _unfit(directory: Path) -> str | None:
         "(LoRA's is merged), a committed checkpoint of one GPU or of DDP, or a model that "
         "save_pretrained wrote."
     )
-
-
-def _check_optimizer(directory: Path, strategy: str) -> None:
-    """Refuse an optimizer that cannot be taken over."""
-    path = directory / OPTIMIZER
-    # Under others each rank has a part of the optimizer; a finished model has none.
-    if strategy not in ("single", "ddp") or not path.is_file():
-        has = "has" if path.is_file() else "has no"
-        raise ConfigurationError(
-            f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}: take over "
-            "that of a checkpoint-N, written and continued on one GPU or with multi_gpu.yaml."
-        )
-    if reason := forbidden(path):
-        raise ConfigurationError(f"init_optimizer: {path} {reason}")
 
 
 def _described(directory: Path) -> dict[str, Any]:

@@ -158,10 +158,8 @@ def _given_config(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
             path, revision=model.model_revision, trust_remote_code=False
         )
     except (OSError, *UNUSABLE) as error:
-        setting = "init_from" if model.init_from else "model_name_or_path"
         raise ConfigurationError(
-            f"no model could be found at --{setting} {path} (of a run, its final/ is one): "
-            f"{first_line(error)}"
+            f"no model could be found at {path} (of a run, its final/ is one): {first_line(error)}"
         ) from error
 
 
@@ -186,9 +184,8 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     path = weights_directory(settings) / "config.json"
     if not path.is_file():
         return None
-    values = read_config_file(path)
     notes = ("_name_or_path", "transformers_version")  # they say nothing of the model
-    return {name: value for name, value in values.items() if name not in notes}
+    return {name: value for name, value in read_config_file(path).items() if name not in notes}
 
 
 def load_model(
