@@ -191,7 +191,11 @@ def choose_loss_head(
     """
     problem = None
     if requested != "logits":
-        problem = "LoRA trains the last layer, too" if adapted else _problem(model_config)
+        problem = (
+            "LoRA trains the last layer or rows of new tokens"
+            if adapted
+            else _problem(model_config)
+        )
         if problem is None:
             reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
             return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
