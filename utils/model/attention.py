@@ -267,7 +267,7 @@ def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batc
         own = ROW_LENGTH if rows is WHOLE_ROWS else stop
         changed[row, start:own] = False
         if changed.any():
-            fault = "lets packed documents see each other: a changed token changed another's logits"
+            fault = "lets packed documents see each other: a changed token changed others' logits"
             raise _refusal(model.config, f"under --attn_implementation {attention} {fault}{other}")
 
 

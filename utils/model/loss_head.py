@@ -191,19 +191,15 @@ def choose_loss_head(
     """
     problem = None
     if requested != "logits":
-        problem = (
-            "LoRA trains the last layer or rows of new tokens"
-            if adapted
-            else _problem(model_config)
-        )
+        lora = "LoRA trains the last layer or rows of new tokens" if adapted else None
+        problem = lora or _problem(model_config)
         if problem is None:
             reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
             return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
     if requested == "fused":
         raise ConfigurationError(f"--loss_head fused: {problem}; use auto")
     why = f"for {problem}" if problem else "as requested"
-    reason = f"{requested}: logits of all tokens in memory, {why}"
-    return LossHeadChoice("logits", reason, router)
+    return LossHeadChoice("logits", f"{requested}: logits of all tokens in memory, {why}", router)
 
 
 def _problem(model_config: PretrainedConfig) -> str | None:

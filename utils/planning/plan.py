@@ -291,10 +291,6 @@ def _loss_head(
     choice = choose_loss_head(settings.model.loss_head, config, adapted, router)
     logger.info("loss: %s", choice.reason)
     if has_experts(config):
-        term = (
-            f"load-balancing loss of each global batch, times {router.coefficient:g}"
-            if router
-            else ""
-        )
-        logger.info("experts: %s", term or "no load-balancing loss (output_router_logits adds it)")
+        term = f"times {router.coefficient:g}" if router else "none: output_router_logits adds it"
+        logger.info("experts: load-balancing loss of each global batch, %s", term)
     return choice
