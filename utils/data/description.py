@@ -6,10 +6,9 @@ times that it names; where these differ, the contents decide.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from utils.data.columns import (
     read_json_object,
     trained_on,
 )
-from utils.support.files import cache_path, file_states, read_cache, replace_text, write_cache
+from utils.support.files import cache_path, file_states, read_cache, write_cache
 
 FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"
@@ -82,13 +81,6 @@ class Description:
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}
         return cls(**given | {"statistics": Statistics(**counts)})
-
-
-def write_description(directory: Path, files: Sequence[Path], description: Description) -> None:
-    """Write stoker.json into a split that Stoker made, atomically."""
-    sizes, times = states_of(files)
-    content = {"format": FORMAT, **asdict(replace(description, files=sizes, modified_ns=times))}
-    replace_text(directory / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
@@ -188,10 +180,9 @@ def _add_block(
     """Add the documents from `first` on: `block` holds each column's values, flat."""
     ids, starts = block[TOKENS], offsets - offsets[0]
     if ids.size:
-        ends = [int(ids.min()), int(ids.max())]
-        if found.min_token_id is not None and found.max_token_id is not None:
-            ends += [found.min_token_id, found.max_token_id]
-        found.min_token_id, found.max_token_id = min(ends), max(ends)
+        ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
+        known = [end for end in ends if end is not None]
+        found.min_token_id, found.max_token_id = min(known), max(known)
     faults = {}  # by name: bool (tokens,)
     if PADDING in block:
         faults["first_padded_row"] = block[PADDING] == 0

@@ -38,7 +38,10 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     tokens = input_ids.numel()
     segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
     positions = torch.arange(tokens, device=device) - segment_starts
-    longest = longest_segment(batch["cu_seq_lens"], input_ids.shape[1])
+    # Flash kernels start work for as many tokens of each segment, and may plan anew for each bound:
+    # powers of two. The boundaries are on the host, so nobody waits.
+    longest = int(np.diff(batch["cu_seq_lens"].numpy()).max())
+    longest = min(1 << (longest - 1).bit_length(), input_ids.shape[1])
     return {
         "input_ids": input_ids,
         "labels": torch.where(moved.pop("loss_mask"), input_ids, IGNORED_LABEL),
@@ -49,16 +52,6 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
         "max_length_k": longest,
         **moved,
     }
-
-
-def longest_segment(cu_seq_lens: torch.Tensor, sequence_length: int) -> int:
-    """Return a power of two that no segment is longer than, at most the sequence's length.
-
-    Flash kernels start work for as many tokens of each segment, and most segments are short. Few
-    bounds, for a kernel may plan anew for each. The boundaries are on the host: nobody waits.
-    """
-    longest = int(np.diff(cu_seq_lens.numpy()).max())
-    return min(1 << (longest - 1).bit_length(), sequence_length)
 
 
 class DocumentPart(NamedTuple):
@@ -95,21 +88,39 @@ class PackedDataset(Dataset):
 
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
         """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
-        shape = (len(sequences), self.sequence_length)
-        count = len(sequences) * self.sequence_length
-        begins, tokens, trained, free = self._pieces(np.asarray(sequences, dtype=np.int64))
+        count, length = len(sequences), self.sequence_length
+        # The segments of each source in turn, then the padded tails: which sequence each is part
+        # of, its token ids, and what is not 0 where a token is trained on.
+        owners, tokens, trained = [], [], []
+        free = np.full(count, length)
+        for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
+            of_sequence, segments = self.plans[source].segments_of(own)
+            ids, marks = self.datasets[source].pieces(segments)
+            owners.append(indices[of_sequence])
+            tokens += ids
+            trained += marks
+            free[indices] -= self.plans[source].sequence_tokens[own]
+        padded = free.nonzero()[0]
+        owners.append(padded)
+        for tail in free[padded].tolist():
+            tokens.append(self._padding[:tail])
+            trained.append(self._untrained[:tail])
+        order = np.concatenate(owners).argsort(kind="stable").tolist()
+        tokens = [tokens[i] for i in order]
         input_ids = np.concatenate(tokens, dtype=np.int32, casting="same_kind")
         # Of int64 masks: 0 and 1 all the same.
-        loss_mask = np.concatenate(trained, dtype=np.int8, casting="unsafe") != 0
-        loss_mask[begins] = False
-        cu_seq_lens = np.append(begins, count).astype(np.int32)
+        loss_mask = (
+            np.concatenate([trained[i] for i in order], dtype=np.int8, casting="unsafe") != 0
+        )
+        boundaries = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
+        loss_mask[boundaries[:-1]] = False
         return {
-            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
-            "loss_mask": torch.from_numpy(loss_mask.reshape(shape)),
-            "cu_seq_lens": torch.from_numpy(cu_seq_lens),
+            "input_ids": torch.from_numpy(input_ids.reshape(count, length)),
+            "loss_mask": torch.from_numpy(loss_mask.reshape(count, length)),
+            "cu_seq_lens": torch.from_numpy(boundaries),
             # Of the token before it: no sequence begins with a token that is trained on.
             "loss_positions": torch.from_numpy(np.flatnonzero(loss_mask[1:])),
-            "sequence_tokens": torch.from_numpy(self.sequence_length - free),
+            "sequence_tokens": torch.from_numpy(length - free),
         }
 
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
@@ -134,40 +145,6 @@ class PackedDataset(Dataset):
         for source in np.unique(sources[sequences != PADDING_SEQUENCE]).tolist():
             indices = (sources == source).nonzero()[0]
             yield source, indices, sequences[indices] - self.first_of_source[source]
-
-    def _pieces(
-        self, sequences: np.ndarray
-    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray], np.ndarray]:
-        """Return what these sequences consist of, in order: documents' segments and padded tails.
-
-        Where each begins among the flattened tokens, its token ids, and what is not 0 where a
-        token is trained on; and the length of each sequence's padded tail.
-        """
-        begins, tokens, trained = [], [], []
-        free = np.full(len(sequences), self.sequence_length)
-        for source, indices, own in self._by_source(sequences):
-            of_sequence, segments = self.plans[source].segments_of(own)
-            filled = self.plans[source].sequence_tokens[own]
-            # Counted from the first of the source's sequences, then from where each begins.
-            before = indices * self.sequence_length - _sums_before(filled)
-            begins.append(_sums_before(segments.lengths) + before[of_sequence])
-            ids, marks = self.datasets[source].pieces(segments)
-            tokens += ids
-            trained += marks
-            free[indices] -= filled
-        padded = free.nonzero()[0]
-        begins.append((padded + 1) * self.sequence_length - free[padded])
-        for length in free[padded].tolist():
-            tokens.append(self._padding[:length])
-            trained.append(self._untrained[:length])
-        unordered = np.concatenate(begins)
-        order = unordered.argsort()
-        numbers = order.tolist()
-        return unordered[order], [tokens[i] for i in numbers], [trained[i] for i in numbers], free
-
-
-def _sums_before(counts: np.ndarray) -> np.ndarray:
-    return counts.cumsum() - counts
 
 
 class TokenCounts:

@@ -223,31 +223,25 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
+            if not nonempty >> length:
+                first, opened = opened, opened - (-left // (capacity // length))
+                with_free[capacity] = list(range(first, opened))
+                nonempty |= 1 << capacity
             fitting = nonempty >> length
-            if fitting:
-                free = length + (fitting & -fitting).bit_length() - 1
-                sequences = with_free[free]
-            else:
-                free = capacity
-                sequences = list(range(opened, opened + -(-left // (capacity // length))))
-                opened += len(sequences)
-            each = free // length
-            full = min(len(sequences), left // each)
-            # LIFO: taking from the end of a list costs nothing.
-            batches = [(sequences[len(sequences) - full :], each)] if full else []
-            del sequences[len(sequences) - full :]
-            if sequences and full * each < left < (full + 1) * each:
-                batches.append(([sequences.pop()], left - full * each))
+            free = length + (fitting & -fitting).bit_length() - 1
+            sequences = with_free[free]
+            pieces = min(free // length, left)
+            taken = sequences[-(left // pieces) :]  # LIFO: the end of a list costs nothing
+            del sequences[-len(taken) :]
             if not sequences:
                 nonempty &= ~(1 << free)
-            for taken, pieces in batches:
-                taking += taken
-                each_takes.append(pieces)
-                in_batch.append(len(taken))
-                left -= len(taken) * pieces
-                remaining = free - pieces * length
-                with_free[remaining] += taken
-                nonempty |= 1 << remaining
+            taking += taken
+            each_takes.append(pieces)
+            in_batch.append(len(taken))
+            left -= len(taken) * pieces
+            remaining = free - pieces * length
+            with_free[remaining] += taken
+            nonempty |= 1 << remaining
     sequence_of_piece = np.empty(len(lengths), dtype=np.int64)
     sequence_of_piece[order] = np.repeat(taking, np.repeat(each_takes, in_batch))
     return sequence_of_piece

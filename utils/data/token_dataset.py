@@ -1,8 +1,9 @@
 """A pre-tokenized dataset on disk, opened without copying a token, and what is wrong with it."""
 
+import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ from utils.data.columns import (
 )
 from utils.data.description import (
     DESCRIPTION_FILE,
+    FORMAT,
     Description,
     Statistics,
     measure,
     measure_once,
     read_description,
     states_of,
-    write_description,
 )
 from utils.data.packing import Segments
+from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +155,11 @@ def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
     origin: tokenizer, chat_template_sha256 and preparation, as Description has them.
     """
     split = Path(directory).resolve()
-    description = replace(measure(open_columns(split)), **origin)
-    write_description(split, data_files(split), description)
-    return _opened(split, description)
+    sizes, times = states_of(data_files(split))
+    found = replace(measure(open_columns(split)), files=sizes, modified_ns=times, **origin)
+    content = {"format": FORMAT, **asdict(found)}
+    replace_text(split / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
+    return _opened(split, found)
 
 
 def dataset_problems(

@@ -5,8 +5,7 @@ three matrix products and not four. Buffers are made once. The softmax is compil
 layers are: without, it goes through memory several times.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ COMPILED_ROWS = 2048
 CHECKED_TOKENS = 128
 TOLERANCE = 1e-3  # relative: in half precision a few derivatives are rounded otherwise
 
-_computes = True
 _checked: set[tuple[object, ...]] = set()
 
 
@@ -80,17 +78,6 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
 
 
-@contextmanager
-def buffers_alone() -> Iterator[None]:
-    """Within, calls make their buffers and compute nothing: for counting bytes."""
-    global _computes  # noqa: PLW0603 - autograd calls forward, which has no other way to know
-    _computes = False
-    try:
-        yield
-    finally:
-        _computes = True
-
-
 def _whole(count: int, tile: int) -> int:
     return -(-count // tile) * tile
 
@@ -119,11 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             more = _whole(tokens, SIZES["cpu"].tile) - tokens
             hidden = functional.pad(hidden, (0, 0, 0, more))
             targets = functional.pad(targets, (0, more), value=IGNORED)
-        work = _Work(hidden.to(dtype), weight, bias, terms, needed, compiled)
+        work = ChunkedHead(hidden.to(dtype), weight, bias, terms, needed, compiled)
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_loss = targets != IGNORED
         targets = targets.clamp(min=0)
-        for begin in range(0, len(hidden) if _computes else 0, work.chunk_rows):
+        for begin in range(0, len(hidden), work.chunk_rows):
             rows = slice(begin, min(begin + work.chunk_rows, len(hidden)))
             losses[rows] = work.chunk(rows, targets[rows], has_loss[rows])
         of_hidden, *of_head = work.gradients()
@@ -146,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-class _Work:
+class ChunkedHead:
     """The buffers and gradients of one call; gradients are those of the loss's sum.
 
     The weight has W >= V rows: those beyond the vocabulary are zeros, as are their gradients.

@@ -7,10 +7,9 @@ value_dim).
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +37,6 @@ CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
-
-logger = logging.getLogger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
@@ -98,22 +95,24 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     attention_mask: Tensor | None = None, *, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT, **kwargs: Any,
+    max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens
-    laid end to end. Returns ((B, T, H, D), None). Without `cu_seq_lens_q`, in evaluation, every
-    sequence is taken as one document. Raises ConfigurationError for what it cannot compute.
+    laid end to end. Returns ((B, T, H, D), None). On a CPU and in float32, as in the proof of
+    isolation, PER_DOCUMENT stands in for a CUDA kernel. Raises ConfigurationError for what it
+    cannot compute.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
     queries, keys = (states.shape[2] for states in (query, key))
-    if not causal or attention_mask is not None or queries != keys:
+    if not causal or attention_mask is not None or queries != keys or cu_seq_lens_q is None:
         raise ConfigurationError(
-            f"{type(module).__name__} asks packed_varlen for more than causal attention inside "
+            f"{type(module).__name__} asks packed_varlen for other than causal attention inside "
             f"marked documents (causal: {causal}, a mask: {attention_mask is not None}, {queries} "
-            f"queries for {keys} keys). Train with --attn_implementation sdpa; to generate, call "
+            f"queries for {keys} keys, cu_seq_lens_q: {cu_seq_lens_q is not None}). Train on "
+            "Stoker's packed batches, or with --attn_implementation sdpa; to generate, call "
             "model.set_attn_implementation('sdpa')."
         )
     # Rotary embeddings and norms kept in fp32 leave queries wider than values.
@@ -122,7 +121,6 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (states.to(dtype) for states in (query, key, value))
     if kernel.on_cuda_only and not (query.is_cuda and dtype in HALF_TYPES):
-        _warn_slower(kernel.label, query.device.type, dtype)
         kernel = PER_DOCUMENT
     needs = AttentionNeeds(0, softcap is not None, s_aux is not None, dropout)
     if missing := kernel.missing(needs):
@@ -130,14 +128,6 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             f"{type(module).__name__} uses {', '.join(missing)}, which {kernel.label} does not "
             "compute; use --attn_implementation eager"
         )
-    if cu_seq_lens_q is None:
-        positions = kwargs.get("position_ids")
-        if module.training or (positions is not None and (positions.diff(dim=-1) != 1).any()):
-            raise ConfigurationError(
-                "packed_varlen was given no cu_seq_lens_q, so packed documents would see each "
-                "other; train on Stoker's packed batches, or use --attn_implementation sdpa"
-            )
-        return causal_sdpa(query, key, value, terms).transpose(1, 2).contiguous(), None
     (rows, heads, length, head_dim), value_dim = query.shape, value.shape[-1]
     if kernel.on_cuda_only and value_dim != head_dim:
         value = functional.pad(value, (0, head_dim - value_dim))
@@ -145,12 +135,6 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     documents = Documents(cu_seq_lens_q, max_length_q or length, row_length=length)
     output = kernel.run(query, key, value, documents, terms)
     return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
-
-
-@cache
-def _warn_slower(label: str, device: str, dtype: torch.dtype) -> None:
-    what = "packed_varlen: %s does not run on %s in %s; per-document SDPA does, more slowly"
-    logger.warning(what, label, device, dtype)
 
 
 def find_kernels(

@@ -24,7 +24,7 @@ from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
-from utils.kernels.linear_cross_entropy import buffers_alone
+from utils.kernels.linear_cross_entropy import ChunkedHead
 from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
@@ -118,7 +118,8 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     # Experts multiply by the operator that transformers has for where torch has none: it takes
     # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _never)
-    with FakeTensorMode(), torch.device(work.device), buffers_alone(), by_shape:
+    head = mock.patch.object(ChunkedHead, "chunk", lambda *_: 0.0)  # its buffers are all it keeps
+    with FakeTensorMode(), torch.device(work.device), head, by_shape:
         _put_on_device(model)
         if cut:
             for kind in set(kinds):

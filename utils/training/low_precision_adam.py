@@ -60,18 +60,16 @@ class LowPrecisionAdamW(AdamW):
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled
-        self.noise_table: NoiseTable | None = None  # made when weights are where they stay
+        self.spans: dict[Tensor, list[Span]] = {}  # of each weight, once all are where they stay
         self.steps = 0  # on the host: the state's are on the device
 
     @torch.no_grad()
     @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # Trainer gives none
-        """Take a step."""
         self.steps += 1
-        if self.noise_table is None:
-            periods = COMPILED_PERIODS if self.compiled else 1
-            self.noise_table = NoiseTable(self.seed, self._weights(), periods)
-        table = self.noise_table.multipliers(self.steps)
+        if not self.spans:
+            self._cut_into_spans()
+        table = self._noise_multipliers()
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
             if not trained:
@@ -103,11 +101,10 @@ class LowPrecisionAdamW(AdamW):
 
     def _update(self, weight: Tensor, group: Group, numbers: Tensor, table: Tensor) -> None:
         assert weight.grad is not None
-        assert self.noise_table is not None
         unit, rounding = _unit(weight), self.stochastic_rounding
         rows = _in_rows({"weight": weight, "gradient": weight.grad, **self.state[weight]}, unit)
         words = random_words(weight.device, unit)
-        for span in self.noise_table.spans[weight]:
+        for span in self.spans[weight]:
             part = {name: value[span.rows] for name, value in rows.items()}
             if self.compiled:
                 types = tuple((name, value.dtype) for name, value in part.items())
@@ -117,6 +114,39 @@ class LowPrecisionAdamW(AdamW):
                 its_words = words[span.offset : span.offset + len(part["weight"])]
                 formula = partial(_fused_formula, group, numbers)
                 update(part, formula, its_words, table[:, span.period], rounding)
+
+    def _cut_into_spans(self) -> None:
+        """Cut weights into spans of some periods, and note what each period's noise follows from.
+
+        A span begins where it would in the whole tensor, whichever rows are here. An element's
+        noise is its word, by its index in a period, times the multiplier of that period.
+        """
+        keys: list[tuple[int, int]] = []  # of each period: index of the weight, first element
+        for index, weight in enumerate(self._weights()):
+            unit, spans = _unit(weight), self.spans.setdefault(weight, [])
+            rows = len(random_words(weight.device, unit))
+            first = _first_element(weight) // unit
+            end = first + _local(weight).numel() // unit
+            if first == end:  # a rank without rows of it
+                continue
+            before = len(keys) - first // rows  # periods of other weights, less those not here
+            stride = rows * (COMPILED_PERIODS if self.compiled else 1)
+            for begin in range(first // stride * stride, end, stride):
+                start, stop = max(begin, first), min(begin + stride, end)
+                place = before + start // rows, start % rows
+                on_device = torch.tensor(place).to(weight.device)
+                spans.append(Span(slice(start - first, stop - first), *place, on_device))
+            keys += [(index, at * unit) for at in range(first // rows * rows, end, rows)]
+        self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
+
+    def _noise_multipliers(self) -> Tensor:
+        """Return (3, periods of all weights) int32 of this step; the device is not waited for."""
+        numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
+        table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
+        device = self._weights()[0].device
+        if device.type == "cuda":
+            table = table.pin_memory()
+        return table.to(device, non_blocking=True)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,43 +243,6 @@ class Span(NamedTuple):
     start: Tensor  # period and offset, on the device
 
 
-class NoiseTable:
-    """Cuts weights into spans of some periods, and finds each period's multipliers.
-
-    A span begins where it would in the whole tensor, whichever rows are here. An element's noise
-    is its word, by its index in a period, times the multiplier of that period.
-    """
-
-    def __init__(self, seed: int, weights: Sequence[Tensor], periods: int):
-        self.seed, self.device = seed, weights[0].device
-        self.spans: dict[Tensor, list[Span]] = {}
-        keys: list[tuple[int, int]] = []  # of each period: index of the weight, first element
-        for index, weight in enumerate(weights):
-            unit, spans = _unit(weight), self.spans.setdefault(weight, [])
-            rows = len(random_words(self.device, unit))
-            first = _first_element(weight) // unit
-            end = first + _local(weight).numel() // unit
-            if first == end:  # a rank without rows of it
-                continue
-            before = len(keys) - first // rows  # periods of other weights, less those not here
-            stride = periods * rows
-            for begin in range(first // stride * stride, end, stride):
-                start, stop = max(begin, first), min(begin + stride, end)
-                place = before + start // rows, start % rows
-                on_device = torch.tensor(place).to(self.device)
-                spans.append(Span(slice(start - first, stop - first), *place, on_device))
-            keys += [(index, at * unit) for at in range(first // rows * rows, end, rows)]
-        self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
-
-    def multipliers(self, step: int) -> Tensor:
-        """Return (3, periods of all weights) int32; the device is not waited for."""
-        numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
-        table = torch.from_numpy(multipliers(self.seed, step, *self.keys, numbers))
-        if self.device.type == "cuda":
-            table = table.pin_memory()
-        return table.to(self.device, non_blocking=True)
-
-
 @functools.cache
 def compiled_update(
     words: Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
@@ -260,9 +253,7 @@ def compiled_update(
     equal, whether a gradient begins a bucket), and compile again for each. Raises
     ConfigurationError where compiled and plain code differ: torch has compiled wrongly before.
     """
-    # In one graph, unless compilation is turned off for the whole process (TORCHDYNAMO_DISABLE).
-    whole = not torch._dynamo.config.disable
-    compiled = torch.compile(_update_periods, dynamic=True, fullgraph=whole)
+    compiled = torch.compile(_update_periods, dynamic=True)
     random = torch.Generator(words.device).manual_seed(0)
     part: State = {}
     for name, dtype in types:

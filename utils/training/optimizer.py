@@ -23,26 +23,22 @@ def optimizer_of(
 
     It is compiled with the layers on a GPU alone: a CPU's chunks stay in its cache as they are.
     """
-    states = plan.optimizer_states
-    if states is None:
+    if plan.optimizer_states is None:
         return None
     return LowPrecisionAdamW, {
         "lr": training.learning_rate,
         "betas": (training.adam_beta1, training.adam_beta2),
         "eps": training.adam_epsilon,
-        "kept_as": states.kept_as,
-        "stochastic_rounding": states.stochastic_rounding,
         "seed": training.seed,
         "compiled": plan.compiled and training.device.type == "cuda",
+        **vars(plan.optimizer_states),
     }
 
 
 class InheritedOptimizer(TrainerCallback):
-    """Loads moments and step counts before the first step.
+    """Loads moments and step counts before the first step; the schedule stays this run's.
 
-    Learning rate, weight decay and the like are this run's: what a checkpoint keeps of them would
-    undo the new schedule. `directory` is a checkpoint whose optimizer.pt was looked at, see
-    utils/checkpoints/pickles.py.
+    `directory` is a checkpoint whose optimizer.pt was looked at, see utils/checkpoints/pickles.py.
     """
 
     def __init__(self, directory: Path):
@@ -76,12 +72,9 @@ def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str
         return "it keeps Adam's moments in 8 bits: set optim_states, which reads them."
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
-        shape = parameter.shape
+        own = tuple(parameter.shape)
         for key, value in saved["state"].get(index, {}).items():
-            found = getattr(value, "shape", ())
-            if len(found) == len(shape) and found != shape:
-                return (
-                    f"{key} of tensor {index} has shape {tuple(found)}, the tensor has "
-                    f"{tuple(shape)}: the architectures differ."
-                )
+            found = tuple(getattr(value, "shape", ()))
+            if len(found) == len(own) and found != own:
+                return f"{key} of tensor {index} is {found}, not {own}: the architectures differ."
     return None

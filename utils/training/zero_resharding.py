@@ -40,8 +40,7 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
     It is the checkpoint itself unless other ranks wrote it under ZeRO: then it is converted, into a
     directory that is gone afterwards. Collective over ranks; raises StorageError on all of them.
     """
-    here = trainer.args.world_size
-    ranks = here
+    here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
         ranks = read_manifest(Path(checkpoint)).world_size
     if checkpoint is None or ranks == here:
@@ -82,8 +81,7 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    line = "%s is of %d ranks, now there are %d: converting its ZeRO state in %s"
-    logger.info(line, checkpoint, ranks, world_size, scratch)
+    logger.info(f"{checkpoint} is of {ranks} ranks, not {world_size}: converting its ZeRO state")
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")

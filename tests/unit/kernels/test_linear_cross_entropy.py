@@ -143,14 +143,14 @@ def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
 @pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no words of zeros, so no view
 def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(monkeypatch):
     pointers, works = [], []
-    plain = module._Work.gradients
+    plain = module.ChunkedHead.gradients
 
     def watched(work):
         pointers.append(work.weight_gradient.data_ptr())
         works.append(weakref.ref(work))
         return plain(work)
 
-    monkeypatch.setattr(module._Work, "gradients", watched)
+    monkeypatch.setattr(module.ChunkedHead, "gradients", watched)
     (_, weight), targets = made()
     hidden = functional.embedding(targets.clamp(min=0), weight)
     gc.disable()  # a cycle would keep them until it happens to run
