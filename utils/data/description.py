@@ -146,7 +146,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
     digests = [hashlib.blake2b(digest_size=16) for _ in hashed]
     for chunk, first, last in _blocks(tokens):
         block = {name: column.documents(chunk, first, last) for name, column in columns.items()}
-        _add_block(found, first, tokens.offsets[first : last + 1], block, loss_mask)
+        _add_block(found, first, tokens.offsets[first : last + 1], block)
         for digest, column in zip(digests, hashed, strict=True):
             digest.update(block[column.name].view(np.uint8).data)
     whole = hashlib.blake2b(digest_size=16)
@@ -171,14 +171,10 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 
 
 def _add_block(
-    found: Statistics,
-    first: int,
-    offsets: np.ndarray,
-    block: Mapping[str, np.ndarray],
-    loss_mask: str | None,
+    found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
     """Add the documents from `first` on: `block` holds each column's values, flat."""
-    ids, starts = block[TOKENS], offsets - offsets[0]
+    ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
         known = [end for end in ends if end is not None]

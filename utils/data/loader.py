@@ -71,14 +71,11 @@ class PackedDataset(Dataset):
     """
 
     def __init__(
-        self,
-        datasets: Sequence[TokenDataset],
-        plans: Sequence[PackPlan],
-        pad_token_id: int | None = None,
+        self, datasets: Sequence[TokenDataset], plans: Sequence[PackPlan], pad_token_id: int = 0
     ):
         self.datasets, self.plans = tuple(datasets), tuple(plans)
         self.sequence_length = plans[0].sequence_length
-        self._padding = np.full(self.sequence_length, pad_token_id or 0, dtype=np.int32)
+        self._padding = np.full(self.sequence_length, pad_token_id, dtype=np.int32)
         self._untrained = np.zeros(self.sequence_length, dtype=bool)
         self.per_source = [plan.sequences for plan in plans]
         self.first_of_source = np.cumsum([0, *self.per_source])

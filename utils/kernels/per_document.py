@@ -75,7 +75,8 @@ def per_document_sdpa(
 
 
 def _filled(states: Tensor, length: int) -> Tensor:
-    return functional.pad(states, (0, 0, 0, 0, 0, length - len(states)))
+    more = length - len(states)
+    return functional.pad(states, (0, 0, 0, 0, 0, more)) if more else states
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:

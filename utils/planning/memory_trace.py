@@ -117,8 +117,8 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     kinds = _kinds(layers)
     # Experts multiply by the operator that transformers has for where torch has none: it takes
     # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
-    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _never)
-    head = mock.patch.object(ChunkedHead, "chunk", lambda *_: 0.0)  # its buffers are all it keeps
+    by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
+    head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
     with FakeTensorMode(), torch.device(work.device), head, by_shape:
         _put_on_device(model)
         if cut:
@@ -131,8 +131,8 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     return _all_layers(stretches, kinds), gathered
 
 
-def _never(*_: Any) -> bool:
-    return False
+def _zero(*_: Any) -> int:
+    return 0
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
