@@ -85,11 +85,8 @@ class Description:
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
     """Return sizes and modification times by name, in order."""
-    stats = {file.name: file.stat() for file in files}
-    return (
-        {name: stat.st_size for name, stat in stats.items()},
-        {name: stat.st_mtime_ns for name, stat in stats.items()},
-    )
+    stats = [(file.name, file.stat()) for file in files]
+    return {name: s.st_size for name, s in stats}, {name: s.st_mtime_ns for name, s in stats}
 
 
 def read_description(directory: Path) -> Description | None:

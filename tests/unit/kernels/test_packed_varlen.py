@@ -134,7 +134,7 @@ def test_what_it_cannot_compute_is_refused():
         with pytest.raises(ConfigurationError, match="cu_seq_lens_q: False"):
             model(input_ids=batch["input_ids"])
         model.eval()
-    with pytest.raises(ConfigurationError, match=r"1 queries for .*set_attn_implementation\('sdpa"):
+    with pytest.raises(ConfigurationError, match=r"4 queries for .*set_attn_implementation\('sdpa"):
         model.generate(batch["input_ids"][:, :4], max_new_tokens=3, use_cache=True)
     with pytest.raises(ConfigurationError, match="causal: True, a mask: True"):
         packed_varlen(Attention(), *states(), torch.ones(1, 1, 6, 6))
