@@ -130,7 +130,7 @@ def optimizer(kind=torch.optim.AdamW, width: int = 3, steps: int = 0, **options:
 def test_an_optimizer_of_something_else_is_refused(tmp_path):
     torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
     for fresh, message in (
-        (optimizer(width=4), r"exp_avg of tensor 0 has shape \(2, 3\), the tensor has \(2, 4\)"),
+        (optimizer(width=4), r"exp_avg of tensor 0 is \(2, 3\), not \(2, 4\)"),
         (optimizer(torch.optim.SGD, lr=0.1), "it is of another kind of optimizer"),
         (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))]), r"groups of \[2\] tensors"),
     ):
