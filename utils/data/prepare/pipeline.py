@@ -46,8 +46,7 @@ class Preparation:
     """One preparation into one output directory; every step may be repeated.
 
     Constructing it does no work, and raises ConfigurationError for settings, sources, tokenizer,
-    chat template or an output directory that cannot be used. `is_finished`: the result of this
-    very preparation is already there.
+    chat template or an output directory that cannot be used.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -58,14 +57,14 @@ class Preparation:
         self._given = given_tokenizer(arguments, self.plan)
         self.digest = self.plan.digest(tokenizer_identity(self._given, arguments))
         self.workspace = Workspace(self.output_dir, self.digest)
-        self.is_finished = self.workspace.is_prepared(arguments.tokenizer_name_or_path)
+        self._is_finished = self.workspace.is_prepared(arguments.tokenizer_name_or_path)
 
     def run(self) -> None:
         """Do what is left: the tokenizer, the work units of this shard, and the assembly.
 
         Raises ConfigurationError at the first record that cannot be used, unless they are skipped.
         """
-        if self.is_finished:
+        if self._is_finished:
             logger.info("%s: already prepared with these settings", self.output_dir)
             return
         self.workspace.open(may_discard=not self.arguments.shard and not self.arguments.merge)
@@ -73,7 +72,7 @@ class Preparation:
         if not self.arguments.tokenizer_only:
             if self.arguments.merge is None:
                 self._tokenize(tokenizer)
-            if not self._is_last():
+            if self.arguments.shard and not self._is_last_shard():
                 return
             self._assemble(tokenizer)
         target = self.output_dir / "tokenizer"
@@ -107,10 +106,8 @@ class Preparation:
         worker = UnitWorker(tokenizer, backend, settings, self.workspace)
         run_units(left, worker, self.arguments.num_proc)
 
-    def _is_last(self) -> bool:
-        """Return whether this process has to assemble: it is no shard, or the last of an array."""
-        if self.arguments.shard is None:
-            return True
+    def _is_last_shard(self) -> bool:
+        """Return whether this shard has to assemble: it is the last one of a job array."""
         index, shards = shard_of(self.arguments)
         logger.info("shard %d/%d is complete", index, shards)
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
@@ -124,7 +121,18 @@ class Preparation:
         Raises ConfigurationError naming the shards that are incomplete, or a split that is left
         without documents.
         """
-        counts = self._finished_counts()
+        shards = self.arguments.merge or shard_of(self.arguments)[1]
+        found = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
+        counts = {index: count for index, count in found.items() if count is not None}
+        missing = Counter(index % shards for index in found.keys() - counts.keys())
+        if missing:
+            raise ConfigurationError(
+                [
+                    f"shard {shard}/{shards} is incomplete, {number} of its work units are "
+                    f"missing: run it (again) with --shard {shard}/{shards}"
+                    for shard, number in sorted(missing.items())
+                ]
+            )
         total = sum(counts.values(), UnitCounts())
         self._report(counts, total)
         empty = [split for split in self.plan.splits if not total.documents[split]]
@@ -135,20 +143,6 @@ class Preparation:
             )
         for split in self.plan.splits:
             self._assemble_split(split, counts, total, tokenizer)
-
-    def _finished_counts(self) -> dict[int, UnitCounts]:
-        shards = self.arguments.merge or shard_of(self.arguments)[1]
-        found = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
-        counts = {index: count for index, count in found.items() if count is not None}
-        missing = Counter(index % shards for index in found.keys() - counts.keys())
-        problems = [
-            f"shard {shard}/{shards} is incomplete, {number} of its work units are missing: run it "
-            f"(again) with --shard {shard}/{shards}"
-            for shard, number in sorted(missing.items())
-        ]
-        if problems:
-            raise ConfigurationError(problems)
-        return counts
 
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
         """Log what came of each source, where there are several, and what was left out."""
@@ -165,8 +159,7 @@ class Preparation:
         for example in total.examples:
             logger.info("  dropped %s", example)
         for name, number in total.notes.items():
-            if number:
-                logger.info(f"{number:,} {NOTES[name]}")
+            logger.info(f"{number:,} {NOTES[name]}")
 
     def _assemble_split(
         self,
@@ -204,8 +197,7 @@ class Preparation:
                 "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
             },
         )
-        found = dataset.statistics
-        documents, tokens = total.documents[split], total.tokens[split]
+        found, documents, tokens = dataset.statistics, figures["documents"], figures["tokens"]
         if (found.documents, found.tokens) != (documents, tokens):
             raise ConfigurationError(
                 f"{folder}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "
@@ -272,9 +264,8 @@ class Preparation:
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:
     """Return the figures of a split under names that carry their units; lengths: (documents,)."""
     tokens, loss_tokens = counts.tokens[split], counts.loss_tokens[split]
-    ordered = np.sort(lengths)
-    ranks = {p: -(-p * len(ordered) // 100) for p in PERCENTILES}  # of the nearest, from 1
-    percentiles = {f"p{p}": int(ordered[rank - 1]) for p, rank in ranks.items()}
+    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+    percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, found, strict=True)}
     return {
         "documents": counts.documents[split],
         "tokens": tokens,
@@ -282,7 +273,7 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
         "loss_token_share": loss_tokens / tokens,
         "text_bytes": counts.text_bytes[split],
         "bytes_per_token": counts.text_bytes[split] / tokens,
-        "length_percentiles_tokens": {**percentiles, "max": int(ordered[-1])},
+        "length_percentiles_tokens": {**percentiles, "max": int(lengths.max())},
     }
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,11 +84,7 @@ class DocumentTokenizer:
             CompletionDocument: self._completions,
             ChatDocument: self._chats,
         }
-        found = {}
-        for kind, tokenize in kinds.items():
-            own = [document for document in documents if isinstance(document, kind)]
-            found[kind] = iter(tokenize(own) if own else [])
-        return [next(found[type(document)]) for document in documents]
+        return [one for kind, run in groupby(documents, type) for one in kinds[kind](list(run))]
 
     @cached_property
     def _masks(self) -> ChatMasks:
@@ -123,19 +120,18 @@ class DocumentTokenizer:
         texts = texts or [""]  # a tokenizer takes no empty list
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [
-            chat if isinstance(chat, BadRow) else self._trained(document, chat, *next(tokens))
-            for document, chat in zip(documents, masked, strict=True)
-        ]
-
-    def _trained(
-        self, document: ChatDocument, chat: MaskedChat, ids: list[int], offsets: Any
-    ) -> TokenizedDocument | BadRow:
-        try:
-            mask = token_mask(chat, np.array(offsets, dtype=np.int64).reshape(-1, 2))
-        except UnusableRowError as error:
-            return BadRow(error.reason, str(error), document.location)
-        return self._checked(document, np.array(ids), mask, chat.drops_thinking)
+        found: list[TokenizedDocument | BadRow] = []
+        for document, chat in zip(documents, masked, strict=True):
+            if isinstance(chat, BadRow):
+                found.append(chat)
+                continue
+            ids, offsets = (np.array(values, dtype=np.int64) for values in next(tokens))
+            try:
+                mask = token_mask(chat, offsets.reshape(-1, 2))
+                found.append(self._checked(document, ids, mask, chat.drops_thinking))
+            except UnusableRowError as error:
+                found.append(BadRow(error.reason, str(error), document.location))
+        return found
 
     def _checked(
         self, document: Document, ids: np.ndarray, mask: np.ndarray, drops_thinking: bool = False

@@ -46,12 +46,10 @@ def given_tokenizer(
 ) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer that the user names, with the chat template in use.
 
-    None when one is to be trained; its chat template is checked for being readable all the same.
+    None when one is to be trained: `tokenizer_identity` reads its chat template.
     """
     if arguments.tokenizer_name_or_path is None:
-        if arguments.chat_template is not None:
-            read_chat_template(arguments.chat_template)
-        elif plan.needs_chat_template:
+        if plan.needs_chat_template and arguments.chat_template is None:
             raise ConfigurationError(NO_CHAT_TEMPLATE)
         return None
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)

@@ -11,7 +11,6 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.data.description import read_description
@@ -134,11 +133,9 @@ class Workspace:
         """Return the counts of a finished unit; None when it has to be done, or done again."""
         try:
             record = json.loads(self._record(unit).read_text(encoding="utf-8"))
-            counts: dict[str, Any] = {
-                name: value if name == "examples" else Counter(value)
-                for name, value in record["counts"].items()
-            }
-            found = UnitCounts(**counts)
+            examples = record["counts"].pop("examples")
+            counts = {name: Counter(value) for name, value in record["counts"].items()}
+            found = UnitCounts(**counts, examples=examples)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
         return found if record["digest"] == self.digest else None
