@@ -53,6 +53,7 @@ def test_what_will_happen_is_a_fact_per_line(report, tmp_path):
 
 def test_every_kind_of_save_is_reported(report):
     assert "10 in all), each new best; at most 4 at once" in report(**SAVE_BEST, save_minutes="0")
+    assert "(3 in all); " in report(total_steps=250, save_minutes="0")
     assert "at most 3 at once" in report(save_total_limit=2)
     assert "at most 10 at once" in report(save_total_limit="null")
     assert "saves: every 250 steps (4 in all)" in report(save_steps=0.25)
