@@ -24,8 +24,6 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class RunArguments:
     """How the run as a whole is done."""
 
-    _argument_group_name = "run"
-
     global_batch_size: int = setting(
         help="sequences per optimizer step over all ranks; gradient accumulation follows"
     )
@@ -65,8 +63,6 @@ class RunArguments:
 class DataArguments:
     """The token datasets and how they become sequences."""
 
-    _argument_group_name = "data"
-
     train_data: list[str] = setting(
         help="token datasets to train on, DIR or DIR=weight (all or none weighted, by share of the "
         "samples)"
@@ -92,9 +88,7 @@ class DataArguments:
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """TRL's names for models and LoRA; from scratch with `model_config`."""
-
-    _argument_group_name = "model"
+    """The model and LoRA, as trl.ModelConfig names them; from scratch with `model_config`."""
 
     model_name_or_path: str | None = setting(
         None, "model directory or Hub name whose weights to start from"
@@ -185,16 +179,12 @@ class _ChangedDefaults:
 
 @dataclass
 class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # a wider type
-    """transformers' TrainingArguments with the defaults above."""
-
-    _argument_group_name = "training (transformers.TrainingArguments)"
+    """The training, as transformers.TrainingArguments names it, with defaults of our own."""
 
 
 @dataclass
 class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
-    """TRL's SFTConfig with the defaults above, for data that is tokenized and packed already."""
-
-    _argument_group_name = "training (trl.SFTConfig)"
+    """The training, as trl.SFTConfig names it, for data that is tokenized and packed already."""
 
     # TRL would turn it on, which costs 20 % of the speed.
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'
@@ -205,9 +195,6 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
     dataset_kwargs: dict[str, Any] | str | None = field(
         default_factory=lambda: {"skip_prepare_dataset": True}
     )
-
-
-_SPLIT_NAME = re.compile(r"[a-z0-9_]+")
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
@@ -247,7 +234,7 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
         name, equals, directory = entry.partition("=")
         if not equals:
             name, directory = re.sub(r"[^a-z0-9]+", "_", Path(entry).name.lower()).strip("_"), entry
-        if not directory or not _SPLIT_NAME.fullmatch(name):
+        if not directory or not re.fullmatch(r"[a-z0-9_]+", name):
             raise ValueError(
                 f"eval_data {entry!r}: expected NAME=DIR, the name of lower-case letters, digits "
                 "and underscores (it becomes the metric eval_NAME_loss)"

@@ -151,14 +151,14 @@ def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
 
 
 def help_text(declared: Mapping[str, Declaration], prog: str, description: str) -> str:
-    """Return every setting under the group of its class, with type, help and default."""
+    """Return every setting under the docstring of its class, with type, help and default."""
     lines = [
         f"usage: {prog} [--{CONFIG_FLAG} RECIPE.yaml ...] [--SETTING VALUE ...]\n",
         description,
         "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all.",
     ]
     for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
-        lines.append(f"\n{getattr(owner, '_argument_group_name', owner.__name__)}:")
+        lines.append(f"\n{owner.__doc__}")
         for declaration in declarations:
             text = declaration.help + (" (required)" if declaration.required else "")
             if declaration.default not in (None, [], {}):
