@@ -1,4 +1,4 @@
-"""Run the demo's six commands, say what came out and keep the figures as JSON (`--record FILE`).
+"""Run the demo's commands, say what came out and keep the figures as JSON (`--record FILE`).
 
     python examples/run_demo.py
 
@@ -27,6 +27,11 @@ from utils.support.host import cpu_fact  # noqa: E402
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],
+    "tokenizer": [
+        "examples/train_tokenizer.py",
+        *("--vocabulary", "8192", "--output_dir", "data/stdlib/tokenizer"),
+        "data/stdlib/pretrain.jsonl",
+    ],
     "prepare text": ["prepare_data.py", "--config", "recipes/data/demo_pretrain.yaml"],
     "prepare chats": ["prepare_data.py", "--config", "recipes/data/demo_chats.yaml"],
     "pretrain": ["pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml"],
