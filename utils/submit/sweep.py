@@ -133,6 +133,8 @@ def _setting_faults(
         elif nested or not words or (len(words) > 1 and any(word[:1] == "-" for word in words)):
             odd = "an empty list, a list in a list, or entries that begin with -"
             yield key, f"{name}: {odd}, are no flag: use a recipe"
+        elif key == "grid" and name in fixed:
+            yield key, f"{name}: is among `settings` too, which all points share"
 
 
 def _texts(value: Any) -> list[str]:

@@ -52,6 +52,7 @@ def test_all_faults_are_named_with_their_line(sweep_file):
         ("grid: {model_config: [a/b, a_b]}\n", "model_config=a_b: two points would have this"),
         (f"grid: {{run_name: [{'x' * 200}]}}\n", "or the name is too long"),
         ("settings: {dry_run: true}\ngrid: {seed: [1]}\n", "dry_run: the sweep sets it"),
+        ("settings: {seed: 3}\ngrid: {seed: [1]}\n", "seed: is among `settings` too"),
         ("grid: {eval_data: [[a, -b]]}\n", "an empty list, .* or entries that begin with -"),
         ("grid: {seed: [1], seed: [2]}\n", "yaml:3: not valid YAML: seed is given twice"),
     ]:
