@@ -28,7 +28,7 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
     sweep = read_sweep(
         sweep_file(
             "config: [recipes/pretrain/demo_cpu.yaml]\n"
-            "settings: {max_steps: 5, bf16: true, seed: 0}\n"
+            "settings: {max_steps: 5, bf16: true}\n"
             "grid: {learning_rate: [1.0e-3, 2.0e-5], seed: [1, 2]}\n"
         )
     )
@@ -40,7 +40,7 @@ def test_a_grid_is_every_combination_the_last_setting_fastest(sweep_file):
     ]
     assert list(sweep.points.values())[3] == [
         "pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", "--max_steps=5",
-        "--bf16=true", "--seed=2", "--learning_rate=2e-05",
+        "--bf16=true", "--learning_rate=2e-05", "--seed=2",
         "--output_dir=runs/s/learning_rate=2e-05,seed=2",
     ]  # fmt: skip
 
