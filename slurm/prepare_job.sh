@@ -6,8 +6,7 @@
 #   sbatch slurm/prepare_job.sh --config recipes/data/my_data.yaml            all of it in one task
 #
 # The arguments are prepare_data.py's. The last task to finish merges all shares and checks the
-# result. Handed in again, also with another number of tasks, only what is missing is done. A
-# tokenizer is trained first, in a job without --array, with --tokenizer_only true.
+# result. Submitted again, also with another number of tasks, only what is missing is done.
 #
 #SBATCH --job-name=prepare
 ##SBATCH --partition=cpu            # sinfo lists them; commented out: the cluster's default

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prepare_data
 import pretrain
 import sft_train
+from examples.train_tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,11 @@ def prepared(tmp_path_factory) -> Path:
     ]  # fmt: skip
     for name, records in (("text", texts), ("chats", [{"messages": chat} for chat in turns])):
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
-    text = {"sources": root / "text.jsonl", "train_tokenizer": 290, "validation_fraction": 0.1}
+    tokenizer = train_tokenizer((row["text"] for row in texts), 290)
+    tokenizer.save_pretrained(root / "trained")
+    text = {"sources": root / "text.jsonl", "validation_fraction": 0.1}
+    text["tokenizer_name_or_path"] = root / "trained"
     prepare_data.main(tiny.flags(**text, output_dir=root / "text"))
-    tokenizer = AutoTokenizer.from_pretrained(root / "text" / "tokenizer")
     tokenizer.pad_token = None
     tokenizer.save_pretrained(root / "tokenizer")
     chats = {"sources": root / "chats.jsonl", "tokenizer_name_or_path": root / "tokenizer"}

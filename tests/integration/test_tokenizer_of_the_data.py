@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import prepare_data
 import sft_train
+from examples.train_tokenizer import train_tokenizer
 from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
@@ -28,8 +29,6 @@ CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinj
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """base/ (weights, tokenizer without template), chat/ (its sibling's tokenizer), rows.jsonl."""
-    from utils.data.tokenizers import train_tokenizer
-
     root = tmp_path_factory.mktemp("models")
     rows = [{"text": f"{i} plus {i + 1} is {2 * i + 1}. " * 4} for i in range(60)]
     base = train_tokenizer((row["text"] for row in rows), 300)
@@ -111,7 +110,9 @@ def test_what_does_not_fit_the_data_is_refused(models, chats, tmp_path):
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
-    changes = {"tokenizer_name_or_path": None, "train_tokenizer": 270, "chat_template": CHATML}
+    other = train_tokenizer(["another 123 " * 9] * 9, 270)
+    other.save_pretrained(tmp_path / "other")
+    changes = {"tokenizer_name_or_path": tmp_path / "other", "chat_template": CHATML}
     trained = prepare(models, tmp_path / "data", **changes)
     said = refusal(argv(models, trained, tmp_path / "run"))
     assert f"has another vocabulary than {models / 'base'}" in said

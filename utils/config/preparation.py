@@ -26,6 +26,9 @@ class PreparationArguments:
         ".gz, .zst), Parquet, or a folder written by datasets' save_to_disk; in a recipe also "
         "mappings of path, split, format, columns, filter, weight and max_tokens"
     )
+    tokenizer_name_or_path: str = setting(
+        help="tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
+    )
     output_dir: str = setting(help="folder for the tokenizer and one dataset per split")
     eval_sources: list[str | dict[str, Any]] = setting(
         [],
@@ -43,15 +46,6 @@ class PreparationArguments:
         "names of columns in the files as THEIRS=OURS, such as question=prompt answer=completion, "
         "or body=text",
     )
-    tokenizer_name_or_path: str | None = setting(
-        None, "tokenizer folder (or Hub name) to use, instead of train_tokenizer"
-    )
-    train_tokenizer: int | None = setting(
-        None, "train a byte-level BPE tokenizer of exactly this many tokens on the documents"
-    )
-    tokenizer_sample_bytes: int = setting(
-        1 << 30, "at most this many bytes of source are read to train the tokenizer"
-    )
     tokenizer_backend: str = setting(
         "auto",
         "what tokenizes texts (chats are rendered by the tokenizer itself): tokenizers, or "
@@ -64,7 +58,6 @@ class PreparationArguments:
         "tokens to add to the tokenizer: training appends a vector for each to the model's "
         "embedding, which starts as the mean of the others",
     )
-    tokenizer_only: bool = setting(False, "stop once output_dir/tokenizer is written")
     chat_template: str | None = setting(None, "Jinja file; null: the tokenizer's own template")
     template_date: str | None = setting(
         None,
@@ -123,9 +116,6 @@ def check_preparation(given: PreparationArguments) -> None:
 
     Raises ConfigurationError with every fault found.
     """
-    trains = given.train_tokenizer is not None
-    takes = given.tokenizer_name_or_path is not None
-    divided = given.shard is not None or given.merge is not None
     index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
     faults = {
         "sources is empty: give at least one path": not given.sources,
@@ -137,22 +127,13 @@ def check_preparation(given: PreparationArguments) -> None:
         f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length": (
             given.on_overlong != "error" and given.sequence_length is None
         ),
-        "give one of --tokenizer_name_or_path DIR and --train_tokenizer VOCAB": trains == takes,
-        "tokenizer_only trains a tokenizer: give --train_tokenizer VOCAB": (
-            given.tokenizer_only and not trains
-        ),
-        "add_tokens goes with --tokenizer_name_or_path: train the tokenizer first": (
-            trains and bool(given.add_tokens)
-        ),
         "add_tokens has an empty token: leave it out": not all(map(str.strip, given.add_tokens)),
-        "train_tokenizer does not go with shard or merge: run once with --tokenizer_only, then "
-        "give every shard --tokenizer_name_or_path OUT/tokenizer": trains and divided,
         "shard and merge are separate steps: run every shard, then --merge N": (
             given.shard is not None and given.merge is not None
         ),
         f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": index >= number,
     }
-    least = {"num_proc": 1, "sequence_length": 2, "merge": 1, "tokenizer_sample_bytes": 1}
+    least = {"num_proc": 1, "sequence_length": 2, "merge": 1}
     for name, minimum in least.items():
         value = getattr(given, name)
         fault = f"{name} is {value}: it must be at least {minimum}"

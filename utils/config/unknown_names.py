@@ -74,6 +74,11 @@ OTHER_NAMES = _by_name({
     "dtype": "torch_dtype",
     "use_peft": "lora peft use_lora",
     "lora_target_modules": "lora_target",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "save_steps": "save_every save_interval",
+    "eval_steps": "eval_every eval_interval",
+    "logging_steps": "log_interval log_every_n_steps",
+    "output_dir": "out_dir output_path save_dir",
     "prepare_data.py --sources tokenizes it once, then train_data names its folder": ""
     "dataset dataset_config dataset_name datasets max_samples train_file",
     "prepare_data.py --validation_fraction holds documents out": "val_set_size val_size",

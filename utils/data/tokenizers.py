@@ -1,9 +1,8 @@
-"""Tokenizers: loading an existing one, training a byte-level BPE, and telling two apart."""
+"""Tokenizers: loading one, and telling two apart."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +11,7 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-
-END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PADDING, TURN_START, TURN_END)
-
-# The splitting rule of cl100k_base (OpenAI's tiktoken, as in Llama 3): a line end always closes a
-# token, so the first token of an assistant's turn never merges with the line end before it.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
@@ -57,46 +44,6 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
             "of a document could not be marked; set one and save the tokenizer again"
         )
     return tokenizer
-
-
-def train_tokenizer(texts: Iterator[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE tokenizer of exactly `vocabulary_size` tokens.
-
-    The same texts give the same tokenizer. Raises ConfigurationError for a vocabulary that is too
-    small for the bytes, or larger than the texts can fill.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
-    reached = tokenizer.get_vocab_size()
-    if reached != vocabulary_size:
-        smallest = 256 + len(SPECIAL_TOKENS)
-        raise ConfigurationError(
-            f"train_tokenizer is {vocabulary_size}, but these documents make {reached}: give "
-            f"{smallest} (bytes and special tokens) to {reached}, or more documents"
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        additional_special_tokens=[TURN_START, TURN_END],
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -9,19 +9,13 @@ def arguments(**settings) -> PreparationArguments:
     return PreparationArguments(**{**given, **settings})
 
 
-TRAINED = {"tokenizer_name_or_path": None, "train_tokenizer": 500}
 CONTRADICTIONS = [
     ({"sources": []}, "sources is empty"),
-    ({"tokenizer_name_or_path": None}, "give one of --tokenizer_name_or_path"),
-    ({"train_tokenizer": 500}, "give one of --tokenizer_name_or_path"),
     ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
     ({"sequence_length": 1}, "sequence_length is 1: it must be at least 2"),
     ({"template_date": "May"}, "template_date is 'May': give a day as YYYY-MM-DD"),
     ({"on_overlong": "drop"}, "give --sequence_length"),
-    ({"tokenizer_only": True}, "tokenizer_only trains a tokenizer"),
     ({"add_tokens": [" "]}, "add_tokens has an empty token"),
-    ({**TRAINED, "add_tokens": ["a"]}, "add_tokens goes with --tokenizer_name_or_path"),
-    ({**TRAINED, "shard": "0/2"}, "train_tokenizer does not go with shard or merge"),
     ({"shard": "1/2", "merge": 2}, "shard and merge are separate steps"),
     ({"shard": "2/2"}, "I from 0 to N-1"),
     ({"shard": "1"}, "give I/N"),
@@ -39,4 +33,3 @@ def test_all_faults_are_shown_at_once_and_settings_that_fit_are_accepted():
         check_preparation(arguments(num_proc=0, sequence_length=0, shard="x"))
     assert len(caught.value.problems) == 3
     check_preparation(arguments(shard="3/4", sequence_length=128, on_overlong="drop"))
-    check_preparation(arguments(**TRAINED, tokenizer_only=True))

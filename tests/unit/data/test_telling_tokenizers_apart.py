@@ -7,10 +7,10 @@ import trl
 from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from examples.train_tokenizer import train_tokenizer
 from utils.data.tokenizers import (
     differences,
     foreign_token,
-    train_tokenizer,
     without_training_marks,
 )
 

@@ -23,8 +23,6 @@ from utils.data.prepare.tokenizer import (
     given_tokenizer,
     masks_from,
     save_tokenizer,
-    tokenizer_identity,
-    trained_tokenizer,
 )
 from utils.data.prepare.units import UnitWorker, run_units, token_features
 from utils.data.prepare.workspace import NOTES, UnitCounts, Workspace
@@ -54,10 +52,14 @@ class Preparation:
         self.arguments = arguments
         self.output_dir = Path(arguments.output_dir)
         self.plan = plan_preparation(arguments)
-        self._given = given_tokenizer(arguments, self.plan)
-        self.digest = self.plan.digest(tokenizer_identity(self._given, arguments))
+        self.tokenizer = given_tokenizer(arguments, self.plan)
+        identity = {
+            "sha256": tokenizer_sha256(self.tokenizer),
+            "chat_template_sha256": chat_template_sha256(self.tokenizer),
+        }
+        self.digest = self.plan.digest(identity)
         self.workspace = Workspace(self.output_dir, self.digest)
-        self._is_finished = self.workspace.is_prepared(arguments.tokenizer_name_or_path)
+        self._is_finished = self.workspace.is_prepared()
 
     def run(self) -> None:
         """Do what is left: the tokenizer, the work units of this shard, and the assembly.
@@ -68,42 +70,27 @@ class Preparation:
             logger.info("%s: already prepared with these settings", self.output_dir)
             return
         self.workspace.open(may_discard=not self.arguments.shard and not self.arguments.merge)
-        tokenizer = self._provide_tokenizer()
-        if not self.arguments.tokenizer_only:
-            if self.arguments.merge is None:
-                self._tokenize(tokenizer)
-            if self.arguments.shard and not self._is_last_shard():
-                return
-            self._assemble(tokenizer)
-        target = self.output_dir / "tokenizer"
-        if self.workspace.tokenizer.exists() and not target.exists():
-            self.workspace.tokenizer.replace(target)
+        if self.arguments.merge is None:
+            self._tokenize()
+        if self.arguments.shard and not self._is_last_shard():
+            return
+        self._assemble()
+        save_tokenizer(self.tokenizer, self.output_dir / "tokenizer")
         self.workspace.remove()
         logger.info("written: %s", ", ".join(map(str, sorted(self.output_dir.iterdir()))))
 
-    def _provide_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Write the tokenizer into the workspace, training it if asked to, and return it."""
+    def _tokenize(self) -> None:
+        """Prepare those work units of this shard that are not finished yet."""
         # Threads of the tokenizer in this process; worker processes use one each.
         os.environ.setdefault("RAYON_NUM_THREADS", str(self.arguments.num_proc))
-        folder, final = self.workspace.tokenizer, self.output_dir / "tokenizer"
-        if final.exists() and not folder.exists():
-            folder = final  # an assembly that was interrupted has moved it
-        if self._given is None:
-            return trained_tokenizer(self.plan, self.arguments, folder)
-        if not folder.exists():
-            save_tokenizer(self._given, folder)
-        return self._given
-
-    def _tokenize(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Prepare those work units of this shard that are not finished yet."""
         index, shards = shard_of(self.arguments)
         own = [unit for unit in self.plan.units if unit.index % shards == index]
         left = [unit for unit in own if self.workspace.counts_of(unit.index) is None]
         if len(left) < len(own):
             logger.info("%d of %d work units are finished already", len(own) - len(left), len(own))
         settings, wanted = self.plan.settings, self.arguments.tokenizer_backend
-        backend = choose_backend(wanted, tokenizer, settings.document_format)
-        worker = UnitWorker(tokenizer, backend, settings, self.workspace)
+        backend = choose_backend(wanted, self.tokenizer, settings.document_format)
+        worker = UnitWorker(self.tokenizer, backend, settings, self.workspace)
         run_units(left, worker, self.arguments.num_proc)
 
     def _is_last_shard(self) -> bool:
@@ -115,7 +102,7 @@ class Preparation:
         logger.info("when all are, run the same settings with --merge %d, not --shard", shards)
         return False
 
-    def _assemble(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def _assemble(self) -> None:
         """Make the datasets out of the finished units, and report.
 
         Raises ConfigurationError naming the shards that are incomplete, or a split that is left
@@ -142,7 +129,7 @@ class Preparation:
                 "another --validation_fraction, or see above what was dropped"
             )
         for split in self.plan.splits:
-            self._assemble_split(split, counts, total, tokenizer)
+            self._assemble_split(split, counts, total)
 
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
         """Log what came of each source, where there are several, and what was left out."""
@@ -162,14 +149,10 @@ class Preparation:
             logger.info(f"{number:,} {NOTES[name]}")
 
     def _assemble_split(
-        self,
-        split: str,
-        counts: Mapping[int, UnitCounts],
-        total: UnitCounts,
-        tokenizer: "PreTrainedTokenizerBase",
+        self, split: str, counts: Mapping[int, UnitCounts], total: UnitCounts
     ) -> None:
         """Make a dataset of the files of a split: layout, statistics and stoker.json."""
-        folder = self.output_dir / split
+        folder, tokenizer = self.output_dir / split, self.tokenizer
         features = token_features(id_type(tokenizer), self.plan.settings.document_format)
         units = [index for index in counts if counts[index].documents[split]]
         self._move_files(folder, units, features)

@@ -1,30 +1,24 @@
 """The tokenizer of a preparation and its chat template, checked before the work begins."""
 
-import hashlib
 import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS
-from utils.data.prepare.documents import ChatDocument, refuse_bad_row, texts_of
-from utils.data.prepare.plan import TRAIN, PreparationPlan
-from utils.data.prepare.records import BadRow
+from utils.data.prepare.documents import ChatDocument
+from utils.data.prepare.plan import PreparationPlan
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
-from utils.data.prepare.units import is_held_out, read_documents
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import (
-    chat_template_sha256,
     load_tokenizer,
-    tokenizer_sha256,
-    train_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -43,55 +37,13 @@ PROBES = (ChatDocument([*TURN, *TURN], PROBE), ChatDocument(TURN, PROBE))
 
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
-) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer that the user names, with the chat template in use.
-
-    None when one is to be trained: `tokenizer_identity` reads its chat template.
-    """
-    if arguments.tokenizer_name_or_path is None:
-        if plan.needs_chat_template and arguments.chat_template is None:
-            raise ConfigurationError(NO_CHAT_TEMPLATE)
-        return None
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that the user names, with the chat template in use."""
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
     _add_tokens(tokenizer, arguments.add_tokens)
     if plan.needs_chat_template or arguments.chat_template is not None:
         attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)
     return tokenizer
-
-
-def tokenizer_identity(
-    tokenizer: "PreTrainedTokenizerBase | None", arguments: PreparationArguments
-) -> dict[str, Any]:
-    """Return what a tokenizer contributes to the digest, known before it is trained."""
-    if tokenizer is not None:
-        return {
-            "sha256": tokenizer_sha256(tokenizer),
-            "chat_template_sha256": chat_template_sha256(tokenizer),
-        }
-    template = arguments.chat_template
-    text = read_chat_template(template) if template else None
-    return {
-        "vocabulary": arguments.train_tokenizer,
-        "sample_bytes": arguments.tokenizer_sample_bytes,
-        "chat_template_sha256": text and hashlib.sha256(text.encode()).hexdigest(),
-    }
-
-
-def trained_tokenizer(
-    plan: PreparationPlan, arguments: PreparationArguments, folder: Path
-) -> "PreTrainedTokenizerBase":
-    """Train a tokenizer into `folder`, or load the one that an interrupted run left there."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not folder.exists():
-        assert arguments.train_tokenizer is not None
-        logger.info("training a tokenizer of %s tokens", f"{arguments.train_tokenizer:,}")
-        texts = _training_texts(plan, arguments.tokenizer_sample_bytes)
-        tokenizer = train_tokenizer(texts, arguments.train_tokenizer)
-        if plan.needs_chat_template or arguments.chat_template is not None:
-            attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)
-        save_tokenizer(tokenizer, folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -102,27 +54,6 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         shutil.rmtree(partial)
     else:
         partial.replace(folder)
-
-
-def _training_texts(plan: PreparationPlan, sample_bytes: int) -> Iterator[str]:
-    """Yield training texts: of each unit its beginning, in proportion to the unit's size.
-
-    Held-out documents are left out: the tokenizer is part of what is evaluated on them.
-    """
-    settings = plan.settings
-    units = [unit for unit in plan.units if unit.split == TRAIN]
-    total = max(sum(unit.size for unit in units), 1)
-    for unit in units:
-        left = sample_bytes * unit.size // total
-        for document in read_documents(unit, settings):
-            if isinstance(document, BadRow):
-                refuse_bad_row(document, settings.on_bad_row)
-            elif not is_held_out(document, settings):
-                for text in texts_of(document):
-                    left -= len(text.encode())
-                    yield text
-            if left <= 0:
-                break
 
 
 def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:

@@ -67,14 +67,12 @@ class Workspace:
     def __init__(self, output_dir: Path, digest: str):
         self.output_dir = output_dir
         self.root = output_dir / WORKSPACE
-        self.tokenizer = self.root / "tokenizer"
         self.digest = digest
 
-    def is_prepared(self, used_tokenizer: str | None) -> bool:
+    def is_prepared(self) -> bool:
         """Return whether the output directory holds the finished result of this very preparation.
 
-        Raises ConfigurationError when it holds anything else than unfinished work; but
-        `used_tokenizer` may lie there.
+        Raises ConfigurationError when it holds anything else than unfinished work.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -83,10 +81,7 @@ class Workspace:
         described = read_description(self.output_dir / TRAIN)
         if described and described.preparation.get("settings_sha256") == self.digest:
             return True
-        tokenizer = Path(used_tokenizer or "").resolve()
-        entries = sorted(self.output_dir.iterdir())
-        others = [e.name for e in entries if e.name != "tokenizer" or e.resolve() != tokenizer]
-        if others:
+        if others := sorted(entry.name for entry in self.output_dir.iterdir()):
             raise ConfigurationError(
                 f"output_dir: {self.output_dir}: holds {', '.join(others[:5])}, which was not made "
                 "by these settings from these sources. Nothing is overwritten: choose another "

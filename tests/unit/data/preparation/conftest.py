@@ -36,11 +36,10 @@ def two(tmp_path):
 
 @pytest.fixture
 def prepare(tmp_path, tokenizer):
-    """Prepare into a folder of tmp_path, with the small tokenizer unless one is trained."""
+    """Prepare into a folder of tmp_path, with the small tokenizer unless another is given."""
 
     def prepared(name, **settings):
-        if "train_tokenizer" not in settings:
-            settings = {"tokenizer_name_or_path": tokenizer, **settings}
+        settings = {"tokenizer_name_or_path": tokenizer, **settings}
         samples.prepare(output_dir=tmp_path / name, **settings)
         return tmp_path / name
 

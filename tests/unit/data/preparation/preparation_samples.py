@@ -9,11 +9,11 @@ from pathlib import Path
 import datasets
 import numpy as np
 
+from examples.train_tokenizer import train_tokenizer
 from utils.config.preparation import PreparationArguments
 from utils.data.packing import Segments
 from utils.data.prepare.pipeline import Preparation
 from utils.data.token_dataset import TokenDataset
-from utils.data.tokenizers import train_tokenizer
 
 CHATML = str(Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja")
 WORDS = [
@@ -80,7 +80,8 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
 def prepare(sources, output_dir: Path, **settings) -> None:
     """Do what prepare_data.py does."""
     sources = [source if isinstance(source, dict) else str(source) for source in sources]
-    Preparation(PreparationArguments(sources, str(output_dir), **settings)).run()
+    arguments = PreparationArguments(sources=sources, output_dir=str(output_dir), **settings)
+    Preparation(arguments).run()
 
 
 def description(split: Path) -> dict:

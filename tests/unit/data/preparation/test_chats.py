@@ -60,9 +60,8 @@ def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare)
     advice = "the tokenizer has no chat template: give --chat_template FILE"
     for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
         source = samples.write_jsonl(tmp_path / "a.jsonl", [row])
-        for tokenizer in ({}, {"train_tokenizer": 300}):
-            with pytest.raises(ConfigurationError, match=advice):
-                prepare("out", sources=[source], **tokenizer)
+        with pytest.raises(ConfigurationError, match=advice):
+            prepare("out", sources=[source])
     assert not (tmp_path / "out").exists()
 
 

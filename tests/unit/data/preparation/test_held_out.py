@@ -8,7 +8,6 @@ import preparation_samples as samples
 from utils.data.prepare import documents
 from utils.data.prepare.documents import ChatDocument, content_digest
 from utils.data.prepare.records import Location
-from utils.data.token_dataset import open_token_dataset
 
 
 def prepared_texts(tmp_path, prepare, name, texts, **settings):
@@ -58,28 +57,3 @@ def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
     assert all(text in found["train"] or text in found["validation"] for text in texts)
     assert found["validation"]
     assert samples.description(out / "train")["preparation"]["sources"]["continued"] == 20 * 4
-
-
-def test_the_tokenizer_never_sees_held_out_documents(tmp_path, prepare):
-    # The odd word is in one document; it is held out with some seed and trained on with another.
-    texts = [*samples.sentences(300), "Xylophon " * 400]
-    settings = {"train_tokenizer": 300, "validation_fraction": 0.5}
-    knows = {}
-    for seed in range(4):
-        out = prepared_texts(tmp_path, prepare, str(seed), texts, **settings, seed=seed)
-        longest = max(open_token_dataset(out / "validation").lengths)
-        knows[bool(longest > 400)] = any("Xylo" in token for token in vocabulary(out))
-    assert knows == {True: False, False: True}
-
-
-def test_the_tokenizer_is_trained_on_a_sample_of_every_unit(tmp_path, prepare):
-    # Every work unit (2000 bytes) begins with words of its own; only its beginning is read.
-    texts = [text for n in range(6) for text in (f"opening{n} " * 30, f"closing{n} " * 150)]
-    knows = {}
-    for size in (600, 100_000):
-        settings = {"train_tokenizer": 266, "tokenizer_sample_bytes": size}
-        out = prepared_texts(tmp_path, prepare, str(size), texts, **settings)
-        merged = "".join(token for token in vocabulary(out) if len(token) > 1)
-        knows[size] = ("pen" in merged, "los" in merged)
-    assert knows[600] == (True, False)
-    assert knows[100_000][1]

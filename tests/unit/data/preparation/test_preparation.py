@@ -104,7 +104,7 @@ def test_an_interrupted_preparation_is_continued(prepare, source, monkeypatch):
 
 @pytest.mark.parametrize("last", ["data-00003", ".shards.finished"])
 def test_an_interrupted_assembly_is_continued(tmp_path, prepare, source, last, monkeypatch):
-    settings = {"sources": [source], "train_tokenizer": 300, "validation_fraction": 0.3}
+    settings = {"sources": [source], "validation_fraction": 0.3}
     whole = prepare("whole", **settings)
     original = Path.replace
 
@@ -168,15 +168,6 @@ def test_merge_refuses_files_that_do_not_hold_what_was_counted(prepare, source):
     record.write_text(json.dumps(content))
     with pytest.raises(ConfigurationError, match=r"tokens, but .* were counted as they were"):
         prepare("out", sources=[source], merge=1)
-
-
-def test_a_tokenizer_trained_first_serves_the_shards_of_the_same_folder(prepare, source):
-    out = prepare("out", sources=[source], train_tokenizer=300, tokenizer_only=True)
-    assert [path.name for path in out.iterdir()] == ["tokenizer"]
-    settings = {"sources": [source], "tokenizer_name_or_path": str(out / "tokenizer")}
-    for step in ({"shard": "0/2"}, {"shard": "1/2"}, {"merge": 2}):
-        prepare("out", **settings, **step)
-    assert len(samples.rows(out / "train")) == 200
 
 
 def test_a_failed_preparation_starts_again_with_other_settings(tmp_path, prepare, source, caplog):

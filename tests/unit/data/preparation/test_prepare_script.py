@@ -27,13 +27,14 @@ def run(*command):
     )
 
 
-def test_the_script_prepares_reports_and_refuses(tmp_path, source, prepare):
-    command = ["prepare_data.py", "--output_dir", tmp_path / "out", "--train_tokenizer", 300]
+def test_the_script_prepares_reports_and_refuses(tmp_path, source, prepare, tokenizer):
+    command = ["prepare_data.py", "--output_dir", tmp_path / "out"]
+    command += ["--tokenizer_name_or_path", tokenizer]
     first = run(*command, "--sources", source)
     assert first.returncode == 0, first.stderr
     for part in ("documents/s", "tokens/s", "loss tokens", "p50", "[[0 ", "dropped: none"):
         assert part in first.stderr
-    here = prepare("here", sources=[source], train_tokenizer=300) / "tokenizer"
+    here = prepare("here", sources=[source]) / "tokenizer"
     assert samples.data_bytes(here) == samples.data_bytes(tmp_path / "out" / "tokenizer")
     again = run(*command, "--sources", source)
     assert again.returncode == 0

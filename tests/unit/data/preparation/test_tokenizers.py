@@ -7,31 +7,21 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.data.tokenizers import (
-    SPECIAL_TOKENS,
     id_type,
     load_tokenizer,
     tokenizer_sha256,
-    train_tokenizer,
     vocabulary_size,
 )
 
 
-def test_a_trained_tokenizer_has_exactly_the_vocabulary_and_its_special_tokens(tmp_path):
+def test_a_loaded_tokenizer_has_the_vocabulary_that_was_saved(tmp_path):
     samples.tiny_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert len(tokenizer) == vocabulary_size(tokenizer) == 320
-    assert tuple(tokenizer.convert_ids_to_tokens(range(4))) == SPECIAL_TOKENS
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
     # A line end before an answer never merges with it.
     opening = tokenizer("assistant\n")["input_ids"]
     for content in ("def f", "    indented", "\tx", "1", "<|im_end|>"):
         assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening
-
-
-def test_a_vocabulary_that_the_texts_cannot_fill_is_refused_with_what_they_can():
-    for size in (100, 1000):
-        with pytest.raises(ConfigurationError, match=r"give 260 \(bytes .*\) to 26\d, or more"):
-            train_tokenizer(iter(["ab ab"]), size)
 
 
 def test_the_hash_tells_tokenizers_apart_and_ignores_template_and_last_call(tmp_path):
