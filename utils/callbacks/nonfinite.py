@@ -142,10 +142,7 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def spoilt_weights(model: nn.Module) -> list[str]:
-    """Return the names of the trained parameters with a NaN or infinity in this rank's part.
-
-    Reads each weight once and waits for the device once.
-    """
+    """Return this rank's trained parameters with a NaN or infinity; waits for the device once."""
     names, largest = [], []
     for name, parameter in model.named_parameters():
         part: Any = parameter

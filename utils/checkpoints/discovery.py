@@ -144,10 +144,7 @@ def _newest_whole(
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return what is wrong with a committed checkpoint; empty: it is whole.
-
-    Raises ConfigurationError when it belongs to another run.
-    """
+    """Return what is wrong with a committed checkpoint; ConfigurationError for another run's."""
     try:
         manifest = read_manifest(directory)
         if manifest.run_id != run_id:

@@ -101,10 +101,7 @@ def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Gi
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the words after each flag by the setting's name, and the faults of the line.
-
-    `--name=value` and `--other-spelling` are understood.
-    """
+    """Return the words after each flag (`--a-b=word` is `--a_b word`) and the line's faults."""
     flags: dict[str, list[str]] = {}
     problems = []
     words: list[str] | None = None
@@ -126,10 +123,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Return what a flag's words stand for, to be checked as a value of a recipe is.
-
-    Raises ValueError where the number of words is wrong.
-    """
+    """Return what a flag's words stand for; raises ValueError for a wrong number of words."""
     if not words and bool in declaration.types:
         return True
     if not words:

@@ -55,10 +55,7 @@ def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Whether the run is known to train on a CPU: one process without a GPU, or several told to.
-
-    A dry run on a login node does not know.
-    """
+    """Whether the run surely trains on a CPU; a dry run on a login node does not know."""
     import torch
 
     if is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_DEEPSPEED"):

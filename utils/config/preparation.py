@@ -112,10 +112,7 @@ def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
 
 
 def check_preparation(given: PreparationArguments) -> None:
-    """Refuse settings that contradict each other, before any file is looked at.
-
-    Raises ConfigurationError with every fault found.
-    """
+    """Refuse contradictions before any file is read: ConfigurationError with every fault."""
     index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
     faults = {
         "sources is empty: give at least one path": not given.sources,

@@ -149,10 +149,7 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_overruled(values: SettingValues) -> None:
-    """Leave out what a stronger source leaves no effect, each with a note.
-
-    Flags are stronger than recipes, later recipes than earlier ones.
-    """
+    """Leave out what a stronger source (flag, later recipe) leaves no effect, each with a note."""
     rank = values.rank
     for cause, applies, names in RULES:
         for name in _moot(values, cause, applies, names):
@@ -165,10 +162,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def check_effects(values: SettingValues) -> Iterator[str]:
-    """Refuse what has no effect because of its own source or of a default.
-
-    Of two settings that exclude each other one is named.
-    """
+    """Refuse what its own source or a default leaves no effect; of two that exclude, one."""
     refused: set[str] = set()
     for cause, applies, names in RULES:
         for name in _moot(values, cause, applies, names):

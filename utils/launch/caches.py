@@ -58,10 +58,7 @@ def enter_node_directory() -> Path:
 
 
 def unpack_compiled(folder: Path) -> int:
-    """Fill a folder with what earlier jobs compiled; return the number of files.
-
-    An archive that cannot be read is logged: layers are compiled again.
-    """
+    """Fill a folder with what earlier jobs compiled; return the number of files."""
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:

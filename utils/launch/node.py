@@ -116,10 +116,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Check this node and the others, run the processes, and return how they ended.
-
-    Raises ConfigurationError for what cannot be launched.
-    """
+    """Check all nodes, run the processes, return how they ended; raises ConfigurationError."""
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "

@@ -197,10 +197,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return the bytes that this rank's share of its device has left, and all of a GPU's.
-
-    None where unknown; of a CPU, which has swap space, the second is.
-    """
+    """Return the bytes left of this rank's device, and all of a GPU's; None where unknown."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -211,10 +208,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 
 
 def planned_device(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return room and memory of a GPU of the nodes in bytes, as slurm/cluster.env says; else None.
-
-    Raises ConfigurationError.
-    """
+    """Return a GPU's room and memory in bytes as slurm/cluster.env says, else None."""
     given = environment.get(VARIABLE, "").strip()
     if not given:
         return None, None

@@ -176,10 +176,7 @@ def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return what our own optimizer is to keep; None where torch's does the same.
-
-    Raises ConfigurationError where it does not go with the strategy or the weights.
-    """
+    """Return what our own optimizer keeps; None: torch's does. Raises ConfigurationError."""
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
     own = name_of(trained)

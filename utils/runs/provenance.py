@@ -122,10 +122,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the repository at `folder`, and whether files differ from it.
-
-    None without git or a repository of its own.
-    """
+    """Return the commit of the repository at `folder` and whether files differ; None without."""
     if not (folder / ".git").exists():
         return None
     # Optional locks off: other processes' git commands must not fail because of ours.

@@ -207,10 +207,7 @@ def check_start(
     config: PreTrainedConfig,
     launch: LaunchFacts,
 ) -> int:
-    """Refuse what the start of these settings would refuse; return 0, the dry run's exit code.
-
-    Raises ConfigurationError.
-    """
+    """Refuse what a start would refuse, by ConfigurationError; return a dry run's exit code, 0."""
     output_dir = Path(str(settings.training.output_dir))
     try:
         check_place(output_dir, plan, settings.training.save_total_limit)
@@ -228,10 +225,7 @@ def check_start(
 
 
 def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Look into the run directory and refuse what cannot resume there, for a start and a dry run.
-
-    Rank 0 alone calls it. Raises ConfigurationError.
-    """
+    """Find where a start or dry run resumes, on rank 0; ConfigurationError where it cannot."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
     facts: dict[str, Any] = {}

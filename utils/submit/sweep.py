@@ -157,10 +157,7 @@ def point_name(settings: Mapping[str, Any]) -> str:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run the points in this process, showing the first one's lines.
-
-    Raises ConfigurationError with the faults of all points, shared ones once.
-    """
+    """Dry-run each point here, showing the first; ConfigurationError has all faults, each once."""
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):

@@ -66,10 +66,7 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo group of all ranks, whatever the devices talk over; None for one process alone.
-
-    Collective over ranks. Raises UnfitClusterError.
-    """
+    """Make a gloo group of all ranks; None for one process. Collective; UnfitClusterError."""
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
     try:

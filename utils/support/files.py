@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step; it is on stable storage before it has the name.
-
-    Raises OSError, with the draft removed.
-    """
+    """Write `text` to `path` in one step, flushed before it is named; OSError leaves no draft."""
     # Several processes, on several hosts, may write the same file at once.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:

@@ -79,10 +79,7 @@ def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write why the whole job ends and its exit code; return whether this was the first verdict.
-
-    Only the first one of a job counts. False, too, without a directory.
-    """
+    """Write why the whole job ends and its exit code; False: one is there, or no directory."""
     first = _create(VERDICT, text.rstrip() + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 

@@ -223,10 +223,7 @@ class Preparation:
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _origin(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
-        """Return where the documents of a split come from and what was left out on the way.
-
-        The validation split shares the sources of the training split.
-        """
+        """Return where a split's documents come from and what was left out; validation as train."""
         origin = split if split in self.plan.sources else TRAIN
         files = self.plan.sources[origin]
         own = (counts[unit.index] for unit in self.plan.units if unit.split == origin)

@@ -58,10 +58,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What decides the output of a unit, besides tokenizer and files.
-
-    template_date: what a chat template prints for today's date.
-    """
+    """What decides the output of a unit, besides tokenizer and files."""
 
     document_format: str
     sources: tuple[RowSettings, ...]
@@ -140,10 +137,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
 
 def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files.
-
-    A file given twice is refused: it would be trained on twice, or evaluated on after training.
-    """
+    """Return each source with its files; a file given twice is refused, it would train twice."""
     problems = []
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         problems.append(f"chat_template: {arguments.chat_template}: no such file")

@@ -157,10 +157,7 @@ def naming_hint(columns: Sequence[str]) -> str:
 
 
 def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:
-    """Return the checked fields of the document of a row: text, messages or prompt_completion.
-
-    Raises UnusableRowError, with the reason, for a row that makes none.
-    """
+    """Return the checked fields of a row's document; raises UnusableRowError with the reason."""
     missing = [repr(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
         found = _found(name for name, value in fields.items() if value is not None)

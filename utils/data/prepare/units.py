@@ -134,10 +134,7 @@ class UnitWorker:
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:
-        """Write the documents of a unit, one file a split, and count them.
-
-        Raises ConfigurationError at a document that is refused, and at a damaged file.
-        """
+        """Write a unit's documents, a file per split, and count them. Raises ConfigurationError."""
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
