@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import pretrain
 import sft_train
 from utils.callbacks.journal import read_journal
-from utils.model.compilation import compiled_graphs
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +36,9 @@ def test_a_run_learns_the_completions(
         "max_steps": steps,
         "save_steps": steps // 2,
     }
-    graphs = [compiled_graphs()]
+    graphs = [tiny.compiled_graphs()]
     sft_train.main(fine_tuning(run, **settings))
-    graphs.append(compiled_graphs())
+    graphs.append(tiny.compiled_graphs())
     columns = tiny.masked(tiny.documents(23, seed=3))
     targets = sum(map(sum, columns["completion_mask"]))
     lines = [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "eval"]
@@ -60,7 +59,7 @@ def test_a_run_learns_the_completions(
     sft_train.main(fine_tuning(cut, **settings))
     shown = capfd.readouterr().out
     assert ("compile: layer by layer" in shown) == bool(adapters)
-    assert compiled_graphs() - graphs[1] == graphs[1] - graphs[0], "as many for half the steps"
+    assert tiny.compiled_graphs() - graphs[1] == graphs[1] - graphs[0], "as many for half the steps"
     tiny.assert_same_run(cut, run)
     names = ("grad_norm", "eval_heldout_loss")
     assert torch.equal(tiny.figures(cut, *names), tiny.figures(run, *names))

@@ -21,6 +21,11 @@ RUN: dict[str, object] = {
 }  # fmt: skip
 
 
+def compiled_graphs() -> int:
+    """How many graphs this process has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def make_tokenizer(directory: Path) -> Path:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="t0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -92,10 +92,7 @@ class BackgroundWriter:
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return which staged files this rank copies; collective over the threads.
-
-        These are its own, and those that no owner staged.
-        """
+        """Return which staged files this rank copies: its own and nobody's; collective."""
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
             for name in names:

@@ -225,10 +225,7 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Read `NAME=DIR` entries, or `DIR` whose last folder is the name.
-
-    Raises ValueError on an entry that is neither, or a name given twice.
-    """
+    """Read `NAME=DIR`, or `DIR` named by its folder; ValueError for others, or a name twice."""
     splits: dict[str, str] = {}
     for entry in entries:
         name, equals, directory = entry.partition("=")

@@ -192,10 +192,7 @@ def _schema_problems(names: list[str]) -> list[str]:
 
 
 def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
-    """Return the files of a split as one memory-mapped table with the chunks they were written in.
-
-    Raises ConfigurationError naming the file that is damaged.
-    """
+    """Map a split's files as one table, chunks kept; ConfigurationError names a damaged file."""
     tables = []
     for file in files:
         try:

@@ -136,10 +136,9 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
     key, value = (states.reshape(pairs, length, -1) for states in (key, value))
     later = torch.full((QUERIES, QUERIES), -torch.inf, device=query.device).triu_(1)
     outputs = []
-    for begin in range(0, length, QUERIES):
-        stop = min(begin + QUERIES, length)
-        own = query[:, :, begin:stop].flatten(1, 2)
-        scores = torch.bmm(own, key[:, :stop].mT).unflatten(1, (-1, stop - begin))
+    for begin, own in zip(range(0, length, QUERIES), query.split(QUERIES, 2), strict=True):
+        stop = begin + own.shape[2]
+        scores = torch.bmm(own.flatten(1, 2), key[:, :stop].mT).unflatten(1, (-1, stop - begin))
         with torch.no_grad():  # a constant is added, in place
             scores[..., begin:] += later[: stop - begin, : stop - begin]
         weights = scores.softmax(-1).flatten(1, 2)

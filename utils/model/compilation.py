@@ -130,11 +130,6 @@ def leave_length_open(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> bool:

@@ -144,10 +144,7 @@ def weights_origin(
 
 
 def _recorded_directory(settings: RunSettings) -> Path | None:
-    """Return where an earlier start with this `--init_from` found its weights, if there was one.
-
-    The same is the same name, whatever a link of that name points to by now, or the same place.
-    """
+    """Return where an earlier start with this `--init_from` name or place found its weights."""
     starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
     if not origins:

@@ -171,10 +171,7 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the file with the model's configuration holds; None where others vouch for it.
-
-    Those are the revision of a model of the Hub, and the manifest of a run's own checkpoint.
-    """
+    """Return what the model's configuration file holds; None: a revision or manifest vouches."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))

@@ -135,10 +135,7 @@ def thread_frames(thread: int) -> list[traceback.FrameSummary]:
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the stack is inside a collective: a call of one, or a backward pass that makes them.
-
-    A rank that only waits for the device shows no frame for it and does not count.
-    """
+    """Whether the stack is in a collective or in a backward pass, which makes them."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 

@@ -45,10 +45,7 @@ def take_run_lock(output_dir: Path) -> None:
 
 
 def leave_run_lock(output_dir: Path) -> None:
-    """Write down that the run left; does nothing if this process does not hold the directory.
-
-    Never raises: a lock without a heartbeat is taken over.
-    """
+    """Write down that this process left the run, if it holds it; raises nothing."""
     if lock := _held.pop(output_dir.resolve(), None):
         lock.stop.set()
         lock.thread.join(timeout=BEAT_S)

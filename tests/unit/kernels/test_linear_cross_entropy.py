@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import compiled_graphs
 from torch.nn import functional
 
 from utils.config.errors import ConfigurationError
@@ -17,7 +18,6 @@ from utils.kernels.linear_cross_entropy import (
     LogitTerms,
     linear_cross_entropy,
 )
-from utils.model.compilation import compiled_graphs
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 301
 LAYOUTS = ["of a CPU", "of a GPU", "compiled"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny import compiled_graphs
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -10,7 +11,6 @@ from utils.model.compilation import (
     CACHE_VARIABLE,
     LEAST_GRAPHS,
     compile_layers,
-    compiled_graphs,
     prepare_compilation,
 )
 

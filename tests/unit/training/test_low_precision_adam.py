@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from tiny import compiled_graphs
 from torch import nn
 
 from utils.config.errors import ConfigurationError
-from utils.model.compilation import compiled_graphs
 from utils.training import low_precision_adam
 from utils.training.low_precision_adam import LowPrecisionAdamW
 from utils.training.low_precision_states import PERIODS, moment, random_words
