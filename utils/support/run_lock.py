@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from utils.config.errors import ConfigurationError
 from utils.support.host import host_name
 
@@ -148,8 +146,13 @@ class RunLock:
 
     def _is_gone(self, other: dict[str, Any]) -> bool:
         """Whether an owner is known to be gone; False: only its heartbeat tells."""
-        if other["machine"] == self.owner["machine"] and not psutil.pid_exists(other["pid"]):
-            return True
+        if other["machine"] == self.owner["machine"]:
+            try:
+                os.kill(other["pid"], 0)  # psutil asks /proc, which may hide other users' processes
+            except ProcessLookupError:
+                return True
+            except PermissionError:
+                pass  # another user's
         # Slurm starts a job again once every process of the earlier start is gone.
         job, start = self.owner["job"], self.owner["restart_count"]
         return job is not None and other["job"] == job and other["restart_count"] < start

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -114,6 +115,12 @@ def test_a_killed_process_is_known_to_be_gone_at_once(holder, tmp_path):
     process.kill()
     process.wait()
     assert seconds_to_take(tmp_path) < run_lock.WATCH_S
+
+
+def test_another_users_living_process_is_not_taken_for_gone(tmp_path, monkeypatch):
+    owned_by(tmp_path, HERE)
+    monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError))
+    assert seconds_to_take(tmp_path) >= run_lock.WATCH_S
 
 
 @pytest.mark.parametrize("written", [True, False])

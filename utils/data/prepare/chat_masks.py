@@ -21,7 +21,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from utils.data.prepare.chat_templates import (
@@ -268,8 +268,7 @@ def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
 
 def _shared(one: str, two: str) -> str:
     """Return the common beginning of two strings."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))
-    return "".join(letter for letter, _ in alike)
+    return commonprefix([one, two])  # noqa: RUF071 - letter by letter is what is wanted
 
 
 def _pattern(tokens: set[str]) -> re.Pattern[str]:
