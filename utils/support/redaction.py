@@ -45,6 +45,8 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
 
 def _read_private(path: Path) -> str:
     """Read a file that only its owner, this user, can read; empty where there is no file."""
+    if path.is_dir():  # a virtual environment
+        return ""
     try:
         # Not through a symlink, whose target others may change; a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

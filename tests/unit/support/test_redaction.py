@@ -56,6 +56,8 @@ def test_a_file_that_is_not_the_users_alone_is_refused(tmp_path, monkeypatch):
         assert CANARY not in str(refusal.value)
     path.chmod(0o600)
     (tmp_path / "link").symlink_to(path)
+    (tmp_path / "folder").mkdir()
+    assert load_env_file(tmp_path / "folder") == [], "a virtual environment may be called .env"
     with pytest.raises(ConfigurationError, match="no symlink"):
         load_env_file(tmp_path / "link")
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
