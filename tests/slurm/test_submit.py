@@ -87,7 +87,7 @@ def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_pat
     preparation = ["slurm/prepare_job.sh", "--sources", "x.jsonl", "--output_dir", "data"]
     for words, code, message in [
         ([*options, *jobs.flags(tmp_path / "run", global_batch_size=3)], 2, "divide over 2 ranks"),
-        (["--array=0-3", *preparation], 2, "give one of --tokenizer_name_or_path DIR"),
+        (["--array=0-3", *preparation], 2, "tokenizer_name_or_path is required"),
         (["--partition=absent", *options], 1, "invalid partition specified: absent"),
         (short, 2, "would stop as it starts"),
     ]:
