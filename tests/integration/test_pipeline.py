@@ -75,7 +75,7 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     pretrain.main(tiny.flags(**SMALL, **settings))
     assert sorted(tiny.evaluations(base, "validation")) == [10]
     settings = {"train_data": prepared / "chats", "model_name_or_path": base / "final"}
-    sft_train.main(tiny.flags(**SMALL, **settings, output_dir=tuned, max_steps=60))
+    sft_train.main(tiny.flags(**SMALL, **settings, output_dir=tuned, max_steps=250))
     tokenizer = AutoTokenizer.from_pretrained(tuned / "final")
     assert tokenizer.pad_token is None, "none is needed"
     model = AutoModelForCausalLM.from_pretrained(tuned / "final")

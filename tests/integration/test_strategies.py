@@ -71,7 +71,7 @@ def test_pretraining_in_two_processes_equals_one(
     )
     shown = succeed(done)
     assert f"activation checkpointing: {recomputation}" in shown
-    assert ("compile: layer by layer, static shapes, kept in" in shown) == compiled
+    assert ("compile: as requested, layer by layer, static shapes, kept in" in shown) == compiled
     assert "2 ranks x 2 accumulation" in shown
     assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
     start = tiny.starts(run)[0]
