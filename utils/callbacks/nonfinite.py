@@ -95,10 +95,7 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.put_forward(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Check every step so far, and the model's weights.
-
-        Collective over ranks; waits for the device. Raises NotFiniteError on all ranks.
-        """
+        """Check all steps and the weights; collective. Raises NotFiniteError on all ranks."""
         if self.agreement is None:
             return  # training is over, and was settled
         self._read(wait=True)

@@ -112,10 +112,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Refuse ranks that compute in different types; collective over ranks.
-
-    Left open, bf16 follows from the CPU, and hosts may differ. Raises UnfitClusterError.
-    """
+    """Refuse ranks that compute in different types; collective. Raises UnfitClusterError."""
     answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
     for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
         if bf16 != answers[0][0]:

@@ -62,10 +62,7 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> None:
-    """Write this rank's note, with further fields of a Note; the first one of a rank stays.
-
-    Never raises: what made the process end matters more than a full disk.
-    """
+    """Write this rank's note with further fields; the first stays. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)

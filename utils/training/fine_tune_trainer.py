@@ -18,9 +18,14 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
     """Supervised fine-tuning: SFTTrainer's wiring of model and adapters, on packed sequences."""
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: RunSettings,
-        plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback],
-    ):  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RunSettings,
+        plan: RunPlan,
+        data: RunData,
+        callbacks: Sequence[TrainerCallback],
+    ):
         adapters = get_peft_config(settings.model)
         if adapters is not None:
             _train_new_tokens(adapters, model)
