@@ -221,15 +221,20 @@ def softmax_derivative(
     """
     size, losses = len(buffers[0]), []
     for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
-        wide, logarithms = (buffer[: len(some)] for buffer in buffers)
+        wide, derivative = (buffer[: len(some)] for buffer in buffers)
         wide.copy_(some)
         if cap is not None:
             wide.div_(cap).tanh_().mul_(cap)
         # torch would make a float32 copy of its own, if it were given the logits.
-        torch.log_softmax(wide, -1, out=logarithms)
-        losses.append(-logarithms.gather(-1, those).squeeze(-1))
+        if wide.is_cpu:  # in 0.6 of the time: the largest probability is exp(highest) / sum(exp)
+            torch.softmax(wide, -1, out=derivative)
+            normalizer = wide.amax(-1) - derivative.amax(-1).log()
+            losses.append(normalizer - wide.gather(-1, those).squeeze(-1))
+        else:
+            torch.log_softmax(wide, -1, out=derivative)
+            losses.append(-derivative.gather(-1, those).squeeze(-1))
         if differentiate:
-            derivative = logarithms.exp_()
+            derivative = derivative if wide.is_cpu else derivative.exp_()
             derivative.scatter_(-1, those, derivative.gather(-1, those) - 1)
             if cap is not None:
                 derivative.mul_(wide.div_(cap).square_().neg_().add_(1))
