@@ -39,7 +39,9 @@ def main():
         dist.all_reduce(total)
         said["sum"] = total.item()
         dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(said))
+    draft = folder / f".{rank}"
+    draft.write_text(json.dumps(said))
+    draft.rename(folder / f"{rank}.json")
     mine = rest and rest[0] == str(rank)
     if action == "raise" and mine:
         raise KeyError("no such column")

@@ -83,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     """Launch in a private directory, and return how the processes ended or what was refused."""
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # whoever makes it must remove it
         directory = signals.directory = enter_node_directory()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         configure_logging()
         known = unpack_compiled(directory / "compiled")
         verdict = launch(command, signals)

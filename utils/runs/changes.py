@@ -99,8 +99,8 @@ class Change:
                 "--output_dir."
             )
         return (
-            f"{output_dir} holds another run: {changed}. Name another --output_dir, give the old "
-            f"value to resume, or resume with the new one: --accept_changes {self.name}."
+            f"{output_dir} holds another run: {changed}. Go back to the old one to resume, "
+            f"accept the new one (--accept_changes {self.name}), or name another --output_dir."
         )
 
 

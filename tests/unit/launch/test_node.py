@@ -67,15 +67,15 @@ def test_the_exit_code_of_a_single_process_passes(worker, tmp_path):
     assert "worker None True ['code', '5', '$$', '${local_rank}']" in done.stdout
 
 
-def start(tmp_path: Path, worker: Path, until: str, **changes: str) -> subprocess.Popen:
-    """Launch the worker and wait until files of this name are there."""
+def start(tmp_path: Path, worker: Path, **changes: str) -> subprocess.Popen:
+    """Launch the worker and wait until it says that it runs."""
     process = subprocess.Popen(
         [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
         env=environment(tmp_path, **changes), cwd=tmp_path,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(until)):
+    while not (tmp_path / "up").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return process
@@ -85,7 +85,7 @@ def start(tmp_path: Path, worker: Path, until: str, **changes: str) -> subproces
 def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
-    process = start(tmp_path, worker, "up", STOKER_NOTES_DIR=str(notes))
+    process = start(tmp_path, worker, STOKER_NOTES_DIR=str(notes))
     remains = Path("/proc") / (tmp_path / "up").read_text()
     assert remains.exists()
     (notes / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
@@ -104,11 +104,21 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
 
 @pytest.mark.slow
 def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
-    process = start(tmp_path, worker, "stoker-*")  # made before torch is imported
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "before the processes were started" in output
+    """The signal comes as soon as the node's directory exists: nothing is left of that either."""
+    made = f"""
+import os, signal, sys, tempfile
+from utils.launch import node
+make = tempfile.mkdtemp
+def make_and_signal(**where):
+    directory = make(**where)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return directory
+tempfile.mkdtemp = make_and_signal
+sys.exit(node.main({[str(worker), "stop", str(tmp_path / "up")]}))
+"""
+    done = launch(tmp_path, "-c", made, script=Path(sys.executable), PYTHONPATH=str(ROOT))
+    assert done.returncode == 75, done.stdout
+    assert "before the processes were started" in done.stdout
     assert not [*tmp_path.glob("up"), *tmp_path.glob("stoker-*")]
 
 
