@@ -14,7 +14,7 @@ for name in STOKER_SRUN_ARGS STOKER_CONTAINER; do
   [[ -z ${!name:-} ]] || refuse 2 \
     "$name is set in the environment, which cannot hold a list: set it in slurm/cluster.env, as $name=(...)."
 done
-# shellcheck disable=SC2034 # for who sources this
+# shellcheck disable=SC2034 # for the scripts that source this
 STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   set +u # environments' activation scripts read unset variables

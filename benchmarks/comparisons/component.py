@@ -34,7 +34,7 @@ def hold(
         "title": module.TITLE,
         "unit": module.UNIT,
         "sizes": list(sizes),
-        "contestants": {name: summary(runs) for name, runs in turns.outcomes.items()},
+        "compared": {name: summary(runs) for name, runs in turns.outcomes.items()},
         "ratios": {
             name: ratios(turns.outcomes[OURS], theirs)
             for name, theirs in turns.outcomes.items()

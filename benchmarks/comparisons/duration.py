@@ -34,7 +34,7 @@ def hold(cell: DurationCell, repeats: int) -> dict[str, Any]:
         "title": module.TITLE,
         "unit": "s",
         "sizes": list(sizes),
-        "contestants": {name: summary(runs) for name, runs in turns.outcomes.items()},
+        "compared": {name: summary(runs) for name, runs in turns.outcomes.items()},
         "ratios": {
             name: {
                 str(size): paired_ratio(

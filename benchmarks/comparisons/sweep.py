@@ -42,10 +42,8 @@ def hold(
         "unit": "tokens",
         "grows": "sequence_length",
         "sizes": list(cell.sizes),
-        "work": asdict(cell.base) | {"contestants": [one.name for one in cell.base.baselines]},
-        "contestants": {
-            name: _summary(cell, by_size, device) for name, by_size in outcomes.items()
-        },
+        "work": asdict(cell.base) | {"compared": [one.name for one in cell.base.baselines]},
+        "compared": {name: _summary(cell, by_size, device) for name, by_size in outcomes.items()},
         "ratios": {name: _ratios(outcomes, name) for name in outcomes if name != OURS},
         "stopped": {name: stopped.get(name, "") for name in outcomes},
         "not_run": {name: why for name, why in stopped.items() if name not in outcomes},

@@ -60,8 +60,8 @@ def hold(
         expected = expected_first_losses(cell, outcomes, workload)
     return {
         "title": cell.title,
-        "work": asdict(cell) | {"contestants": list(baselines)},
-        "contestants": {
+        "work": asdict(cell) | {"compared": list(baselines)},
+        "compared": {
             name: summary(runs) | efficiency(cell, runs, device) for name, runs in outcomes.items()
         },
         "ratios": ratios(outcomes, [one.name for one in cell.baselines if one.tuned]),

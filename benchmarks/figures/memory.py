@@ -42,7 +42,7 @@ def _predictions(result: dict[str, Any]) -> Iterator[str]:
 def _training(result: dict[str, Any]) -> Iterator[str]:
     """Yield a row for Stoker, and compiled, in a training cell that noted what was predicted."""
     for name, suffix in ((OURS, ""), (OURS_TUNED, "; compiled")):
-        ours = result.get("contestants", {}).get(name, {})
+        ours = result.get("compared", {}).get(name, {})
         predicted = ours.get("notes", {}).get("predicted_memory_bytes")
         if predicted:
             run = f"{_device(result)}: {result['title']}{suffix}, commit {result['commit']}"

@@ -48,7 +48,7 @@ def details(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _training_row(result: Mapping[str, Any]) -> list[str]:
-    baselines, ratios = result["contestants"], result["ratios"]
+    baselines, ratios = result["compared"], result["ratios"]
     closest = min(ratios, key=lambda name: ratios[name]["median"])
     ours = baselines[OURS_TUNED if OURS_TUNED in baselines else OURS]
     return [
@@ -60,7 +60,7 @@ def _training_row(result: Mapping[str, Any]) -> list[str]:
 
 
 def _component_row(result: Mapping[str, Any]) -> list[str]:
-    baselines = result["contestants"]
+    baselines = result["compared"]
     # The largest that somebody else did as well.
     size = max((size for ratios in result["ratios"].values() for size in ratios), key=int)
     ours = OURS_COMPILED if OURS_COMPILED in baselines else OURS

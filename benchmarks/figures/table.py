@@ -24,11 +24,11 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _training_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    worth = any(one.get("mfu") is not None for one in result["contestants"].values())
+    worth = any(one.get("mfu") is not None for one in result["compared"].values())
     rows = [["", "tokens/s", "Stoker is faster by (times)", "peak memory", "first step after"]]
     if worth:
         rows[0] += ["MFU", "of the roofline"]
-    for name, measured in result["contestants"].items():
+    for name, measured in result["compared"].items():
         row = [
             name,
             speed_text(measured["tokens_per_second"], measured["repeats"]),
@@ -47,7 +47,7 @@ def _component_rows(result: Mapping[str, Any]) -> list[list[str]]:
     waits = result["unit"] == "s"
     heading = "seconds" if waits else f"{result['unit']}/s"
     rows = [[f"{heading} at size", *(f"{int(size):,}" for size in sizes)]]
-    for name, measured in result["contestants"].items():
+    for name, measured in result["compared"].items():
         rows.append([name, *(component_figure(measured, size) for size in sizes)])
     for name, ratios in result["ratios"].items():
         title = f"{name} / Stoker" if waits else f"Stoker / {name}"

@@ -181,7 +181,7 @@ def test_a_run_killed_in_a_save_resumes_on_the_same_disk(
             assert killed.exit_code == -9, killed.output
             problems = [line for line in harmed(run, killed) if not line.startswith("-9")]
             problems += scene.started_again(run)
-            ends["failed" if problems else "went on by itself"] += 1
+            ends["failed" if problems else "resumed unattended"] += 1
             wrong += [f"{call}, room for {checkpoints:.2f}: {problem}" for problem in problems]
     assert_harmless(figures, f"killed in a save, limit of {keep}", ends, wrong)
 

@@ -148,7 +148,7 @@ def test_any_order_of_world_sizes_is_one_run(
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("accumulation", ["as it was", "by hand"])
+@pytest.mark.parametrize("accumulation", ["as it was", "set manually"])
 def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path, figures):
     """The same command on other ranks, and one whose accumulation a person has worked out anew."""
     starts = every_start(EVERY_ORDER, tmp_path)

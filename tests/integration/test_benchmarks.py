@@ -104,14 +104,14 @@ def test_a_comparison_of_toolkits(capsys):
     cell = TrainingCell("small", "Small", workload, "fp32", 2, baselines, steps=4, warmup_steps=2)
     result = training.hold(cell, repeats=1)
     assert result["not_run"] == {"absent": "no_such_package is not installed"}
-    assert set(result["contestants"]) == {OURS, "plain loop"}
-    for measured in result["contestants"].values():
+    assert set(result["compared"]) == {OURS, "plain loop"}
+    for measured in result["compared"].values():
         assert measured["tokens_per_second"] > 0
         assert measured["first_step_s"] > 0
         assert measured["peak_memory_bytes"] > 2**26
         assert len(measured["losses"]) == 4
         assert len(measured["step_s"]) == 3
-    assert result["contestants"][OURS]["notes"]["loss_head"]["name"] == "fused"
+    assert result["compared"][OURS]["notes"]["loss_head"]["name"] == "fused"
     assert result["parity"]["compared_steps"] == 4
     assert result["parity"]["differences"]["plain loop"] < 1e-5
     assert result["ratios"]["plain loop"]["median"] > 0

@@ -284,11 +284,11 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     assert "stopped at step 7; cancelled, not requeued: to resume" in log, log
 
     kept = jobs.submit("--no-requeue", how="stop")
-    byhand = jobs.submit(how="stop")
+    requeued = jobs.submit(how="stop")
     array = jobs.submit("--array=4", how="stop")
-    wait_until(lambda: all(jobs.started(job, "ready") for job in (kept, byhand)), "not up")
+    wait_until(lambda: all(jobs.started(job, "ready") for job in (kept, requeued)), "not up")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", kept.id)
-    jobs.slurm.run("scontrol", "requeue", byhand.id)
+    jobs.slurm.run("scontrol", "requeue", requeued.id)
     assert jobs.slurm.wait(kept) == "FAILED"
     assert jobs.slurm.fields(kept)["ExitCode"] == "75:0"
     assert "not requeued (--no-requeue" in kept.output()
@@ -302,7 +302,7 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
     assert re.fullmatch(r"rank 1 on n[12] failed: ValueError: 7", last_line)
     for job, said in (
         (stop["signalled"], "stopped at step 7; requeued"),
-        (byhand, "stopped at step 7; Slurm has requeued it itself"),
+        (requeued, "stopped at step 7; Slurm has requeued it itself"),
         (array, "stopped at step 7; requeued"),
         (lost, "a node's launcher was killed by signal 9"),
     ):

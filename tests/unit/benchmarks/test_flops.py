@@ -1,4 +1,4 @@
-"""Model FLOPs against sums by hand and torch's own counter; the roofline against one by hand."""
+"""Model FLOPs against our own sums and torch's counter; the roofline against one worked out."""
 
 import pytest
 import torch

@@ -70,7 +70,7 @@ def test_the_merged_tensors_are_pefts(kind):
     "settings", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
 )
 def test_an_embedding_trained_alone_is_no_longer_tied(settings):
-    """The head went on with the old values while the embedding was trained."""
+    """The head kept the old values while the embedding was trained."""
     model = adapted(tied=True, **({"target_modules": LINEAR} | settings))
     ids = torch.arange(12).reshape(2, 6)
     expected = model.eval()(ids).logits
