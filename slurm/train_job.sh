@@ -5,8 +5,8 @@
 #   ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml sbatch --gpus-per-node=8 slurm/train_job.sh ...
 #
 # Options before the script's name are sbatch's and win over those below; what follows it goes to
-# the script as it is. The job saves and goes back into the queue before its time limit, and goes
-# on there: see docs/slurm.md.
+# the script as it is. The job saves and goes back into the queue before its time limit, and resumes
+# there: see docs/slurm.md.
 #
 #SBATCH --job-name=train
 ##SBATCH --partition=gpu            # sinfo lists them; commented out: the cluster's default
