@@ -116,6 +116,8 @@ def run_rank(script: str, args: list[str], environment: dict[str, str], output: 
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
+    # Their loader workers start as those of other runs do, not by this process's forkserver.
+    multiprocessing.set_start_method("fork", force=True)
     apply_changes()
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
