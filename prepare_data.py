@@ -2,7 +2,7 @@
 
     python prepare_data.py --config recipes/data/demo_pretrain.yaml
 
-Reads text, JSONL, JSON, CSV, Parquet or `datasets` folders, trains or takes a tokenizer, and writes
+Reads text, JSONL, JSON, CSV, Parquet or `datasets` folders, tokenizes them, and writes
 OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--shard I/N` does a share of the work
 in each job of an array, the last of which assembles them; elsewhere `--merge N` does.
 """
