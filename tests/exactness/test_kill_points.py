@@ -236,7 +236,7 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
         call, error = case
         ending = scene.disturbed_at(call, directory, error)
         wrong = scene.losses_of_checkpoints(directory, ending.exit_code == ExitCode.DONE)
-        ends = {ExitCode.DONE: "went_on", ExitCode.STORAGE: "ended_with_74"}
+        ends = {ExitCode.DONE: "continued", ExitCode.STORAGE: "ended_with_74"}
         end = ends.get(ending.exit_code, "ended_otherwise")
         if end == "ended_otherwise":
             wrong.append(f"{ending.exit_code} {ending.output[-3000:]}")
