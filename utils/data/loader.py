@@ -139,7 +139,7 @@ class PackedDataset(Dataset):
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield (source, indices in `sequences` of its own, their numbers within the source)."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
-        for source in np.unique(sources[sequences != PADDING_SEQUENCE]).tolist():
+        for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
             yield source, indices, sequences[indices] - self.first_of_source[source]
 
