@@ -29,6 +29,8 @@ _CONFIG = """\
 ClusterName=stoker
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
+# Two clusters at once share the repository: a job's notes and port follow its id.
+FirstJobId={controller_port}00
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
