@@ -33,6 +33,10 @@ def stand_ins(script: str, recipe: dict, workspace: Path, model: Path) -> list[s
         settings["eval_data"] = [f"{name}={workspace / documents}" for name in names]
     if "model_name_or_path" in recipe:
         settings["model_name_or_path"] = model
+    if "init_from" in recipe:
+        settings["init_from"] = model
+        if "model_config" in recipe:
+            settings["model_config"] = model / "config.json"
     return tiny.flags(**settings)
 
 
