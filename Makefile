@@ -1,3 +1,4 @@
+# make install    the locked packages into .venv (torch for CUDA where a GPU is to be used)
 # make demo       from a fresh clone to a pretrained and a fine-tuned model (CPU, no network after the installation)
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
@@ -7,7 +8,8 @@
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make lint       ruff, mypy, shellcheck
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
-# make figures    write the figures in README.md, docs/exactness.md, docs/performance.md, docs/experiments.md, docs/memory.md and docs/models.md anew from benchmarks/results/
+# make figures    write the figures in README.md and docs/ anew from benchmarks/results/
+# make pictures   the README's loss curve: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
 # make lock       write requirements*.lock anew from pyproject.toml
 
 PYTHON ?= python3
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock
+.PHONY: install pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +28,9 @@ $(VENV)/.runtime: requirements.lock
 $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 	$(BIN)/pip install --quiet --requirement requirements-test.lock
 	touch $@
+
+install: $(VENV)/.runtime
+	@echo 'Installed. Next: source $(BIN)/activate'
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/run_demo.py
@@ -38,10 +43,16 @@ BENCH_ARGS ?=
 bench-gpu: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks gpu --resume $(BENCH_ARGS)
 
+pictures: $(VENV)/.test
+	$(BIN)/python examples/pictures.py run
+	$(BIN)/python examples/pictures.py draw
+
 figures:
-	$(BIN)/python examples/readme_figures.py
+	$(BIN)/python examples/demo_figures.py
+	$(BIN)/python examples/recipes_table.py
 	$(BIN)/python -m benchmarks.figures.exactness
 	$(BIN)/python -m benchmarks.figures.speed
+	$(BIN)/python -m benchmarks.figures.speed_plot
 	$(BIN)/python -m benchmarks.figures.memory
 	$(BIN)/python -m benchmarks.figures.models
 

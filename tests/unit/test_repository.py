@@ -206,15 +206,38 @@ def known_settings(script: str) -> set[str]:
     return {"config", *declared_settings(classes[script])}
 
 
-def test_the_readmes_figures_are_those_of_the_result_file():
+def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
+    import json
     import sys
 
+    from benchmarks.figures import speed_plot
+
     sys.path.insert(0, str(ROOT / "examples"))
-    import readme_figures
+    import demo_figures
+    import pictures
+
+    document = (ROOT / "docs" / "demo.md").read_text()
+    assert demo_figures.with_figures(document) == document
+    assert "| pretrain |" in document
+    drawn = pictures.drawn(json.loads(pictures.RECORD.read_text()))
+    assert pictures.PICTURE.read_text() == drawn, "run make pictures"
+    before = speed_plot.PICTURE.read_text()
+    assert speed_plot.drawn(speed_plot.results()) == before, "run make figures"
+
+
+def test_the_readmes_counts_hold():
+    import json
 
     readme = (ROOT / "README.md").read_text()
-    assert readme_figures.with_figures(readme) == readme
-    assert "| pretrain |" in readme
+    models = json.loads((ROOT / "benchmarks/results/published_models.json").read_text())["models"]
+    train, packed = (sum(model[way] for model in models) for way in ("pretraining", "packed"))
+    assert (
+        f"{train} of {len(models)} published architectures train as they are, {packed} of" in readme
+    )
+    counts = [len(list(ROOT.glob(f"recipes/{kind}/*.yaml"))) - 1 for kind in ("sft", "pretrain")]
+    assert "{} recipes for fine-tuning and {} for pretraining".format(*counts) in readme
+    lengths = {(ROOT / script).read_text().count("\n") for script in SCRIPTS[1:]}
+    assert lengths == {int(re.findall(r"Two scripts of (\d+) lines", readme)[0])}
 
 
 def test_the_figures_of_exactness_are_those_of_the_result_files():

@@ -155,7 +155,7 @@ def test_jobs_that_cannot_work_are_refused(check):
     for arguments, shown, message in [
         ([], {}, "no script given"),
         (["absent.py"], {}, r"no file absent\.py.*repository's root"),
-        (["examples/readme_figures.py"], {}, "does not know --dry_run.*with sbatch"),
+        (["examples/demo_figures.py"], {}, "does not know --dry_run.*with sbatch"),
         (["pretrain.py"], {"NumTasks": "8"}, "8 tasks on 2 node.*--ntasks-per-node=1"),
         (
             ["pretrain.py"],

@@ -1,6 +1,6 @@
-"""Write the demo's figures from benchmarks/results/demo_cpu.json into the README.
+"""Write the demo's figures from benchmarks/results/demo_cpu.json into docs/demo.md.
 
-python examples/readme_figures.py
+python examples/demo_figures.py
 """
 
 import json
@@ -18,14 +18,14 @@ RESULT = ROOT / "benchmarks" / "results" / "demo_cpu.json"
 BEGIN, END = "<!-- demo figures: make figures -->", "<!-- end of demo figures -->"
 
 
-def with_figures(readme: str) -> str:
-    """Return the README with the table between the two marks made anew."""
-    return replace_between(readme, BEGIN, END, table(json.loads(RESULT.read_text())))
+def with_figures(document: str) -> str:
+    """Return the document with the table between the two marks made anew."""
+    return replace_between(document, BEGIN, END, table(json.loads(RESULT.read_text())))
 
 
 def main() -> None:
-    """Rewrite README.md in place."""
-    path = ROOT / "README.md"
+    """Rewrite docs/demo.md in place."""
+    path = ROOT / "docs" / "demo.md"
     path.write_text(with_figures(path.read_text()))
 
 

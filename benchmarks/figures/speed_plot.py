@@ -1,0 +1,63 @@
+"""Draw how much faster Stoker trains than the fastest other toolkit, from benchmarks/results/.
+
+python -m benchmarks.figures.speed_plot
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from benchmarks.cells.cpu import CPU_CELLS
+from benchmarks.cells.gpu import GPU_CELLS
+from benchmarks.figures.speed import load_results
+from benchmarks.hardware.circumstances import ROOT
+
+PICTURE = ROOT / "docs" / "images" / "speed.svg"
+LEFT, WIDTH, ROW = 330, 300, 30  # pixels: where bars begin, a ratio of one, a line
+STYLE = """text { font: 13px sans-serif; fill: #333 } .bar { fill: #4269d0 } .one { stroke: #888 }
+@media (prefers-color-scheme: dark) { text { fill: #ddd } }"""
+
+
+def drawn(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG with a bar for each training workload that others ran too."""
+    shown = [one for one in measured if one.get("ratios") and "sizes" not in one]
+    bottom = 40 + ROW * len(shown)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {bottom + 10}">']
+    parts.append(f'<style>{STYLE}</style><text x="{LEFT}" y="20">')
+    parts.append("tokens per second; the fastest other toolkit is 1</text>")
+    for number, one in enumerate(shown):
+        name, ratio = min(
+            ((name, ratio["median"]) for name, ratio in one["ratios"].items()),
+            key=lambda pair: pair[1],
+        )
+        y = 36 + ROW * number
+        where = one["hardware"].get("gpu", "2 CPU cores").replace("NVIDIA ", "")
+        parts.append(f'<rect class="bar" x="{LEFT}" y="{y}" width="{WIDTH * ratio:.0f}" ')
+        parts.append(f'height="20" rx="2"/><text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">')
+        parts.append(f"{escape(short(one['title']))}, {where}</text>")
+        parts.append(f'<text x="{LEFT + WIDTH * ratio + 8:.0f}" y="{y + 15}">')
+        parts.append(f"{ratio:.2f} ({escape(name)})</text>")
+    one = LEFT + WIDTH
+    parts.append(f'<path class="one" d="M{one},28V{bottom}"/></svg>')
+    return "".join(parts) + "\n"
+
+
+def short(title: str) -> str:
+    """Return what is trained: the title without sizes of batches."""
+    words = title.replace(" shape", "").split(", ")
+    return ", ".join(word for word in words if " x " not in word and "tokens" not in word)
+
+
+def results() -> list[dict[str, Any]]:
+    """Return what was measured, on a GPU first."""
+    return [*load_results("gpu", GPU_CELLS), *load_results("cpu", CPU_CELLS)]
+
+
+def main() -> None:
+    """Write the picture."""
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(drawn(results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

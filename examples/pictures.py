@@ -1,0 +1,172 @@
+"""Draw the README's picture from a real run: a Slurm job that is killed twice and resumes.
+
+    python examples/pictures.py run     # trains on a Slurm of its own (root, slurm-wlm, munge)
+    python examples/pictures.py draw    # benchmarks/results/interrupted_run.json to an SVG
+
+The job is `slurm/train_job.sh` with the demo's pretraining recipe, whose data `make demo` prepares.
+"""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/slurm"), str(ROOT / "tests/integration")]
+
+RECORD = ROOT / "benchmarks" / "results" / "interrupted_run.json"
+PICTURE = ROOT / "docs" / "images" / "loss.svg"
+RUN, PLAIN = ROOT / "runs" / "picture", ROOT / "runs" / "picture-uninterrupted"
+SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "180")
+# The step at which something happens, and what.
+EVENTS = ((105, "a process is killed (SIGKILL)"), (225, "the node fails"))
+STARTS = ("#4269d0", "#ff725c", "#3ca951")  # a colour for each start of the job
+STYLE = """
+text { font: 13px sans-serif; fill: #333 } .small { font-size: 12px; fill: #666 }
+.axis { stroke: #999 } .grid { stroke: #e6e6e6 } .plain { stroke: #bbb; stroke-width: 9 }
+@media (prefers-color-scheme: dark) {
+text { fill: #ddd } .small { fill: #aaa } .grid { stroke: #333 } .plain { stroke: #555 } }
+"""
+
+
+def main() -> None:
+    """Train, or draw what was recorded."""
+    if sys.argv[1:] == ["run"]:
+        train()
+    elif sys.argv[1:] == ["draw"]:
+        PICTURE.parent.mkdir(exist_ok=True)
+        PICTURE.write_text(drawn(json.loads(RECORD.read_text())))
+    else:
+        sys.exit(__doc__)
+
+
+def train() -> None:
+    """Run the recipe once undisturbed and once as a job that is killed, and record the losses."""
+    from slurm_cluster import SlurmCluster
+    from training_jobs import raw_journal
+
+    command = ["pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", *SETTINGS]
+    subprocess.run([sys.executable, *command, "--output_dir", PLAIN], cwd=ROOT, check=True)
+    with tempfile.TemporaryDirectory() as directory:
+        cluster = SlurmCluster(Path(directory) / "slurm")
+        cluster.start()
+        try:
+            log = submit_and_disturb(cluster, [*command, "--output_dir", str(RUN)])
+        finally:
+            cluster.stop()
+    starts = [
+        {"resumed_from": lines[0]["step"], "end": log[number] if number < len(log) else "done",
+         "losses": [[line["step"], line["time"], line["loss"]] for line in lines[1:]]}
+        for number, lines in enumerate(starts_of(raw_journal(RUN)))
+    ]  # fmt: skip
+    plain = {line["step"]: line["loss"] for line in raw_journal(PLAIN) if line["event"] == "train"}
+    for start in starts:
+        assert all(plain[step] == loss for step, _, loss in start["losses"]), "other losses"
+    facts = {
+        "command": "make pictures",
+        "date": date.today().isoformat(),
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        "uninterrupted": sorted(plain.items()),
+        "starts": starts,
+    }
+    RECORD.write_text(json.dumps(facts) + "\n")
+
+
+def submit_and_disturb(cluster: Any, command: list[str]) -> list[str]:
+    """Submit the job, bring about EVENTS, wait for its end; return what happened, in order."""
+    from launching import processes_of, wait_until
+    from training_jobs import job_environment, raw_journal
+
+    options = ("--gpus-per-node=0", "--cpus-per-task=2", "--mem=3G", "--time=60")
+    env = job_environment({"STOKER_PROCESSES_PER_NODE": "1"})
+    job = cluster.submit(
+        *options, "slurm/train_job.sh", *command, cwd=ROOT, log=RUN.with_suffix(".log"), env=env
+    )
+    happened = []
+    for step, what in EVENTS:
+        wait_until(lambda at=step: reached(raw_journal, at), f"step {step}", job.output, 900)
+        if "SIGKILL" in what:
+            for process in processes_of(RUN):
+                if b"RANK=0" in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+        else:
+            node = cluster.run("squeue", "--noheader", "--format=%N").stdout.strip()
+            cluster.kill_node(node)
+            wait_until(lambda: cluster.state(job) == "PENDING", "not requeued", job.output)
+            cluster.start_node(node)
+        happened.append(what)
+    if cluster.wait(job, timeout_s=1800) != "COMPLETED":
+        sys.exit(job.output())
+    return happened
+
+
+def reached(raw_journal: Any, step: int) -> bool:
+    """Tell whether the run has logged this step."""
+    return any(line.get("step", 0) >= step for line in raw_journal(RUN))
+
+
+def starts_of(journal: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Split the journal at its starts: of each the first line and the lines with losses."""
+    starts: list[list[dict[str, Any]]] = []
+    for line in journal:
+        if line["event"] in ("started", "resumed"):
+            starts.append([{"step": line.get("step", 0), "time": line["time"]}])
+        elif line["event"] == "train":
+            starts[-1].append(line)
+    return starts
+
+
+def drawn(facts: dict[str, Any]) -> str:
+    """Return an SVG of 860 x 420: loss by step, one colour a start, and the starts on a clock."""
+    steps, losses = zip(*facts["uninterrupted"], strict=True)
+    low, high = int(min(losses)), int(max(losses)) + 1
+
+    def at(step: float, loss: float) -> str:
+        return f"{60 + 780 * step / max(steps):.1f},{300 - 260 * (loss - low) / (high - low):.1f}"
+
+    def line(points: list[tuple[float, float]], style: str) -> str:
+        return f'<polyline fill="none" points="{" ".join(at(*p) for p in points)}" {style}/>'
+
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 420">']
+    parts.append(f"<style>{STYLE}</style>")
+    for loss in range(low, high + 1):
+        x, y = at(0, loss).split(",")
+        parts.append(f'<line class="grid" x1="{x}" x2="840" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="small" x="36" y="{float(y) + 4}">{loss}</text>')
+    for step in range(0, max(steps) + 1, 60):
+        x = at(step, low).split(",")[0]
+        parts.append(f'<text class="small" x="{x}" y="318" text-anchor="middle">{step}</text>')
+    parts.append('<text class="small" x="60" y="28">loss, by optimizer step</text>')
+    parts.append(line(facts["uninterrupted"], 'class="plain"'))
+    begin = facts["starts"][0]["losses"][0][1]
+    minutes = (facts["starts"][-1]["losses"][-1][1] - begin) / 60
+    for number, (start, colour) in enumerate(zip(facts["starts"], STARTS, strict=True)):
+        points = [(step, loss) for step, _, loss in start["losses"]]
+        parts.append(line(points, f'stroke="{colour}" stroke-width="2.5"'))
+        if start["end"] != "done":
+            x, y = map(float, at(*points[-1]).split(","))
+            parts.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>')
+            parts.append(f'<path class="axis" d="M{x},{y - 8}V{y - 50}"/>')
+            resumed = facts["starts"][number + 1]["resumed_from"]
+            parts.append(f'<text x="{x - 4}" y="{y - 72}">step {points[-1][0]}: {start["end"]}')
+            parts.append(f'</text><text class="small" x="{x - 4}" y="{y - 56}">requeued by itself,')
+            parts.append(f" resumed from checkpoint-{resumed}</text>")
+        since, until = ((start["losses"][end][1] - begin) / 60 for end in (0, -1))
+        x, width = 60 + 780 * since / minutes, 780 * (until - since) / minutes
+        parts.append(f'<rect x="{x:.1f}" y="360" width="{width:.1f}" height="16" fill="{colour}"/>')
+        parts.append(f'<text class="small" x="{x:.1f}" y="394">start {number + 1}</text>')
+    parts.append('<text class="small" x="60" y="352">the job on a clock: ')
+    parts.append(f"{minutes:.1f} minutes from its first logged loss to its last</text>")
+    parts.append('<text class="small" x="250" y="60">wide grey line: the same run, never stopped. ')
+    parts.append("Every loss is equal, bit for bit.</text></svg>")
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()

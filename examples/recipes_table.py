@@ -1,0 +1,78 @@
+"""Write the gallery of recipes into docs/recipes.md, from the recipes themselves.
+
+python examples/recipes_table.py
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.figures.marks import replace_between  # noqa: E402 - the folder is not ROOT
+from utils.config.recipes import read_recipes  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "recipes.md"
+KINDS = ("sft", "pretrain", "data")
+MARKS = "<!-- {} recipes: make figures -->", "<!-- end of {} recipes -->"
+
+
+def with_tables(document: str) -> str:
+    """Return the document with a table of each kind of recipe between its marks."""
+    for kind in KINDS:
+        lines = data_rows() if kind == "data" else training_rows(kind)
+        begin, end = (mark.format(kind) for mark in MARKS)
+        document = replace_between(document, begin, end, "\n".join(lines))
+    return document
+
+
+def training_rows(kind: str) -> Iterator[str]:
+    """Yield the table of the training recipes in a folder: model, hardware, size of a step."""
+    yield "| recipe | model | trains | hardware | tokens a step | learning rate |"
+    yield "|---|---|---|---|---|---|"
+    for path in sorted((ROOT / "recipes" / kind).glob("*.yaml"), key=size_and_name):
+        entries, _ = read_recipes([str(path)])
+        values = {name: entry.value for name, entry in entries.items()}
+        model = (
+            values.get("model_config") or values.get("init_from") or values["model_name_or_path"]
+        )
+        tokens = int(values["global_batch_size"]) * int(values["sequence_length"])
+        hardware = re.findall(r"^# Hardware: (.*?)\.?$", path.read_text(), flags=re.MULTILINE)
+        name = f"[{path.stem}](../{path.relative_to(ROOT)})"
+        how = "LoRA" if values.get("use_peft") else "all weights"
+        shown = (hardware or ["2 CPU cores"])[0]
+        rate = f"{float(values['learning_rate']):g}"
+        yield f"| {name} | `{model}` | {how} | {shown} | {tokens:,} | {rate} |"
+
+
+def data_rows() -> Iterator[str]:
+    """Yield the table of the data recipes: the first sentence of each and its tokenizer."""
+    yield "| recipe | what it is | tokenizer |"
+    yield "|---|---|---|"
+    for path in sorted((ROOT / "recipes" / "data").glob("*.yaml")):
+        entries, _ = read_recipes([str(path)])
+        comment = " ".join(re.findall(r"^# ?(.*)", path.read_text(), flags=re.MULTILINE))
+        tokenizer = entries.get("tokenizer_name_or_path")
+        given = f"`{tokenizer.value}`" if tokenizer else "you give it"
+        what = re.split(r"\.\s", comment)[0].split("  ")[0].rstrip(".:")
+        yield f"| [{path.stem}](../{path.relative_to(ROOT)}) | {what} | {given} |"
+
+
+def size_and_name(path: Path) -> tuple[str, float, str]:
+    """Sort by family, then by the number of parameters in the name."""
+    size = re.search(r"_(\d+(?:_\d)?)(b|m)(?=_|$)", path.stem)
+    if size is None:
+        return path.stem, 0.0, path.stem
+    number = float(size[1].replace("_", ".")) * (1000 if size[2] == "b" else 1)
+    return path.stem[: size.start()], number, path.stem
+
+
+def main() -> None:
+    """Rewrite docs/recipes.md in place."""
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main()
