@@ -215,10 +215,16 @@ def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
     sys.path.insert(0, str(ROOT / "examples"))
     import demo_figures
     import pictures
+    import recipes_table
+    import settings_tables
 
     document = (ROOT / "docs" / "demo.md").read_text()
     assert demo_figures.with_figures(document) == document
     assert "| pretrain |" in document
+    for tables in (recipes_table, settings_tables):
+        document = tables.DOCUMENT.read_text()
+        assert tables.with_tables(document) == document, "run make figures"
+        assert document.count("\n| ") > 40
     drawn = pictures.drawn(json.loads(pictures.RECORD.read_text()))
     assert pictures.PICTURE.read_text() == drawn, "run make pictures"
     before = speed_plot.PICTURE.read_text()
