@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/slurm"), str(ROOT / "tests/integrat
 RECORD = ROOT / "benchmarks" / "results" / "interrupted_run.json"
 PICTURE = ROOT / "docs" / "images" / "loss.svg"
 RUN, PLAIN = ROOT / "runs" / "picture", ROOT / "runs" / "picture-uninterrupted"
-SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "180")
+SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "60")
 # The step at which something happens, and what.
 EVENTS = ((105, "a process is killed (SIGKILL)"), (225, "the node fails"))
-STARTS = ("#4269d0", "#ff725c", "#3ca951")  # a colour for each start of the job
+COLOURS = ("#4269d0", "#ff725c", "#3ca951")  # a colour for each start of the job
 STYLE = """
 text { font: 13px sans-serif; fill: #333 } .small { font-size: 12px; fill: #666 }
-.axis { stroke: #999 } .grid { stroke: #e6e6e6 } .plain { stroke: #bbb; stroke-width: 9 }
+.axis { stroke: #999 } .grid { stroke: #e6e6e6 } .plain { stroke: #ccc; stroke-width: 9 }
 @media (prefers-color-scheme: dark) {
 text { fill: #ddd } .small { fill: #aaa } .grid { stroke: #333 } .plain { stroke: #555 } }
 """
@@ -123,49 +124,53 @@ def starts_of(journal: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def drawn(facts: dict[str, Any]) -> str:
-    """Return an SVG of 860 x 420: loss by step, one colour a start, and the starts on a clock."""
+    """Return an SVG of 860 x 410: loss by step, a colour for each start, and the starts in time."""
     steps, losses = zip(*facts["uninterrupted"], strict=True)
-    low, high = int(min(losses)), int(max(losses)) + 1
+    last, low, high = max(steps), int(min(losses)), int(max(losses)) + 1
 
-    def at(step: float, loss: float) -> str:
-        return f"{60 + 780 * step / max(steps):.1f},{300 - 260 * (loss - low) / (high - low):.1f}"
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return 60 + 780 * step / last, 300 - 260 * (loss - low) / (high - low)
 
-    def line(points: list[tuple[float, float]], style: str) -> str:
-        return f'<polyline fill="none" points="{" ".join(at(*p) for p in points)}" {style}/>'
+    def curve(points: Iterable[tuple[float, float]], style: str) -> str:
+        places = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in points)
+        return f'<polyline fill="none" points="{places}" {style}/>'
 
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 420">']
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 410">']
     parts.append(f"<style>{STYLE}</style>")
     for loss in range(low, high + 1):
-        x, y = at(0, loss).split(",")
-        parts.append(f'<line class="grid" x1="{x}" x2="840" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="small" x="36" y="{float(y) + 4}">{loss}</text>')
-    for step in range(0, max(steps) + 1, 60):
-        x = at(step, low).split(",")[0]
-        parts.append(f'<text class="small" x="{x}" y="318" text-anchor="middle">{step}</text>')
-    parts.append('<text class="small" x="60" y="28">loss, by optimizer step</text>')
-    parts.append(line(facts["uninterrupted"], 'class="plain"'))
-    begin = facts["starts"][0]["losses"][0][1]
-    minutes = (facts["starts"][-1]["losses"][-1][1] - begin) / 60
-    for number, (start, colour) in enumerate(zip(facts["starts"], STARTS, strict=True)):
+        y = at(0, loss)[1]
+        parts.append(f'<path class="grid" d="M60,{y:.0f}H840"/>{small(44, y + 4, str(loss))}')
+    parts += [small(at(step, low)[0] - 10, 318, str(step)) for step in range(0, last + 1, 60)]
+    parts.append(
+        small(60, 28, "loss by optimizer step; wide and grey: the same run, never stopped")
+    )
+    parts.append(curve(facts["uninterrupted"], 'class="plain"'))
+    begin, end = (facts["starts"][number]["losses"][number][1] for number in (0, -1))
+    for number, start in enumerate(facts["starts"]):
+        colour = COLOURS[number % len(COLOURS)]
         points = [(step, loss) for step, _, loss in start["losses"]]
-        parts.append(line(points, f'stroke="{colour}" stroke-width="2.5"'))
+        parts.append(curve(points, f'stroke="{colour}" stroke-width="2.5"'))
         if start["end"] != "done":
-            x, y = map(float, at(*points[-1]).split(","))
-            parts.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>')
-            parts.append(f'<path class="axis" d="M{x},{y - 8}V{y - 50}"/>')
+            x, y = at(*points[-1])
             resumed = facts["starts"][number + 1]["resumed_from"]
-            parts.append(f'<text x="{x - 4}" y="{y - 72}">step {points[-1][0]}: {start["end"]}')
-            parts.append(f'</text><text class="small" x="{x - 4}" y="{y - 56}">requeued by itself,')
-            parts.append(f" resumed from checkpoint-{resumed}</text>")
-        since, until = ((start["losses"][end][1] - begin) / 60 for end in (0, -1))
-        x, width = 60 + 780 * since / minutes, 780 * (until - since) / minutes
-        parts.append(f'<rect x="{x:.1f}" y="360" width="{width:.1f}" height="16" fill="{colour}"/>')
-        parts.append(f'<text class="small" x="{x:.1f}" y="394">start {number + 1}</text>')
-    parts.append('<text class="small" x="60" y="352">the job on a clock: ')
-    parts.append(f"{minutes:.1f} minutes from its first logged loss to its last</text>")
-    parts.append('<text class="small" x="250" y="60">wide grey line: the same run, never stopped. ')
-    parts.append("Every loss is equal, bit for bit.</text></svg>")
-    return "\n".join(parts) + "\n"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+            parts.append(f'<path class="axis" d="M{x:.1f},{y - 8:.1f}v-44"/>')
+            parts.append(f'<text x="{x - 4:.1f}" y="{y - 76:.1f}">step {points[-1][0]}: ')
+            parts.append(f"{start['end']}</text>")
+            parts.append(small(x - 4, y - 59, f"requeued, resumed from checkpoint-{resumed}"))
+        left, right = (
+            60 + 780 * (start["losses"][place][1] - begin) / (end - begin) for place in (0, -1)
+        )
+        parts.append(f'<path d="M{left:.1f},368H{right:.1f}" stroke="{colour}" stroke-width="14"/>')
+        parts.append(small(left, 392, f"start {number + 1}"))
+    minutes = f"{(end - begin) / 60:.1f} minutes"
+    parts.append(small(60, 350, f"the starts of the Slurm job in time, {minutes} in all"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def small(x: float, y: float, text: str) -> str:
+    """Return a line of small text."""
+    return f'<text class="small" x="{x:.1f}" y="{y:.1f}">{text}</text>'
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ def drawn(measured: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"{escape(short(one['title']))}, {where}</text>")
         parts.append(f'<text x="{LEFT + WIDTH * ratio + 8:.0f}" y="{y + 15}">')
         parts.append(f"{ratio:.2f} ({escape(name)})</text>")
-    one = LEFT + WIDTH
-    parts.append(f'<path class="one" d="M{one},28V{bottom}"/></svg>')
+    parts.append(f'<path class="one" d="M{LEFT + WIDTH},28V{bottom}"/></svg>')
     return "".join(parts) + "\n"
 
 
