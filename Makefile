@@ -6,19 +6,22 @@
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
-# make lint       ruff, mypy, shellcheck
+# make lint       ruff, mypy, shellcheck, hadolint
+# make site       README.md and docs/ as a site in site/; refuses broken links and anchors
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the figures in README.md and docs/ anew from benchmarks/results/
 # make pictures   the README's loss curve: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
-# make lock       write requirements*.lock anew from pyproject.toml
+# make lock       write requirements.lock and requirements-test.lock anew from pyproject.toml
+# make lock-docs  write requirements-docs.lock anew, from the version of the site's generator below
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock
+.PHONY: install pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +65,16 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
+	$(BIN)/hadolint Dockerfile
+
+$(DOCS)/.docs: requirements-docs.lock
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip install --quiet --requirement requirements-docs.lock
+	touch $@
+
+site: $(DOCS)/.docs
+	$(DOCS)/bin/python examples/site_pages.py
+	$(DOCS)/bin/zensical build --clean --strict
 
 # Jobs wait for Slurm most of their time, so they run beside the other tests; each output in one piece.
 test: lint
@@ -95,3 +108,9 @@ lock:
 	$(VENV)-lock/bin/pip install --quiet '.[deepspeed,test]'
 	(echo '-r requirements.lock'; $(VENV)-lock/bin/pip freeze --exclude stoker | sed "s/+cpu$$//" | grep -vxFf requirements.lock) > requirements-test.lock
 	rm -r $(VENV)-lock
+
+lock-docs:
+	$(PYTHON) -m venv $(DOCS)-lock
+	$(DOCS)-lock/bin/pip install --quiet zensical==0.0.73
+	$(DOCS)-lock/bin/pip freeze > requirements-docs.lock
+	rm -r $(DOCS)-lock

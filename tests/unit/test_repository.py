@@ -277,3 +277,17 @@ def test_each_test_module_has_a_name_of_its_own():
     """Two of one name are collected together or not, as the order of the folders has it."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_apptainer_definition_installs_what_the_dockerfile_does():
+    definition = (ROOT / "slurm" / "stoker.def").read_text()
+    assert definition.count("\nBootstrap: docker\n") == 1
+    sections = re.findall(r"^%(.*)$", definition, flags=re.MULTILINE)
+    assert sorted(sections) == ["environment", "files", "post", "runscript"]
+    fact = r"^F(?:ROM|rom:) (.+)|(?:apt-get|pip) (install [^\\\n]*)|^ *(?:ENV|export) (.+)"
+    found = [
+        [" ".join(words).strip() for words in re.findall(fact, text, flags=re.MULTILINE)]
+        for text in ((ROOT / "Dockerfile").read_text(), definition)
+    ]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
