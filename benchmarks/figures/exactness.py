@@ -1,4 +1,4 @@
-"""Write the figures of benchmarks/results/exactness/ into docs/exactness.md.
+"""Write the figures of benchmarks/results/exactness/ into docs/internals/proofs.md.
 
 python -m benchmarks.figures.exactness
 """
@@ -12,7 +12,7 @@ from benchmarks.figures.marks import replace_between
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness"
-DOCUMENT = ROOT / "docs" / "exactness.md"
+DOCUMENT = ROOT / "docs" / "internals" / "proofs.md"
 BEGIN, END = "<!-- exactness figures: make figures -->", "<!-- end of exactness figures -->"
 
 PROOFS = {
@@ -91,7 +91,7 @@ def _figure(value: Any) -> str:
 
 
 def main() -> None:
-    """Rewrite docs/exactness.md in place."""
+    """Rewrite docs/internals/proofs.md in place."""
     DOCUMENT.write_text(with_figures(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from benchmarks.hardware.circumstances import ROOT
 
 IN_README = ("gpt2_124m", "qwen3_600m_pretrain", "llama_8b_lora")
 OURS_COMPILED = f"{OURS}, compiled"  # a part as a GPU takes it by default
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed figures: make figures -->", "<!-- end of speed figures -->"
 
@@ -107,13 +108,13 @@ def documents() -> dict[Path, str]:
     """Return the figures of each document that has some."""
     cpu, gpu = load_results("cpu", CPU_CELLS), load_results("gpu", GPU_CELLS)
     shown = load_results("gpu", [cell for cell in GPU_CELLS if cell.name in IN_README])
+    summaries = f"## On a GPU\n\n{summary(gpu)}\n\n## On two CPU cores\n\n{summary(cpu)}"
+    tables = f"## On one GPU\n\n{on_a_gpu(details(gpu))}\n\n## On two CPU cores\n\n{details(cpu)}"
     return {
         ROOT / "README.md": f"{summary(shown)}\n\nOn one {shown[0]['hardware']['gpu']}.",
-        ROOT / "docs" / "performance.md": (
-            f"{summary(gpu)}\n\n{summary(cpu)}\n\n"
-            f"## On one GPU\n\n{on_a_gpu(details(gpu))}\n\n## On two CPU cores\n\n{details(cpu)}"
-        ),
-        ROOT / "docs" / "experiments.md": details(load_results("experiments", EXPERIMENTS)),
+        DOCS / "performance.md": summaries,
+        DOCS / "internals" / "benchmarks.md": tables,
+        DOCS / "internals" / "experiments.md": details(load_results("experiments", EXPERIMENTS)),
     }
 
 
