@@ -1,0 +1,44 @@
+"""docs/coming-from.md: our settings in its tables exist, and its recipes have no fault."""
+
+import re
+
+import pytest
+import yaml
+from test_repository import ROOT, SCRIPTS, known_settings
+
+from utils.config.preparation import ENTRY_KEYS, check_preparation, parse_preparation, sources_of
+from utils.config.settings import parse_fine_tuning
+from utils.config.unknown_names import OTHER_NAMES
+
+TEXT = (ROOT / "docs" / "coming-from.md").read_text()
+RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
+KNOWN = {*ENTRY_KEYS, *(name for script in SCRIPTS for name in known_settings(script))}
+
+
+def names(cell: str) -> set[str]:
+    """The keys that a cell names: of `packing: best_fit` packing, of a command its flags."""
+    spans = re.findall(r"`([^`]+)`", cell)
+    keys = {match[0] for span in spans if (match := re.match(r"[a-z]\w*(?=$|:)", span))}
+    return keys | {flag for span in spans for flag in re.findall(r"--(\w+)", span)}
+
+
+def test_what_tables_and_refusals_call_ours_is_a_setting():
+    rows = [line.split("|")[1:3] for line in TEXT.splitlines() if line.startswith("| ")]
+    ours = set.union(*(names(here) for _, here in rows))
+    assert len(rows) > 60
+    assert {"global_batch_size", "sources", "optim_states", "config"} <= ours <= KNOWN
+    for theirs, here in rows:
+        for name in names(theirs) - KNOWN:  # the error that this name gets agrees with the table
+            advice = OTHER_NAMES.get(name, "")
+            assert not advice.isidentifier() or advice in names(here), f"{name}: {advice}, {here}"
+    assert {advice for advice in OTHER_NAMES.values() if advice.isidentifier()} <= KNOWN
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["output_dir"])
+def test_a_recipe_is_accepted(recipe, tmp_path):
+    (path := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    if "sources" in recipe:
+        check_preparation(given := parse_preparation(["--config", str(path)]))
+        assert sources_of(given)
+    else:
+        assert parse_fine_tuning(["--config", str(path), "--dry_run"], "").values.given
