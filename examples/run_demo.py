@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -36,11 +37,11 @@ COMMANDS = {
     "prepare chats": ["prepare_data.py", "--config", "recipes/data/demo_chats.yaml"],
     "pretrain": ["pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml"],
     "fine-tune": ["sft_train.py", "--config", "recipes/sft/demo_cpu.yaml"],
-    "complete": [
-        "examples/complete.py",
-        *("--model", "runs/demo-sft/final", "--chats", "data/stdlib/chats_heldout.jsonl"),
-    ],
 }
+# Sampled: the greedy answer of a model this small repeats itself.
+ASK = ["chat.py", "runs/demo-sft", "--temperature", "0.7", "--top_p", "0.9"]
+ASK += ["--max_new_tokens", "120", "--prompt"]
+HELD_OUT = ROOT / "data" / "stdlib" / "chats_heldout.jsonl"
 RUNS = {"pretrain": "runs/demo-pretrain", "fine-tune": "runs/demo-sft"}
 
 
@@ -52,18 +53,26 @@ def main() -> int:
     )
     record = parser.parse_args().record
     seconds = {}
-    for name, command in COMMANDS.items():
-        say(f"\n$ python {' '.join(command)}")
+    for name in (*COMMANDS, "complete"):
+        command = COMMANDS.get(name) or [*ASK, held_out_chat()[0]["content"]]
+        say(f"\n$ python {shlex.join(command)}")
         started = time.perf_counter()
         exit_code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
         if exit_code:
             return exit_code
         seconds[name] = round(time.perf_counter() - started, 1)
+    say(f"\nThe original:\n{held_out_chat()[1]['content']}")
     figures = figures_of(seconds)
     say("\n" + table(figures))
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
+
+
+def held_out_chat() -> list[dict[str, str]]:
+    """Return the first held-out instruction and its answer, as messages."""
+    with HELD_OUT.open(encoding="utf-8") as lines:
+        return json.loads(next(lines))["messages"]
 
 
 def figures_of(seconds: dict[str, float]) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""chat.py: runs, checkpoints and adapters answer as plain transformers does; nothing is written."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+import chat
+from utils.checkpoints.files import Manifest, flush_and_record, list_files, write_manifest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+T5, T78, T9 = [{"role": "user", "content": words} for words in ("t5", "t7 t8", "t9")]
+ANSWER = {"role": "assistant", "content": "t1"}
+
+
+def make_models(base_model, root):
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    model = AutoModelForCausalLM.from_pretrained(base_model)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    model.resize_token_embeddings(len(tokenizer))
+    for parameter in model.parameters():  # no two tokens are almost as likely
+        parameter.data.mul_(8)
+    model.name_or_path = str(root / "base")
+    for name in ("text", "base", "adapter", "merged"):
+        if name == "adapter":
+            model = get_peft_model(model, LoraConfig(init_lora_weights=False))
+        model = model.merge_and_unload() if name == "merged" else model
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        tokenizer.chat_template = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
+
+
+def plain(directory, *asked):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if tokenizer.chat_template:
+        asked = [tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)]
+    ids = tokenizer(asked[0], return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    said = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[0, 129])
+    return tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path):
+    make_models(base_model, models := tmp_path / "models")
+
+    def ask(model, *flags, typed=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert chat.main([str(model), *flags, "--greedy", "--max_new_tokens", "12"]) == 0
+        return capsys.readouterr()
+
+    base, run, asked = models / "base", tmp_path / "run", ("--prompt", "t5")
+    for step, source in ((3, "merged"), (6, "base")):  # 6 is being written
+        shutil.copytree(models / source, run / f"checkpoint-{step}")
+    files = flush_and_record(run / "checkpoint-3", list_files(run / "checkpoint-3"))
+    write_manifest(run / "checkpoint-3", Manifest("mine", 1, "single", 1, step=3, files=files))
+    (run / "provenance.json").write_text(json.dumps({"run_id": "mine", "starts": []}))
+    before = {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]}
+    shown = ask(run, *asked)
+    assert before == {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]}
+    assert "no final/ yet: checkpoint-3, its newest" in shown.err
+    assert shown.out.strip() == plain(models / "merged", T5) != plain(base, T5)
+    assert ask(models / "adapter", *asked).out == shown.out
+    shutil.copytree(base, run / "final")
+    assert ask(models / "text", *asked).out.strip() == plain(models / "text", "t5")
+    shown = ask(base, typed="t5\nt7 t8\n/reset\nt5\n/system t9\nt5\n/quit\nt5\n")
+    first, second, again, told = shown.out.splitlines()
+    assert first == again == ask(run, *asked).out.strip() == plain(base, T5)
+    assert second == plain(base, T5, ANSWER | {"content": first}, T78)
+    assert told == plain(base, T9 | {"role": "system"}, T5)
+    records = [{"prompt": "t5"}, {"messages": [T5, ANSWER, T78, ANSWER], "id": 7}, {"prompt": "t9"}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, records)))
+    shown = ask(base, "--prompts", str(tmp_path / "asked.jsonl"), "--batch_size", "2")
+    lines = [json.loads(line) for line in shown.out.splitlines()]
+    for line in lines:
+        assert line["messages"].pop()["content"] == plain(base, *line["messages"])
+    assert lines[1] == {"messages": [T5, ANSWER, T78], "id": 7, "reference": "t1"}
+    put = TextStreamer.put  # with Ctrl-C after each token
+    monkeypatch.setattr(TextStreamer, "put", lambda *each: put(*each) or signal.raise_signal(2))
+    assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
+    command = [sys.executable, "chat.py", tmp_path / "none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.split(". ")[0][-23:]) == (2, "none: no such directory")
