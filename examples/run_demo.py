@@ -41,6 +41,12 @@ COMMANDS = {
 # Sampled: the greedy answer of a model this small repeats itself.
 ASK = ["chat.py", "runs/demo-sft", "--temperature", "0.7", "--top_p", "0.9"]
 ASK += ["--max_new_tokens", "120", "--prompt"]
+NEXT = """
+Next:
+  python chat.py runs/demo-sft                      talk to it
+  docs/tutorial.md                                  a real model, Qwen3-8B, on a public set of chats
+  docs/recipes.md                                   recipes for other models, sizes and data
+  python prepare_data.py --config recipes/data/local_jsonl.yaml --sources FILE ...   your own chats"""
 HELD_OUT = ROOT / "data" / "stdlib" / "chats_heldout.jsonl"
 RUNS = {"pretrain": "runs/demo-pretrain", "fine-tune": "runs/demo-sft"}
 
@@ -66,6 +72,7 @@ def main() -> int:
     say("\n" + table(figures))
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(figures, indent=2) + "\n")
+    say(NEXT)
     return 0
 
 
