@@ -46,7 +46,7 @@ Next:
   python chat.py runs/demo-sft                      talk to it
   docs/tutorial.md                                  a real model, Qwen3-8B, on a public set of chats
   docs/recipes.md                                   recipes for other models, sizes and data
-  python prepare_data.py --config recipes/data/local_jsonl.yaml --sources FILE ...   your own chats"""
+  recipes/data/local_jsonl.yaml                     your own chats"""
 HELD_OUT = ROOT / "data" / "stdlib" / "chats_heldout.jsonl"
 RUNS = {"pretrain": "runs/demo-pretrain", "fine-tune": "runs/demo-sft"}
 
