@@ -31,9 +31,8 @@ from utils.launch.script import configure_environment, run_script
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
 MAX_NEW_TOKENS = 2048  # where neither a flag nor the model says
-Chat = dict[
-    str, Any
-]  # `messages`, perhaps `tools`, `chat_template_kwargs`, and what comes with them
+# `messages`, perhaps `tools` and `chat_template_kwargs`, and what else a record has.
+Chat = dict[str, Any]
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 

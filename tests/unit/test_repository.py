@@ -187,6 +187,25 @@ def test_every_flag_of_a_documented_command_exists(script, arguments):
     assert flags == [flag for flag in flags if flag[2:] in known_settings(script)]
 
 
+def test_files_and_chats_of_documented_commands_are_there():
+    import chat
+
+    chats = 0
+    for document in DOCUMENTS:
+        for command in commands(document):
+            words = shlex.split(command)
+            for word in words:
+                path = word.rpartition("=")[2]
+                if re.match(r"(recipes|accelerate_configs|slurm|examples)/[\w/.-]+$", path):
+                    made = path == "slurm/cluster.env"  # by the user
+                    assert made or (ROOT / path).exists(), f"{document.name}: {command}"
+            if "chat.py" in words:
+                asked = words[words.index("chat.py") + 1 :]
+                assert chat.parse_arguments(asked).model == asked[0]
+                chats += 1
+    assert chats >= 3
+
+
 def known_settings(script: str) -> set[str]:
     from utils.config.arguments import (
         DataArguments,
