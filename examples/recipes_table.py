@@ -53,7 +53,8 @@ def data_rows() -> Iterator[str]:
     yield "|---|---|---|"
     for path in sorted((ROOT / "recipes" / "data").glob("*.yaml")):
         entries, _ = read_recipes([str(path)])
-        comment = " ".join(re.findall(r"^# ?(.*)", path.read_text(), flags=re.MULTILINE))
+        _, _, text = path.read_text().partition("\n")
+        comment = " ".join(re.findall(r"^# ?(.*)", text, flags=re.MULTILINE))
         tokenizer = entries.get("tokenizer_name_or_path")
         given = f"`{tokenizer.value}`" if tokenizer else "you give it"
         what = re.split(r"\.\s", comment)[0].split("  ")[0].rstrip(".:")

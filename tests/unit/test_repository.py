@@ -187,6 +187,29 @@ def test_every_flag_of_a_documented_command_exists(script, arguments):
     assert flags == [flag for flag in flags if flag[2:] in known_settings(script)]
 
 
+def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_its_own():
+    import json
+    import sys
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    import recipe_schemas
+
+    found = {path: path.read_text() for path in recipe_schemas.FOLDER.glob("*.json")}
+    assert found == recipe_schemas.schemas(), "run make figures"
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer"}
+    kinds |= {float: "number", type(None): "null"}
+    for recipe in [*ROOT.glob("recipes/sft/**/*.yaml"), *ROOT.glob("recipes/pretrain/**/*.yaml"),
+                   *ROOT.glob("recipes/data/*.yaml")]:  # fmt: skip
+        schema = recipe.parent / recipe.read_text().splitlines()[0].partition("$schema=")[2]
+        rules = json.loads(found[schema.resolve()])["properties"]
+        for name, value in yaml.safe_load(recipe.read_text()).items():
+            rule = rules[name]
+            allowed = rule.get("type", [])
+            fits = kinds[type(value)] in allowed or (type(value) is int and "number" in allowed)
+            assert value in rule.get("enum", [value]), f"{recipe.name}: {name}"
+            assert fits or "enum" in rule or name == "extends", f"{recipe.name}: {name}"
+
+
 def test_files_and_chats_of_documented_commands_are_there():
     import chat
 
