@@ -9,8 +9,8 @@ The job is `slurm/train_job.sh` with the demo's pretraining recipe, whose data `
 import json
 import os
 import platform
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -52,20 +52,24 @@ def train() -> None:
     from slurm_cluster import SlurmCluster
     from training_jobs import raw_journal
 
-    command = ["pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", *SETTINGS]
-    subprocess.run([sys.executable, *command, "--output_dir", PLAIN], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as directory:
         cluster = SlurmCluster(Path(directory) / "slurm")
         cluster.start()
         try:
-            log = submit_and_disturb(cluster, [*command, "--output_dir", str(RUN)])
+            finish(cluster, submit(cluster, PLAIN))
+            job = submit(cluster, RUN)
+            ends = [*disturb(cluster, job), "done"]
+            finish(cluster, job)
         finally:
             cluster.stop()
     starts = [
-        {"resumed_from": lines[0]["step"], "end": log[number] if number < len(log) else "done",
-         "losses": [[line["step"], line["time"], line["loss"]] for line in lines[1:]]}
-        for number, lines in enumerate(starts_of(raw_journal(RUN)))
-    ]  # fmt: skip
+        {
+            "resumed_from": begin["step"],
+            "end": end,
+            "losses": [[line["step"], line["time"], line["loss"]] for line in lines],
+        }
+        for end, (begin, *lines) in zip(ends, starts_of(raw_journal(RUN)), strict=True)
+    ]
     plain = {line["step"]: line["loss"] for line in raw_journal(PLAIN) if line["event"] == "train"}
     for start in starts:
         assert all(plain[step] == loss for step, _, loss in start["losses"]), "other losses"
@@ -79,32 +83,44 @@ def train() -> None:
     RECORD.write_text(json.dumps(facts) + "\n")
 
 
-def submit_and_disturb(cluster: Any, command: list[str]) -> list[str]:
-    """Submit the job, bring about EVENTS, wait for its end; return what happened, in order."""
-    from launching import processes_of, wait_until
-    from training_jobs import job_environment, raw_journal
+def submit(cluster: Any, run: Path) -> Any:
+    """Submit the recipe as a job of one process on one node, into a new directory."""
+    from training_jobs import job_environment
 
-    options = ("--gpus-per-node=0", "--cpus-per-task=2", "--mem=3G", "--time=60")
-    env = job_environment({"STOKER_PROCESSES_PER_NODE": "1"})
-    job = cluster.submit(
-        *options, "slurm/train_job.sh", *command, cwd=ROOT, log=RUN.with_suffix(".log"), env=env
-    )
-    happened = []
+    shutil.rmtree(run, ignore_errors=True)
+    command = ("pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", *SETTINGS)
+    return cluster.submit(
+        *("--gpus-per-node=0", "--cpus-per-task=2", "--mem=3G", "--time=60"),
+        "slurm/train_job.sh", *command, "--output_dir", str(run),
+        cwd=ROOT, log=run.with_suffix(".log"),
+        env=job_environment({"STOKER_PROCESSES_PER_NODE": "1", "OMP_NUM_THREADS": "2"}),
+    )  # fmt: skip
+
+
+def finish(cluster: Any, job: Any) -> None:
+    """Wait for the end of a job that succeeds."""
+    if cluster.wait(job, timeout_s=1800) != "COMPLETED":
+        sys.exit(job.output())
+
+
+def disturb(cluster: Any, job: Any) -> list[str]:
+    """Bring about EVENTS in the job that trains RUN; return what happened, in order."""
+    from launching import processes_of, wait_until
+    from training_jobs import raw_journal
+
     for step, what in EVENTS:
         wait_until(lambda at=step: reached(raw_journal, at), f"step {step}", job.output, 900)
         if "SIGKILL" in what:
-            for process in processes_of(RUN):
-                if b"RANK=0" in (process / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGKILL)
+            commands = {p: (p / "cmdline").read_bytes().split(b"\0") for p in processes_of(RUN)}
+            (trains,) = (p for p, words in commands.items() if words[1] == b"pretrain.py")
+            os.kill(int(trains.name), signal.SIGKILL)
         else:
-            node = cluster.run("squeue", "--noheader", "--format=%N").stdout.strip()
+            node = cluster.fields(job)["NodeList"]
             cluster.kill_node(node)
-            wait_until(lambda: cluster.state(job) == "PENDING", "not requeued", job.output)
+        wait_until(lambda: cluster.state(job) == "PENDING", "not requeued", job.output)
+        if "node" in what:
             cluster.start_node(node)
-        happened.append(what)
-    if cluster.wait(job, timeout_s=1800) != "COMPLETED":
-        sys.exit(job.output())
-    return happened
+    return [what for _, what in EVENTS]
 
 
 def reached(raw_journal: Any, step: int) -> bool:
