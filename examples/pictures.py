@@ -165,7 +165,8 @@ def drawn(facts: dict[str, Any]) -> str:
     for number, start in enumerate(facts["starts"]):
         colour = COLOURS[number % len(COLOURS)]
         points = [(step, loss) for step, _, loss in start["losses"]]
-        parts.append(curve(points, f'stroke="{colour}" stroke-width="2.5"'))
+        width = max(1.5, 5 - 1.5 * number)  # steps that were done again show both colours
+        parts.append(curve(points, f'stroke="{colour}" stroke-width="{width}"'))
         if start["end"] != "done":
             x, y = at(*points[-1])
             resumed = facts["starts"][number + 1]["resumed_from"]

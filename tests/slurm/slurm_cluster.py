@@ -140,9 +140,11 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs under it, as a power cut would."""
         slurmd = self.daemons[f"slurmd {node}"]
-        for pid in [*_of_node(node), slurmd.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        processes = [slurmd.pid, *_of_node(node)]
+        for blow in (signal.SIGSTOP, signal.SIGKILL):  # or one reports that another was killed
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, blow)
         slurmd.wait()
 
     def wait_for_nodes(self) -> None:
