@@ -1,4 +1,4 @@
-"""Every recipe, and every training command of the README and docs, passes a dry run."""
+"""Every recipe, and the training commands of the guide, passes a dry run."""
 
 from pathlib import Path
 
@@ -67,10 +67,10 @@ def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_the_readmes_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
-    readme, recipe = (ROOT / "README.md").read_text(), tmp_path / "my_run.yaml"
-    recipe.write_text(readme.split("```yaml")[1].split("```")[0])
-    assert "sft_train.py --config my_run.yaml --dry_run" in readme
+def test_the_guides_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
+    guide, recipe = (ROOT / "docs" / "running.md").read_text(), tmp_path / "my_run.yaml"
+    recipe.write_text(guide.split("```yaml")[1].split("```")[0])
+    assert "sft_train.py --config my_run.yaml --dry_run" in guide
     content = yaml.safe_load(recipe.read_text())
     sft_train.main(
         [
