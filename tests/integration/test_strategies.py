@@ -37,12 +37,17 @@ def evaluation(workspace: Path, split: str) -> dict[str, object]:
     return {"eval_data": f"heldout={workspace / split}", **settings}
 
 
-def assert_same_run(run: Path, reference: Path) -> None:
-    """The same losses at training and evaluation, and the same model to rounding."""
-    assert tiny.losses(run) == pytest.approx(tiny.losses(reference), abs=2e-5)
+def assert_same_losses(run: Path, reference: Path, within: float = 2e-5) -> None:
+    """The same losses at training and evaluation, to rounding."""
+    assert tiny.losses(run) == pytest.approx(tiny.losses(reference), abs=within)
     assert tiny.evaluations(run, "heldout") == pytest.approx(
-        tiny.evaluations(reference, "heldout"), abs=2e-5
+        tiny.evaluations(reference, "heldout"), abs=within
     )
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """The same losses, and the same model to rounding."""
+    assert_same_losses(run, reference)
     weights, expected = (
         AutoModelForCausalLM.from_pretrained(each / "final").state_dict()
         for each in (run, reference)
@@ -93,6 +98,16 @@ def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, wo
     sft_train.main(fine_tuning(alone, **settings))
     succeed(run_two_processes(name, "sft_train.py", fine_tuning(run, **settings)))
     assert_same_run(run, alone)
+
+
+def test_losses_in_bf16_are_not_rounded_to_it_by_a_strategy(pretraining, workspace, tmp_path):
+    """Accelerate's policy for FSDP2 would return the loss in bf16, in steps of 0.03 here."""
+    settings = {"bf16": True, "use_cpu": True, "learning_rate": 1e-3}
+    settings |= evaluation(workspace, "heldout")
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    pretrain.main(pretraining(alone, **settings))
+    succeed(run_two_processes("fsdp2", "pretrain.py", pretraining(run, **settings)))
+    assert_same_losses(run, alone, within=1e-3)
 
 
 def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):

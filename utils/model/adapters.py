@@ -15,13 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.model.architecture import (
-    EXPERTS,
-    MISFITS,
-    causal_lm_class,
-    first_line,
-    text_model_of,
-)
+from utils.model.architecture import EXPERTS, MISFITS, causal_lm_class, first_line, text_model_of
 
 logger = logging.getLogger(__name__)
 

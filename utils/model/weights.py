@@ -28,13 +28,7 @@ from utils.kernels.cpu_products import align_weights
 from utils.model.adapters import freeze_unused
 from utils.model.architecture import causal_lm_class, first_line
 from utils.model.attention import AttentionChoice
-from utils.model.config import (
-    UNUSABLE,
-    add_rows,
-    config_from_file,
-    fit_embedding,
-    read_config_file,
-)
+from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.support.collectives import on_every_rank, on_rank_0

@@ -31,12 +31,7 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
-from utils.config.errors import (
-    ConfigurationError,
-    NoProgressError,
-    StorageError,
-    UnfitClusterError,
-)
+from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy

@@ -1,5 +1,6 @@
 """The trainer of both scripts: packed sequences, token-weighted losses, committed checkpoints."""
 
+import dataclasses
 import gc
 import logging
 import math
@@ -92,6 +93,12 @@ class PackedTrainer(Trainer):
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
+            # accelerate's would round the loss, and the gradients' sums over ranks, to bf16.
+            plugin.mixed_precision_policy = dataclasses.replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self)

@@ -24,12 +24,7 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from utils.data.prepare.chat_templates import (
-    NOBODY,
-    RENDERING_ERRORS,
-    ChatTemplate,
-    MarkedChat,
-)
+from utils.data.prepare.chat_templates import NOBODY, RENDERING_ERRORS, ChatTemplate, MarkedChat
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.rows import UnusableRowError
 

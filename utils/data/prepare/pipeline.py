@@ -18,12 +18,7 @@ from utils.config.preparation import PreparationArguments, check_preparation, sh
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
 from utils.data.prepare.plan import TRAIN, plan_preparation
 from utils.data.prepare.tokenization import choose_backend
-from utils.data.prepare.tokenizer import (
-    end_of_turn_id,
-    given_tokenizer,
-    masks_from,
-    save_tokenizer,
-)
+from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
 from utils.data.prepare.units import UnitWorker, run_units, token_features
 from utils.data.prepare.workspace import NOTES, UnitCounts, Workspace
 from utils.data.token_dataset import describe_split

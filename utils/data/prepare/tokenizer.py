@@ -17,9 +17,7 @@ from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.plan import PreparationPlan
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.workspace import partial_name
-from utils.data.tokenizers import (
-    load_tokenizer,
-)
+from utils.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
