@@ -11,16 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "examples"))
 
-from benchmarks.figures.marks import replace_between  # noqa: E402 - the folder is not ROOT
-from utils.config.arguments import (  # noqa: E402
-    DataArguments,
-    FineTuneConfig,
-    ModelArguments,
-    RunArguments,
-)
+from recipe_schemas import CLASSES  # noqa: E402 - the folder is not ROOT
+
+from benchmarks.figures.marks import replace_between  # noqa: E402
 from utils.config.declarations import Declaration, declared_settings, shown  # noqa: E402
-from utils.config.preparation import PreparationArguments  # noqa: E402
 from utils.config.unknown_names import OTHER_NAMES, REFUSED  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "settings.md"
@@ -30,8 +26,7 @@ TYPES = {bool: "true or false", int: "integer", float: "number", dict: "JSON", l
 
 def with_tables(document: str) -> str:
     """Return the document with all tables between its marks made anew."""
-    training = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))
-    preparation = declared_settings((PreparationArguments,))
+    training, preparation = (declared_settings(CLASSES[kind]) for kind in ("sft", "data"))
     lines = ["## Training", *settings(training.values())]
     lines += ["", "## Preparing data (`prepare_data.py`)", *settings(preparation.values())]
     lines += ["", "## Settings of the libraries that are refused", ""]

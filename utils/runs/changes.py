@@ -112,6 +112,8 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
         "cpu_rounding": CPU_ROUNDING,
+        # 1: in the type of the computation, as until 2026-11-25, or all in float32. 2: in float32.
+        "fsdp2_rounding": 2 if settings.training.bf16 or settings.training.fp16 else 1,
         "versions": package_versions(),
     }
 
@@ -130,7 +132,12 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    if "launch" not in facts or facts["launch"]["devices"] == ["cpu"]:
+    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of the start that is to be
+    launch = facts.get("launch", any_launch)
+    if launch.get("strategy") == "fsdp2":
+        rounding = facts.get("fsdp2_rounding", 1)
+        held["bf16"] = {"sums of gradients under FSDP2 (their rounding)": rounding}
+    if launch["devices"] == ["cpu"]:
         held["use_cpu"] = {"order of sums on a CPU (last bits)": facts.get("cpu_rounding", 1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
 

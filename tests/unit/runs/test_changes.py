@@ -251,3 +251,16 @@ def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_acce
     assert "--accept_changes use_cpu" in problem
     runs.start(accept=["use_cpu"])
     runs.start()
+
+
+@pytest.mark.parametrize(("strategy", "asks"), [("ddp", False), ("fsdp2", True)])
+def test_an_fsdp2_run_whose_gradients_were_added_in_bf16_is_refused(runs, strategy, asks):
+    runs.starts[:] = [runs.starts[0] | {"launch": {"devices": ["H100"], "strategy": strategy}}]
+    (runs.directory / "provenance.json").write_text(json.dumps({"starts": runs.starts}))
+    now = {"fsdp2_rounding": 2}
+    if asks:
+        (problem,) = refused(runs, facts=now)
+        assert "sums of gradients under FSDP2" in problem
+        assert "--accept_changes bf16" in problem
+    runs.start(accept=["bf16"] * asks, facts=now)
+    runs.start(facts=now)
