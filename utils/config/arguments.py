@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.declarations import setting
+from utils.config.declarations import setting, shown
 from utils.config.errors import ConfigurationError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -26,6 +26,11 @@ class RunArguments:
 
     global_batch_size: int = setting(
         help="sequences per optimizer step over all ranks; gradient accumulation follows"
+    )
+    max_tokens: float | str | None = setting(
+        None,
+        "train for that many tokens instead of max_steps, rounded up to whole steps: 50e9, 50B, "
+        "500M; padding counts",
     )
     dry_run: bool = setting(
         False, "check the settings and the data, print arithmetic and memory estimate, and stop"
@@ -194,6 +199,23 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
     max_length: int | None = None
     dataset_kwargs: dict[str, Any] | str | None = field(
         default_factory=lambda: {"skip_prepare_dataset": True}
+    )
+
+
+def token_count(written: float | str) -> int:
+    """Return the tokens that `50e9`, "50e9" or "50B" stands for; ValueError for anything else.
+
+    >>> token_count("1.5B"), token_count("500 M"), token_count(50e9)
+    (1500000000, 500000000, 50000000000)
+    """
+    number, powers = str(written).strip(), "KMBT"
+    unit = number[-1:].upper()
+    with suppress(ValueError, OverflowError):
+        tokens = float(number[:-1] if unit and unit in powers else number)
+        if (count := round(tokens * 1000 ** (powers.find(unit) + 1 if unit else 0))) > 0:
+            return count
+    raise ValueError(
+        f"max_tokens {shown(written)}: expected a number of tokens above 0, such as 500M, 50B, 50e9"
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from utils.config.arguments import eval_splits, train_sources
+from utils.config.arguments import eval_splits, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
 from utils.config.unknown_names import unknown_name
@@ -24,6 +24,11 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
+    if values["max_tokens"] is not None:
+        try:
+            token_count(values["max_tokens"])
+        except ValueError as error:
+            yield str(error)
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:

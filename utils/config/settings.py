@@ -101,6 +101,8 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("max_steps", _is_not(-1), "max_tokens"),
+    ("max_tokens", _is_given, "max_steps"),
     # Where the weights come from; a model_config with init_from changes positions and the like.
     ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
     ("init_from", _is_given, "model_name_or_path model_revision"),
@@ -136,16 +138,17 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Leave out max_steps or num_train_epochs, whichever comes from the weaker source.
+    """Leave out max_steps and max_tokens, or num_train_epochs, if they come from weaker sources.
 
-    Where one source gives both, max_steps counts, as transformers documents it.
+    Where one source gives both, epochs do not count, as transformers documents it.
     """
-    if values["max_steps"] == -1:
-        return
-    if values.rank("num_train_epochs") > values.rank("max_steps"):
-        _leave_out(values, "max_steps", "num_train_epochs")
-    elif values.changed("num_train_epochs"):
-        _leave_out(values, "num_train_epochs", "max_steps")
+    for limit in ("max_steps", "max_tokens"):
+        if not values.changed(limit):
+            continue
+        if values.rank("num_train_epochs") > values.rank(limit):
+            _leave_out(values, limit, "num_train_epochs")
+        elif values.changed("num_train_epochs"):
+            _leave_out(values, "num_train_epochs", limit)
 
 
 def leave_out_overruled(values: SettingValues) -> None:

@@ -58,6 +58,7 @@ OTHER_NAMES = _by_name({
     "per_device_train_batch_size": "batch_size micro_batch_size per_device_batch_size",
     "num_train_epochs": "epochs num_epochs",
     "max_steps": "max_iters max_steps_per_epoch max_train_steps num_steps steps train_iters",
+    "max_tokens": "max_train_tokens token_budget total_tokens train_tokens training_tokens",
     "max_grad_norm": "clip_grad grad_clip gradient_clipping",
     "learning_rate": "lr",
     "lr_scheduler_type": "scheduler",

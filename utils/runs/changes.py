@@ -206,7 +206,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             continue
         if name in NAMES_CONTENTS:
             note = _why_harmless(name, before, now, resumes=resumes)
-        elif name in ("max_steps", "num_train_epochs"):
+        elif name in ("max_steps", "max_tokens", "num_train_epochs"):
             note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
         elif resumes and not _as_before(name, old, new):
             impossible = IN_THE_CHECKPOINT.get(name, "")
