@@ -47,6 +47,14 @@ class RunArguments:
         False,
         "write a checkpoint also whenever an evaluation gives a new best of metric_for_best_model",
     )
+    early_stopping_patience: int | None = setting(
+        None,
+        "end the run when metric_for_best_model has not improved in so many evaluations in a row; "
+        "null: never",
+    )
+    early_stopping_threshold: float = setting(
+        0.0, "by how much the metric has to improve on its best value to count for early stopping"
+    )
     accept_changes: list[str] = setting(
         [], "changed settings with which this run resumes although they make it another run"
     )
@@ -75,6 +83,10 @@ class DataArguments:
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
         [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
+    )
+    max_eval_sequences: int | None = setting(
+        None,
+        "evaluate each split on at most so many packed sequences, always the same ones; null: all",
     )
     packing: str = setting(
         "best_fit",

@@ -19,7 +19,12 @@ from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_fault
+from utils.config.checks import (
+    BEST_MODEL_JUDGES,
+    FINE_TUNING_CHECKS,
+    PRETRAINING_CHECKS,
+    schedule_fault,
+)
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import settle_precision, without_launch
@@ -75,7 +80,10 @@ def _parse(
     return RunSettings(run, data, model, training, values, dict(values), script)
 
 
-BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
+OF_EVALUATIONS = (
+    "eval_steps eval_on_start max_eval_sequences load_best_model_at_end save_best "
+    "metric_for_best_model greater_is_better early_stopping_patience"
+)
 LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
@@ -95,12 +103,13 @@ _is_given = _is_not(None, [], "")
 # While the value of the first setting is as the second says, those of the third have no effect.
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     # When to evaluate, save and log.
-    ("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
-    ("eval_strategy", _is("no"), f"eval_data eval_steps eval_on_start {BEST_MODEL}"),
+    ("eval_data", _is([]), f"eval_strategy {OF_EVALUATIONS}"),
+    ("eval_strategy", _is("no"), f"eval_data {OF_EVALUATIONS}"),
     ("eval_strategy", _is("epoch"), "eval_steps"),
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("early_stopping_patience", _is(None), "early_stopping_threshold"),
     ("max_steps", _is_not(-1), "max_tokens"),
     ("max_tokens", _is_given, "max_steps"),
     # Where the weights come from; a model_config with init_from changes positions and the like.
@@ -234,7 +243,7 @@ def derive_best_metric(values: SettingValues) -> None:
     """Derive what the best model is judged by, where there is one split, and which way round."""
     with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
-        judges = [name for name in ("save_best", "load_best_model_at_end") if values[name]]
+        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
             why = f"{values.shown(judges[0])}, and the only split"
             values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)

@@ -114,6 +114,8 @@ def load_run_data(
     ]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         logger.info("%s: %s", name, packing_line(dataset, plan))
+        if name in splits and plan.sequences > (most := data.max_eval_sequences or plan.sequences):
+            logger.info(f"{name}: evaluated on {most:,} of its sequences, always the same ones")
     # A token that the model has: it is not trained on, and no document sees it.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
@@ -38,11 +39,14 @@ def run_callbacks(
         inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
-    memory = MemoryMonitor()
+    memory, of_evaluations = MemoryMonitor(), []
+    if patience := settings.run.early_stopping_patience:
+        of_evaluations = [EarlyStopping(patience, settings.run.early_stopping_threshold)]
     return [
         HangWatch(settings.run.hang_timeout_s, launch.hosts),
         *inherited,
         stop,
+        *of_evaluations,
         Throughput(),
         MixtureShares(),
         memory,

@@ -6,6 +6,7 @@ nor whether all bytes of a checkpoint are as they were committed.
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 import uuid
@@ -16,12 +17,15 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
+from transformers.trainer import TRAINER_STATE_NAME
 
+from utils.callbacks.evaluation import UNIMPROVED
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,
+    OWN_STATE,
     PROVENANCE,
     Manifest,
     check_layout,
@@ -238,7 +242,16 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
-    return Run(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
+    done = step >= plan.total_steps or _ended_early(settings, checkpoint)
+    return Run(run_id, str(checkpoint), has_final and done, facts)
+
+
+def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
+    """Whether early stopping, as it is set now, ended the run at this checkpoint."""
+    patience = settings.run.early_stopping_patience
+    text = (checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")
+    saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
+    return patience is not None and saved.get(UNIMPROVED, 0) >= patience
 
 
 def check_progress(

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import logging
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
 
+from utils.callbacks.evaluation import EarlyStopping, FinishedEarlyError
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
@@ -56,6 +58,7 @@ class PackedTrainer(Trainer):
         plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback], **kwargs: Any,
     ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
+        self.max_eval_sequences = settings.data.max_eval_sequences
         self.sampler, self.compiled = plan.sampler, plan.compiled
         attention, loss_head = plan.attention, plan.loss_head
         assert attention is not None, "only a dry run leaves it open"
@@ -69,6 +72,7 @@ class PackedTrainer(Trainer):
         self.generation = finished_generation(model, tokenizer, data.train)
         (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
         (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
+        self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
@@ -121,11 +125,11 @@ class PackedTrainer(Trainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader that visits each sequence of a split once, shared between the ranks."""
+        """Return a loader that visits each sequence of a split once, or those of the sample."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         batches = eval_batches(
             len(sequences), args.per_device_eval_batch_size,
-            rank=args.process_index, world_size=args.world_size,
+            rank=args.process_index, world_size=args.world_size, at_most=self.max_eval_sequences,
         )  # fmt: skip
         workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
         return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
@@ -220,6 +224,8 @@ class PackedTrainer(Trainer):
             return super().train(*args, **kwargs)
         except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
             self.callback_handler.on_train_end(self.args, self.state, self.control)
+        except FinishedEarlyError:
+            return self._finalize_training(None, 0, time.time())
         except BaseException:
             try:
                 self.checkpoints.finish()
@@ -265,7 +271,7 @@ class PackedTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate after finite steps alone, and ask for a checkpoint of a new best.
+        """Evaluate after finite steps alone; ask for a checkpoint of a new best, or the run's end.
 
         Trainer skips the scheduler at the start alone. If a stopped run owes this evaluation, what
         follows from its metrics follows there; the checkpoint of its step was written before it.
@@ -276,10 +282,13 @@ class PackedTrainer(Trainer):
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if skip_scheduler:
             return metrics
+        judge, given = self.early_stopping, (self.args, self.state, self.control, metrics)
+        ended = judge is not None and judge.take_evaluation(*given)
+        last = ended and self.args.save_strategy != SaveStrategy.NO
         # Trainer judges the same metrics again, which are no new best then.
         best = self._determine_best_metric(metrics=metrics, trial=trial)
         self.watch.evaluation_due = False
-        if best and not at_start and self.save_best:
+        if not at_start and (last or (best and self.save_best)):
             self.watch.save_the_best(self.control)
         elif best and at_start:
             self.resume_state.name_the_best()
