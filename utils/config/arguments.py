@@ -55,6 +55,12 @@ class RunArguments:
     early_stopping_threshold: float = setting(
         0.0, "by how much the metric has to improve on its best value to count for early stopping"
     )
+    sample_prompts: list[str] = setting(
+        [],
+        "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "
+        "files with one a line; sft_train.py asks them as chats",
+    )
+    sample_max_new_tokens: int = setting(64, "tokens that each of sample_prompts gets at most")
     accept_changes: list[str] = setting(
         [], "changed settings with which this run resumes although they make it another run"
     )

@@ -81,7 +81,7 @@ def _parse(
 
 
 OF_EVALUATIONS = (
-    "eval_steps eval_on_start max_eval_sequences load_best_model_at_end save_best "
+    "eval_steps eval_on_start max_eval_sequences sample_prompts load_best_model_at_end save_best "
     "metric_for_best_model greater_is_better early_stopping_patience"
 )
 LORA = (
@@ -109,6 +109,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("sample_prompts", _is([]), "sample_max_new_tokens"),
     ("early_stopping_patience", _is(None), "early_stopping_threshold"),
     ("max_steps", _is_not(-1), "max_tokens"),
     ("max_tokens", _is_given, "max_steps"),

@@ -77,6 +77,7 @@ OTHER_NAMES = _by_name({
     "lora_target_modules": "lora_target",
     "per_device_eval_batch_size": "eval_batch_size",
     "max_eval_sequences": "eval_batches eval_iters max_eval_samples max_val_batches",
+    "sample_prompts": "generation_prompts sample_prompt validation_prompts",
     "save_steps": "save_every save_interval",
     "eval_steps": "eval_every eval_interval",
     "logging_steps": "log_interval log_every_n_steps",

@@ -17,7 +17,6 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
-from transformers.trainer import TRAINER_STATE_NAME
 
 from utils.callbacks.evaluation import UNIMPROVED
 from utils.callbacks.stop import remove_stale_requests
@@ -249,7 +248,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
 def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
     """Whether early stopping, as it is set now, ended the run at this checkpoint."""
     patience = settings.run.early_stopping_patience
-    text = (checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")
+    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
     saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
     return patience is not None and saved.get(UNIMPROVED, 0) >= patience
 

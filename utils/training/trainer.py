@@ -1,6 +1,5 @@
 """The trainer of both scripts: packed sequences, token-weighted losses, committed checkpoints."""
 
-import dataclasses
 import gc
 import logging
 import math
@@ -18,7 +17,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.evaluation import EarlyStopping, FinishedEarlyError
+from utils.callbacks.evaluation import EarlyStopping, FinishedEarlyError, Samples
+from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
@@ -27,6 +27,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import eval_batches
+from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
 from utils.model.finished_model import finished_generation, set_generation_settings
@@ -73,6 +74,8 @@ class PackedTrainer(Trainer):
         (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
         (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
         self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)
+        (journal,) = (each for each in callbacks if isinstance(each, Journal))
+        self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
@@ -95,14 +98,7 @@ class PackedTrainer(Trainer):
         self.args.save_total_limit = None  # Checkpoints deletes old ones
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
-        if self.accelerator.ddp_handler is not None:
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
-            # accelerate's would round the loss, and the gradients' sums over ranks, to bf16.
-            plugin.mixed_precision_policy = dataclasses.replace(
-                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
-            )
+        tune_strategy(self.accelerator)
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self)
@@ -215,6 +211,13 @@ class PackedTrainer(Trainer):
         assert output.metrics is not None
         output.metrics.update({f"{metric_key_prefix}_{name}": n for name, n in figures.items()})
         return output
+
+    @override
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate all splits, after samples: their time then counts as the evaluations'."""
+        if eval_dataset is None:
+            self.samples.take(self)
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:

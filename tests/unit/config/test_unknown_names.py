@@ -51,7 +51,7 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert KNOWN["packing"].owner is DataArguments
     tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]
-    assert tokens == ["max_tokens"], "no Hub token is a setting"
+    assert tokens == ["max_tokens", "sample_max_new_tokens"], "no Hub token is a setting"
     assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
     ours = {answer for answer in OTHER_NAMES.values() if answer.isidentifier()}
     assert ours <= KNOWN.keys()
