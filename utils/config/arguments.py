@@ -55,6 +55,11 @@ class RunArguments:
     early_stopping_threshold: float = setting(
         0.0, "by how much the metric has to improve on its best value to count for early stopping"
     )
+    ema_decay: float | None = setting(
+        None,
+        "average the weights exponentially with this decay, such as 0.999: final/ holds the "
+        "average; 4 bytes a parameter; null: off",
+    )
     sample_prompts: list[str] = setting(
         [],
         "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "

@@ -188,6 +188,11 @@ def choose_optimizer_states(
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
     own = name_of(trained)
+    if run.ema_decay is not None and launch.strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"{settings.values.shown('ema_decay')} does not go with {launch.strategy}, which keeps "
+            "weights in its own way: use multi_gpu.yaml or fsdp2.yaml, or leave it out."
+        )
     if run.optim_states in (None, own) and not run.stochastic_rounding:
         return None
     asked = settings.values.shown("optim_states" if run.optim_states else "stochastic_rounding")

@@ -41,6 +41,7 @@ from utils.training.resume_state import (
     load_random_states,
     save_random_states,
 )
+from utils.training.smoothing import AveragedWeights, EmbeddingNoise
 from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class PackedTrainer(Trainer):
         (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
         (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
         self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)
+        self.average = next((c for c in callbacks if isinstance(c, AveragedWeights)), None)
         (journal,) = (each for each in callbacks if isinstance(each, Journal))
         self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
@@ -99,6 +101,9 @@ class PackedTrainer(Trainer):
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
+        # Trainer's own noise goes by the length of packed sequences.
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self)
@@ -137,6 +142,8 @@ class PackedTrainer(Trainer):
         needed = {"loss_positions": self.fused_head, "sequence_tokens": self.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         made = model_inputs(used, self.args.device)
+        if self.noise is not None:
+            self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].numel())
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
         return shape_inputs(made, self.batches)
@@ -340,8 +347,10 @@ class PackedTrainer(Trainer):
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states, of its own device alone."""
+        """Save this rank's random states, of its own device alone; and the averaged weights."""
         save_random_states(Path(output_dir), self.args)
+        if self.average is not None:
+            self.average.save(Path(output_dir))
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -368,6 +377,8 @@ class PackedTrainer(Trainer):
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable
             super()._load_best_model()
+        if self.average is not None:
+            self.average.load(best)
         self.state.best_model_checkpoint = str(best)
 
     @override
