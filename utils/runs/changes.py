@@ -44,7 +44,8 @@ IN_THE_CHECKPOINT = {
         "adam_beta1 adam_beta2 adam_epsilon optim_args",
         "hold the optimizer's state as the old one has it": "optim optim_states",
         "hold other tensors than the run would have": "use_peft use_dora lora_r "
-        "lora_target_modules lora_target_parameters lora_modules_to_save",
+        "lora_target_modules lora_target_parameters lora_modules_to_save "
+        "pad_embeddings_to_multiple_of",
         "hold the best value of the old one, with which nothing else compares": ""
         "metric_for_best_model",
     }.items()

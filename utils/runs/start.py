@@ -43,7 +43,7 @@ from utils.launch.signals import install_stop_signals
 from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
-from utils.model.weights import check_without_loading, weights_dtype
+from utils.model.weights import check_without_loading, published_rows, weights_dtype
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
@@ -215,7 +215,8 @@ def check_start(
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif run.resume_from is not None:
         logger.info("a start would resume from %s", run.resume_from)
-    _check_weights(settings, config, origin_directory(settings, launch.strategy, run.resume_from))
+    origin = origin_directory(settings, launch.strategy, run.resume_from)
+    _check_weights(settings, config, origin, data.new_tokens)
     return 0
 
 
@@ -279,7 +280,9 @@ def check_progress(
         )
 
 
-def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path | None) -> None:
+def _check_weights(
+    settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
+) -> None:
     """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
 
     `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
@@ -305,7 +308,7 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
         path,
         exact=model.init_from is not None,
         revision=model.model_revision,
-        config=copy.deepcopy(config),
+        config=copy.deepcopy(published_rows(settings, config, path, new_tokens)),
         dtype=weights_dtype(model, config),
         local_files_only=True,
     )

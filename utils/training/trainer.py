@@ -71,7 +71,8 @@ class PackedTrainer(Trainer):
             keep_products(model)
         if self.compiled:
             compile_layers(model)  # before FSDP2 shards them
-        self.generation = finished_generation(model, tokenizer, data.train)
+        padded = settings.model.pad_embeddings_to_multiple_of is not None
+        self.generation = finished_generation(model, tokenizer, data.train, padded)
         (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
         (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
         self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)

@@ -43,7 +43,10 @@ def names(argument_class):
 
 def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries():
     assert REFUSED.keys() <= names(SFTConfig) | names(ModelConfig)
-    own = {"compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"}
+    own = {
+        *("compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"),
+        "pad_embeddings_to_multiple_of",
+    }
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
