@@ -73,7 +73,7 @@ OTHER_NAMES = _by_name({
     "model_name_or_path": "base_model model model_name model_path",
     "tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path",
     "pad_embeddings_to_multiple_of": "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of "
-    "resize_token_embeddings_to_32x resize_vocab vocab_size_multiple",
+    "vocab_size_multiple",
     "dtype": "torch_dtype",
     "use_peft": "lora peft use_lora",
     "lora_target_modules": "lora_target",
