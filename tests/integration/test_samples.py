@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 import torch
+from families import tiny_config, tiny_model
 from launching import run_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,6 +52,16 @@ def continued(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
     return made[len(ids) :]
 
 
+def assert_greedy(run, step: int) -> None:
+    """The samples of the last step are what the finished model says."""
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    assert model.config.use_cache
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    for row in samples(run)[step]:
+        expected = continued(model, tokenizer(row["prompt"])["input_ids"], 5)
+        assert row["completion"] == tokenizer.decode(expected)
+
+
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 def test_samples_are_greedy_and_change_nothing(
     attention, pretraining, settings, asking, tmp_path, capsys
@@ -58,23 +69,30 @@ def test_samples_are_greedy_and_change_nothing(
     runs = {name: tmp_path / name for name in ("silent", "asked")}
     others = {"attn_implementation": attention, "activation_checkpointing": "full"}
     pretrain.main(pretraining(runs["silent"], **settings, **others))
+    others |= {"max_steps": None, "max_tokens": "1.4k"}
     assert pretrain.main(pretraining(runs["asked"], **asking, **others)) == 0
+    shown = capsys.readouterr().out
+    assert "max_tokens: 1,400 / 256 a step = 6 steps" in shown
     tiny.assert_same_run(runs["asked"], runs["silent"])
-    assert tiny.evaluations(*(runs["asked"], "heldout")) == tiny.evaluations(
-        *(runs["silent"], "heldout")
-    )
+    evaluated = [tiny.evaluations(run, "heldout") for run in runs.values()]
+    assert evaluated[0] == evaluated[1]
     told = samples(runs["asked"])
     assert sorted(told) == [0, 3, 6]
     assert [row["prompt"] for row in told[6]] == ["t5 t8 t11", "t9 t12", "t1"]
     assert told[0] != told[6], "it has learned something"
-    model = AutoModelForCausalLM.from_pretrained(runs["asked"] / "final")
-    tokenizer = AutoTokenizer.from_pretrained(runs["asked"] / "final")
-    for row in told[6]:
-        expected = continued(model, tokenizer(row["prompt"])["input_ids"], 5)
-        assert row["completion"] == tokenizer.decode(expected)
+    assert_greedy(runs["asked"], step=6)
     completion = json.dumps(told[6][2]["completion"])
-    assert f'sample (step 6): "t1" -> {completion}' in capsys.readouterr().out
-    assert model.config.use_cache
+    assert f'sample (step 6): "t1" -> {completion}' in shown
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_caps_and_sinks_of_attention_count_in_samples(name, pretraining, asking, tmp_path):
+    base = tmp_path / "base"
+    tiny_model(tiny_config(name)).save_pretrained(base)
+    tiny.make_tokenizer(base)
+    given = asking | {"model_config": None, "model_name_or_path": base, "max_steps": 3}
+    assert pretrain.main(pretraining(tmp_path / "run", **given)) == 0
+    assert_greedy(tmp_path / "run", step=3)
 
 
 @pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2", "zero3"])
@@ -89,11 +107,7 @@ def test_every_strategy_says_the_same(strategy, pretraining, asking, settings, t
         assert done.returncode == 0, done.stdout[-6000:]
     assert done.stdout.count('sample (step 3): "t1" -> ') == 1, "by one rank"
     tiny.assert_same_run(runs["asked"], runs["silent"])
-    model = AutoModelForCausalLM.from_pretrained(runs["asked"] / "final")
-    tokenizer = AutoTokenizer.from_pretrained(runs["asked"] / "final")
-    for row in samples(runs["asked"])[3]:
-        expected = continued(model, tokenizer(row["prompt"])["input_ids"], 5)
-        assert row["completion"] == tokenizer.decode(expected)
+    assert_greedy(runs["asked"], step=3)
 
 
 def test_chats_go_through_the_template_and_adapters_answer(fine_tuning, workspace, tmp_path):

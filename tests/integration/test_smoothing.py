@@ -5,7 +5,7 @@ import shutil
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes, run_two_processes
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
@@ -48,7 +48,9 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
     settings = {"ema_decay": DECAY, "per_device_train_batch_size": 1, **EVERY_STEP}
     trained(fine_tuning(alone, **settings))
     said = "step 6, averaged (ema_decay 0.5; checkpoints have the others), in float32"
-    assert said in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "WARNING" not in shown
     expected = averaged(base_model, alone, steps)
     found = load_file(alone / "final" / "model.safetensors")
     last = load_file(alone / "checkpoint-6" / "model.safetensors")
@@ -62,10 +64,17 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
         sharded = load_file(whole / "final" / "model.safetensors")
         for name, value in found.items():
             torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-4)
-        tiny.cut(shutil.copytree(whole, cut), step=3)
-        done = run_two_processes(strategy, "sft_train.py", fine_tuning(cut, **settings))
-        assert done.returncode == 0, done.stdout[-6000:]
-        tiny.assert_same_run(cut, whole)
+        for processes in (2, 4):
+            shutil.rmtree(cut, ignore_errors=True)
+            tiny.cut(shutil.copytree(whole, cut), step=3)
+            argv = fine_tuning(cut, **settings)
+            done = run_processes(strategy, "sft_train.py", argv, processes=processes)
+            assert done.returncode == 0, done.stdout[-6000:]
+            if processes == 2:
+                tiny.assert_same_run(cut, whole)
+        resharded = load_file(cut / "final" / "model.safetensors")
+        for name, value in sharded.items():
+            torch.testing.assert_close(resharded[name], value, rtol=0, atol=1e-4)
     zero = LaunchFacts(0, 2, "zero2", (), "cpu")
     refused = parse_fine_tuning(fine_tuning(tmp_path / "zero", **settings), "")
     with pytest.raises(ConfigurationError, match=r"ema_decay 0\.5 .* use multi_gpu\.yaml or fsdp2"):
