@@ -63,7 +63,7 @@ class RunArguments:
     sample_prompts: list[str] = setting(
         [],
         "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "
-        "files with one a line; sft_train.py asks them as chats",
+        "files with one a line; if sft_train.py trains on chats, they are asked as such",
     )
     sample_max_new_tokens: int = setting(64, "tokens that each of sample_prompts gets at most")
     accept_changes: list[str] = setting(

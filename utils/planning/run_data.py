@@ -131,7 +131,7 @@ def load_run_data(
         weights or None,
         sha256,
         new_token_ids(settings, tokenizer),
-        _prompts(settings, tokenizer, config, fine_tuning),
+        _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
 
 
@@ -139,9 +139,12 @@ def _prompts(
     settings: RunSettings,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
-    fine_tuning: bool,
+    examples: Sequence[TokenDataset],
 ) -> "Sequence[Prompt]":
-    """Load `sample_prompts`, which have to fit with what the model adds to them; raises."""
+    """Load `sample_prompts`, which have to fit with what the model adds to them; raises.
+
+    Where one of `examples` has chats, or nothing is known of it, they are chats.
+    """
     run = settings.run
     if not run.sample_prompts:
         return ()
@@ -149,7 +152,9 @@ def _prompts(
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
     most_tokens = positions - run.sample_max_new_tokens
-    return load_prompts(run.sample_prompts, tokenizer, chats=fine_tuning, most_tokens=most_tokens)
+    known = [each.description for each in examples]
+    chats = any(each.chat_template_sha256 or not each.tokenizer for each in known)
+    return load_prompts(run.sample_prompts, tokenizer, chats=chats, most_tokens=most_tokens)
 
 
 def _tokenizer_problems(

@@ -75,7 +75,9 @@ def _prompt(
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     asked = record.get("messages", record.get("prompt"))
     if isinstance(asked, str) and template is None:
-        return Prompt(asked, tokenizer(asked)["input_ids"])
+        ids = tokenizer(asked)["input_ids"]
+        # An end that the tokenizer adds is taken off, for the text continues.
+        return Prompt(asked, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids)
     if template is None or not asked:
         what = "`prompt` or `messages`" if template else "`prompt`; there are no chats here"
         raise ValueError(f"give a text, or an object with {what}")
