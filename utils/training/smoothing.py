@@ -89,7 +89,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 class EmbeddingNoise:
-    """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
+    """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914), as its authors' code.
 
     Uniform between +-alpha / sqrt(length * width), length being that of the token's document.
     transformers' hook takes that of the packed sequence: for 14 documents in each, a quarter.
