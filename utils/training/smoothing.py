@@ -89,9 +89,10 @@ def _local(value: Tensor) -> Tensor:
 
 
 class EmbeddingNoise:
-    """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914), as its authors' code.
+    """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
 
-    Uniform between +-alpha / sqrt(length * width), length being that of the token's document.
+    Uniform between +-alpha / sqrt(length * width), length being that of the token's document, as
+    its authors' code has it.
     transformers' hook takes that of the packed sequence: for 14 documents in each, a quarter.
     """
 
