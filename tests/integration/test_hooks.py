@@ -24,6 +24,7 @@ SIGNATURES = {
     "compute_loss": "model inputs return_outputs num_items_in_batch",
     "prediction_step": "model inputs prediction_loss_only ignore_keys",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
     "log": "logs start_time",
     "save_model": "output_dir _internal_call",
     "_issue_warnings_after_load": "load_result",

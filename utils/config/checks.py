@@ -9,10 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from utils.config.arguments import eval_splits, train_sources
+from utils.config.arguments import eval_splits, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
 from utils.config.unknown_names import unknown_name
+
+# They need a metric_for_best_model.
+BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
@@ -24,6 +27,11 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
+    if values["max_tokens"] is not None:
+        try:
+            token_count(values["max_tokens"])
+        except ValueError as error:
+            yield str(error)
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:
@@ -70,7 +78,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
     metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
     metric, known = values["metric_for_best_model"], f"one of {', '.join(metrics)}"
     if metric is None:
-        judges = [name for name in ("load_best_model_at_end", "save_best") if values[name]]
+        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
             judges.append("lr_scheduler_type")
         for judge in judges:
@@ -84,15 +92,18 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
 # Numbers by the range they have to lie in; NaN lies in none.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: 0 <= value < math.inf,
-     "dataloader_num_workers eval_delay hang_timeout_s max_grad_norm save_minutes warmup_steps "
-     "weight_decay"),
+     "dataloader_num_workers early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
+     "save_minutes warmup_steps weight_decay"),
     ("above 0", lambda value: 0 < value < math.inf,
-     "adam_epsilon eval_steps learning_rate logging_steps num_train_epochs save_steps"),
+     "adam_epsilon eval_steps learning_rate logging_steps neftune_noise_alpha num_train_epochs "
+     "save_steps"),
+    ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
     ("at least 1", lambda value: value >= 1,
-     "dataloader_prefetch_factor ddp_timeout global_batch_size lora_alpha lora_r "
-     "per_device_eval_batch_size per_device_train_batch_size"),
+     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
+     "per_device_train_batch_size sample_max_new_tokens"),
     # The newest of two checkpoints may be damaged; a single token has no next one.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),

@@ -71,6 +71,8 @@ def configure_logging() -> None:
     logging.captureWarnings(True)
     # PEFT's, at every start with adapters, of what it asks transformers itself.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    # torch's, at each save of averaged weights by one process.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
     # Without the source line, which says little and makes two lines of one event.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"

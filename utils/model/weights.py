@@ -179,6 +179,22 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     return {name: value for name, value in read_config_file(path).items() if name not in notes}
 
 
+def published_rows(
+    settings: RunSettings, config: PreTrainedConfig, weights: str, new_tokens: Sequence[int]
+) -> PreTrainedConfig:
+    """Return the configuration as `weights` fit it: a copy, if rows are added once they are loaded.
+
+    With as many tokens as the weights have.
+    """
+    model = settings.model
+    if not new_tokens and model.pad_embeddings_to_multiple_of is None:
+        return config
+    published = copy.deepcopy(config)
+    own = AutoConfig.from_pretrained(weights, revision=model.model_revision)
+    published.get_text_config().vocab_size = own.get_text_config().vocab_size
+    return published
+
+
 def load_model(
     settings: RunSettings,
     config: PreTrainedConfig,
@@ -203,11 +219,7 @@ def load_model(
         made.set_attn_implementation(attention.name)
         made = made.to(dtype)
     else:
-        published = config
-        if new_tokens:  # with as many tokens as the weights have
-            published = copy.deepcopy(config)
-            own = AutoConfig.from_pretrained(weights, revision=model.model_revision)
-            published.get_text_config().vocab_size = own.get_text_config().vocab_size
+        published = published_rows(settings, config, weights, new_tokens)
         made = load_strictly(
             weights,
             exact=model.init_from is not None,
@@ -216,8 +228,9 @@ def load_model(
             dtype=dtype,
             attn_implementation=attention.name,
         )
-        if new_tokens:
+        if published is not config:
             add_rows(made, list(new_tokens), config.get_text_config().vocab_size)
+        if new_tokens:
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)

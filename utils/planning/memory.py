@@ -279,15 +279,17 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype
 
 
 def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, trained: torch.dtype) -> float:
-    """Return what the optimizer keeps for each weight; AdamW's two moments where not known."""
+    """Return what is kept for each weight: EMA, and moments, AdamW's two where not known."""
+    averages = 0 if settings.run.ema_decay is None else 4
     if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
         return 12  # float32 masters and two states ("ZeRO", arXiv 1910.02054, section 3.1)
     name = str(getattr(settings.training.optim, "value", settings.training.optim))
     if name in ("sgd", "adafactor", "lomo", "adalomo"):
-        return 0
+        return averages
     adamw = optimizer_bytes_per_parameter(settings.run.optim_states, trained)
     kept = 2 if "8bit" in name else adamw
-    return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
+    one = "lion" in name or name in ("adagrad", "rmsprop")
+    return averages + (kept / 2 if one else kept)
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
@@ -23,6 +24,7 @@ from utils.runs.provenance import mark_wandb_stopped
 from utils.runs.start import Run
 from utils.support.run_lock import leave_run_lock
 from utils.training.optimizer import InheritedOptimizer
+from utils.training.smoothing import AveragedWeights
 from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,16 @@ def run_callbacks(
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
     memory = MemoryMonitor()
+    asked_for: list[TrainerCallback] = []
+    if patience := settings.run.early_stopping_patience:
+        asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
+    if decay := settings.run.ema_decay:
+        asked_for.append(AveragedWeights(decay, run.resume_from))
     return [
         HangWatch(settings.run.hang_timeout_s, launch.hosts),
         *inherited,
         stop,
+        *asked_for,
         Throughput(),
         MixtureShares(),
         memory,
@@ -62,6 +70,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         if not trainer.watch.stopped:
             _evaluate_last_step(trainer)
             trainer.checkpoints.check_ownership()
+            if trainer.average is not None:
+                trainer.average.put_in_place()
             export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
@@ -82,6 +92,9 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         metric = trainer.args.metric_for_best_model
         logger.info("best checkpoint: %s (%s = %.4f)", best, metric, state.best_metric)
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
+    if trainer.average is not None:
+        decay = f"ema_decay {trainer.average.decay:g}"
+        kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
     logger.info(
         "finished at step %d; %s holds the weights of %s in %s",
         step, output_dir / FINAL, kept, name_of(save_dtype),

@@ -6,6 +6,7 @@ nor whether all bytes of a checkpoint are as they were committed.
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 import uuid
@@ -17,11 +18,13 @@ from typing import Any
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
 
+from utils.callbacks.evaluation import UNIMPROVED
 from utils.callbacks.stop import remove_stale_requests
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,
+    OWN_STATE,
     PROVENANCE,
     Manifest,
     check_layout,
@@ -40,7 +43,7 @@ from utils.launch.signals import install_stop_signals
 from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
-from utils.model.weights import check_without_loading, weights_dtype
+from utils.model.weights import check_without_loading, published_rows, weights_dtype
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
@@ -212,7 +215,8 @@ def check_start(
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif run.resume_from is not None:
         logger.info("a start would resume from %s", run.resume_from)
-    _check_weights(settings, config, origin_directory(settings, launch.strategy, run.resume_from))
+    origin = origin_directory(settings, launch.strategy, run.resume_from)
+    _check_weights(settings, config, origin, data.new_tokens)
     return 0
 
 
@@ -238,7 +242,16 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
-    return Run(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
+    done = step >= plan.total_steps or _ended_early(settings, checkpoint)
+    return Run(run_id, str(checkpoint), has_final and done, facts)
+
+
+def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
+    """Whether early stopping, as it is set now, ended the run at this checkpoint."""
+    patience = settings.run.early_stopping_patience
+    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
+    return patience is not None and saved.get(UNIMPROVED, 0) >= patience
 
 
 def check_progress(
@@ -267,7 +280,9 @@ def check_progress(
         )
 
 
-def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path | None) -> None:
+def _check_weights(
+    settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
+) -> None:
     """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
 
     `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
@@ -293,7 +308,7 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
         path,
         exact=model.init_from is not None,
         revision=model.model_revision,
-        config=copy.deepcopy(config),
+        config=copy.deepcopy(published_rows(settings, config, path, new_tokens)),
         dtype=weights_dtype(model, config),
         local_files_only=True,
     )

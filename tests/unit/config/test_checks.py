@@ -42,6 +42,8 @@ CONTRADICTIONS = [
     ({"adam_beta2": "1"}, "adam_beta2 1 .*: it must be at least 0 and below 1"),
     ({"seed": "-1"}, "seed -1 .*: it must be at least 0 and below 2"),
     ({"save_total_limit": "1"}, "save_total_limit 1 .*: it must be at least 2"),
+    ({"max_tokens": "many"}, "max_tokens many: expected a number of tokens above 0, such as 500M"),
+    ({"max_tokens": "0"}, "max_tokens 0: expected a number of tokens above 0"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
     ({"lr_scheduler_kwargs": '{"min_lr": 1}'}, "linear does not take .*keyword argument 'min_lr'"),
     ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: expected one of linear, cosine, .* cosin"),
