@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_fsdp_enabled
 from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
@@ -19,6 +20,7 @@ from utils.model.adapters import linear_and_experts, without_weights
 # Of bitsandbytes: a float32 scale for each block of weights; nested ones are in 8 bits, with a
 # float32 one for each group of them.
 BLOCK, GROUP = 64, 256
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,10 +67,10 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
             f"the weights of {model.model_name_or_path} are quantized already ({method}): name the "
             "model that they were made of, in bfloat16, and set load_in_4bit: true"
         )
-    if model.load_in_4bit and strategy not in ("single", "ddp"):
+    if model.load_in_4bit and strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"{shown} does not go with {strategy}: each GPU keeps all weights, in 4 bits. Use "
-            "accelerate_configs/multi_gpu.yaml, or load_in_4bit: false to shard them in bfloat16."
+            f"{shown} does not go with {strategy}: use accelerate_configs/multi_gpu.yaml, where each "
+            "GPU has all weights, or fsdp2.yaml, which shards them"
         )
 
 
@@ -83,14 +85,16 @@ def quantized_loading(
     found = quantized_layers(model, config)
     if found is None:
         return {}
-    linear = (nn.Linear, Conv1D)
+    linear, computed = (nn.Linear, Conv1D), COMPUTED.get(training.mixed_precision, dtype)
     modules = without_weights(config).named_modules()
     names = {name for name, module in modules if isinstance(module, linear)}
     asked = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
-        bnb_4bit_compute_dtype=COMPUTED.get(training.mixed_precision, dtype),
+        bnb_4bit_compute_dtype=computed,
+        # FSDP2 shards floating types alone.
+        bnb_4bit_quant_storage=computed if is_fsdp_enabled() else torch.uint8,
         llm_int8_skip_modules=sorted(names - {*found.layers}),
     )
     return {"quantization_config": asked, "device_map": {"": training.device}}
@@ -105,19 +109,17 @@ def compute_alike(model: nn.Module) -> None:
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers in 4 bits by name: bitsandbytes' own, not PEFT's around them."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module._parameters.get("weight")).__name__ == "Params4bit"
-    }
+    modules = model.named_modules()
+    return {name: module for name, module in modules if "quant_state" in vars(module)}
 
 
-def dequantized(layer: Any) -> Tensor:
+def dequantized(layer: Any, packed: Tensor) -> Tensor:
     """Return a layer's weight as it computes with it, on the CPU, shaped as in the published file.
 
-    Its type is the one that it was loaded in.
+    `packed` is what it holds, of all ranks. The type is the one that it was loaded in.
     """
     from bitsandbytes.functional import dequantize_4bit
 
-    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state).cpu()
+    state = layer.quant_state
+    weight = dequantize_4bit(packed.to(state.absmax.device), state).cpu()
     return weight.T.contiguous() if layer.source_cls is Conv1D else weight

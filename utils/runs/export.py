@@ -73,23 +73,22 @@ def merged_model(
     clean.generation_config = live.generation_config
     clean._weight_conversions = getattr(live, "_weight_conversions", None)
     cast = _caster(clean, dtype)
+    merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
     packed = packed_layers(live)
-    merged = {
-        name: value
-        for full, value in state.items()
-        if (name := full.removeprefix(PREFIX)).rpartition(".weight")[0] not in packed
-    }
+    for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
+        del merged[name]  # the scales
     for key, module in list(_outermost(wrapped.base_model.model)):
         names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
         own = {name: merged.pop(f"{key}.{name}") for name in names}
         if layer := packed.pop(f"{key}.base_layer", None):
-            own["base_layer.weight"] = dequantized(layer)
+            own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
             continue  # it is tied to the module that it shares its adapter with
         for name, value in _merged(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
     for key, layer in packed.items():
-        merged[f"{key}.weight"] = cast(f"{key}.weight", dequantized(layer))
+        name = f"{key}.weight"
+        merged[name] = cast(name, dequantized(layer, merged[name]))
     _untie(clean, merged)
     return clean, merged
 
