@@ -16,18 +16,13 @@ from utils.config.unknown_names import unknown_name
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without directory or weights that train, and accepted changes of no setting."""
+    """Refuse a run without a directory or weights, and accepted changes of no setting."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
         yield (
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
-        )
-    if values["load_in_4bit"] and not values["use_peft"]:
-        yield (
-            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
-            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
         )
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
@@ -46,6 +41,22 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["fp16"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU")):
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
+
+
+def check_quantization(values: SettingValues) -> Iterator[str]:
+    """Refuse 4 bits without adapters, and without the package that makes them."""
+    if not values["load_in_4bit"]:
+        return
+    if not values["use_peft"]:
+        yield (
+            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
+            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
+        )
+    if not is_installed("bitsandbytes"):
+        yield (
+            f"{values.shown('load_in_4bit')} needs bitsandbytes, which is not installed: "
+            "pip install bitsandbytes"
+        )
 
 
 def check_train_data(values: SettingValues) -> Iterator[str]:
@@ -150,7 +161,7 @@ REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what needs a package that is not installed; the libraries would, but late."""
+    """Refuse trackers and optimizers whose package is not installed; Trainer would, but late."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []
@@ -162,11 +173,6 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
                 f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
                 "(metrics.jsonl in the run's directory has every figure)"
             )
-    if values["load_in_4bit"] and not is_installed("bitsandbytes"):
-        yield (
-            f"{values.shown('load_in_4bit')} needs bitsandbytes, which is not installed: "
-            "pip install bitsandbytes"
-        )
     optimizer = values["optim"]
     module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
     if module and not is_installed(module):
@@ -192,6 +198,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_precision,
+    check_quantization,
     check_train_data,
     check_evaluation,
     check_ranges,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers.integrations import is_fsdp_enabled
 from transformers.pytorch_utils import Conv1D
 
@@ -45,7 +45,7 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
     """
     if not model.load_in_4bit:
         return None
-    built = without_weights(config)
+    built: Any = without_weights(config)
     # PEFT adapts some layers as parameters, which packed ones cannot be.
     as_parameters = set(model.lora_target_parameters or ())
     sizes = {
@@ -69,8 +69,8 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
         )
     if model.load_in_4bit and strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"{shown} does not go with {strategy}: use accelerate_configs/multi_gpu.yaml, where each "
-            "GPU has all weights, or fsdp2.yaml, which shards them"
+            f"{shown} does not go with {strategy}: use accelerate_configs/multi_gpu.yaml, where "
+            "each GPU has all weights, or fsdp2.yaml, which shards them"
         )
 
 
@@ -102,9 +102,8 @@ def quantized_loading(
 
 def compute_alike(model: nn.Module) -> None:
     """Let evaluation on a CPU compute as training does: bitsandbytes would pack weights anew."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    for layer in packed_layers(model).values():
+        layer.support_avx512bf16_for_cpu = False
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:

@@ -40,8 +40,9 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         # configuration is exported as it was.
         config.update(router)
         if settings.model.load_in_4bit:
-            for weight in self.model.parameters():
-                if weight.requires_grad:  # SFTTrainer rounds them to bfloat16, as QLoRA's authors
+            made: Any = self.model
+            for weight in made.parameters():
+                if weight.requires_grad:  # SFTTrainer has made them bfloat16, as QLoRA's authors
                     weight.data = weight.data.float()
 
     @override
