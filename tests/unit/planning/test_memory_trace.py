@@ -74,7 +74,8 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
     given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
     plan_adapters(given, config)
     head, quantized = LossHeadChoice("fused", ""), quantized_layers(given.model, config)
-    job = work(weights=torch.bfloat16, loss_head=head, quantized=quantized)
+    sizes = {"rows": 1, "sequence_length": 16}
+    job = work(weights=torch.bfloat16, loss_head=head, quantized=quantized, **sizes)
     counts = count_parameters(given.model, config)
     found = estimate_memory(given, config, LAUNCH, job, choice, counts)
     attention = AttentionChoice("sdpa", "plain", "")
