@@ -51,6 +51,22 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
 
 
+def check_quantization(values: SettingValues) -> Iterator[str]:
+    """Refuse 4 bits without adapters, and without the package that makes them."""
+    if not values["load_in_4bit"]:
+        return
+    if not values["use_peft"]:
+        yield (
+            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
+            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
+        )
+    if not is_installed("bitsandbytes"):
+        yield (
+            f"{values.shown('load_in_4bit')} needs bitsandbytes, which is not installed: "
+            "pip install bitsandbytes"
+        )
+
+
 def check_train_data(values: SettingValues) -> Iterator[str]:
     """Refuse entries that are not DIR or DIR=weight, and some weights without the others."""
     try:
@@ -193,6 +209,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_precision,
+    check_quantization,
     check_train_data,
     check_evaluation,
     check_ranges,

@@ -119,6 +119,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is_given, "model_name_or_path model_revision"),
     ("use_peft", _is(False), LORA),
+    ("load_in_4bit", _is(False), "bnb_4bit_quant_type use_bnb_nested_quant"),
     ("use_peft", _is(True), "stochastic_rounding init_optimizer pad_embeddings_to_multiple_of"),
     # In which types it is computed.
     ("bf16", _is(True), "fp16 stochastic_rounding"),

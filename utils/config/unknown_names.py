@@ -47,8 +47,10 @@ REFUSED = _by_name({
     "special tokens come from the tokenizer: --tokenizer_name_or_path": "eos_token pad_token",
     "set --sequence_length, and --on_overlong for longer documents": "max_length truncation_mode",
     "models are set by --model_name_or_path, --dtype and their like": "model_init_kwargs",
-    "quantized weights are not supported: use --dtype bfloat16 with --use_peft": ""
-    "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit use_bnb_nested_quant",
+    "8 bits are not supported: load_in_4bit: true takes half as much, dtype: bfloat16 twice": ""
+    "load_in_8bit",
+    "it shards weights in 4 bits, which is not supported: multi_gpu.yaml keeps them on each GPU": ""
+    "bnb_4bit_quant_storage",
     "LoRA here is for causal language models": "lora_task_type",
 })  # fmt: skip
 
@@ -76,6 +78,8 @@ OTHER_NAMES = _by_name({
     "vocab_size_multiple",
     "dtype": "torch_dtype",
     "use_peft": "lora peft use_lora",
+    "load_in_4bit": "load_4bit qlora quantization_bit",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant double_quantization",
     "lora_target_modules": "lora_target",
     "per_device_eval_batch_size": "eval_batch_size",
     "max_eval_sequences": "eval_batches eval_iters max_eval_samples max_val_batches",

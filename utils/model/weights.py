@@ -30,6 +30,7 @@ from utils.model.architecture import causal_lm_class, first_line
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings
+from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.support.collectives import on_every_rank, on_rank_0
 
@@ -227,6 +228,7 @@ def load_model(
             config=published,
             dtype=dtype,
             attn_implementation=attention.name,
+            **quantized_loading(settings, config, dtype),
         )
         if published is not config:
             add_rows(made, list(new_tokens), config.get_text_config().vocab_size)
@@ -234,6 +236,7 @@ def load_model(
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)
+            compute_alike(made)
     made.generation_config = generation_settings(settings, config)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))

@@ -36,6 +36,7 @@ from utils.model.attention import (
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
+from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
@@ -108,6 +109,7 @@ def plan_run(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
+    check_quantization(settings, config, launch.strategy)
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     elsewhere = on_a_login_node(settings, launch)

@@ -33,7 +33,8 @@ IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
     "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
-    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay",
+    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant",
 })  # fmt: skip
 # Why checkpoints cannot continue with another value of these, accepted or not. torch puts the
 # param_groups of the saved optimizer back: a new learning rate would have no effect.

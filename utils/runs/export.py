@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, Trainer
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.finished_model import name_of, set_generation_settings
+from utils.model.quantization import dequantized, packed_layers
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +61,34 @@ def merged_model(
     """Return a model without adapters and without memory, and its tensors with them merged.
 
     `state` are all tensors by PEFT's names. Those that adapters change are merged in float32 on the
-    CPU, a module at a time; tied ones that were trained apart are tied no longer.
+    CPU, a module at a time; tied ones that were trained apart are tied no longer. Weights in 4 bits
+    are merged as the adapters saw them, dequantized.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         clean: Any = type(live)(config)
-        wrapped: Any = type(model)(type(live)(live.config), copy.copy(model.peft_config["default"]))
+        wrapped: Any = type(model)(type(live)(config), copy.copy(model.peft_config["default"]))
     clean.generation_config = live.generation_config
     clean._weight_conversions = getattr(live, "_weight_conversions", None)
     cast = _caster(clean, dtype)
     merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
+    packed = packed_layers(live)
+    for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
+        del merged[name]  # the scales
     for key, module in list(_outermost(wrapped.base_model.model)):
         names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
         own = {name: merged.pop(f"{key}.{name}") for name in names}
+        if layer := packed.pop(f"{key}.base_layer", None):
+            own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
             continue  # it is tied to the module that it shares its adapter with
         for name, value in _merged(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
+    for key, layer in packed.items():
+        name = f"{key}.weight"
+        merged[name] = cast(name, dequantized(layer, merged[name]))
     _untie(clean, merged)
     return clean, merged
 

@@ -23,6 +23,8 @@ CONTRADICTIONS = [
      "init_optimizer true .* has no effect: use_peft true"),
     ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "needs a GPU, this run"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
+    ({"load_in_4bit": "true"}, r"load_in_4bit true \(--load_in_4bit\): .* set use_peft: true"),
+    ({**LORA, "use_bnb_nested_quant": "true"}, "use_bnb_nested_quant true .* effect: load_in_4bit"),
     ({"bf16": "true", "use_cpu": None},
      "You need to assign use_cpu if you want to train the model on CPU"),
     ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* has no effect: optim sgd"),
@@ -69,6 +71,12 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
     assert len(problems) == len(messages), problems
     for message, problem in zip(messages, problems, strict=True):
         assert re.search(message, problem), problem
+
+
+def test_4_bits_need_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(contradictions, "is_installed", lambda name: name != "bitsandbytes")
+    (problem,) = problems_of(parse_fine_tuning, **LORA, load_in_4bit="true")
+    assert problem.endswith("needs bitsandbytes, which is not installed: pip install bitsandbytes")
 
 
 def test_weights_under_adapters_may_be_in_float16():
