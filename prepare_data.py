@@ -3,8 +3,9 @@
     python prepare_data.py --config recipes/data/demo_pretrain.yaml
 
 Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, tokenizes them,
-and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--shard I/N` does a share of the work
-in each job of an array, the last of which assembles them; elsewhere `--merge N` does.
+and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
+fetches what jobs without a network need. `--shard I/N` does a share of the work in each job of an
+array, the last of which assembles them; elsewhere `--merge N` does.
 """
 
 import logging
@@ -26,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_hub()
 
     # Imported here so that --help answers at once.
-    from utils.data.prepare.hub import fetch
-    from utils.data.prepare.offline import fill_offline_dir
+    from utils.data.prepare.fetch import fetch, fill_offline_dir
     from utils.data.prepare.pipeline import Preparation
 
     if arguments.offline_dir is not None:

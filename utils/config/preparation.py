@@ -39,8 +39,8 @@ class PreparationArguments:
     )
     models: list[str] = setting(
         [],
-        "models of the Hub, OWNER/NAME, whose weights (safetensors) and tokenizer to fetch as well, "
-        "so that jobs without a network find them",
+        "models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) whose weights and tokenizer to "
+        "fetch as well, so that jobs without a network find them; of weights, safetensors alone",
     )
     offline_dir: str | None = setting(
         None,
@@ -235,12 +235,7 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
             f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
             "document is written; 0.5 takes half of them"
         )
-    for key in ("max_tokens", "max_files"):
-        if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{key} is {number!r}: give a whole number above 0")
-    for key in ("split", "subset", "revision"):
-        if not isinstance(given.get(key), str | None):
-            raise ValueError(f"{key} is {given[key]!r}: give a name (a number in quotes)")
+    _check_words_and_numbers(given)
     filters = dict(given.get("filter") or {})
     for column, wanted in filters.items():
         if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
@@ -255,6 +250,15 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
         weight=weight,
         **{key: given.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
     )
+
+
+def _check_words_and_numbers(given: Mapping[str, Any]) -> None:
+    for key in ("max_tokens", "max_files"):
+        if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{key} is {number!r}: give a whole number above 0")
+    for key in ("split", "subset", "revision"):
+        if not isinstance(given.get(key), str | None):
+            raise ValueError(f"{key} is {given[key]!r}: give a name, a number in quotes")
 
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:

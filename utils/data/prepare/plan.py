@@ -153,12 +153,9 @@ def _find_sources(
         split, is_named = source.from_split or source.split, source.from_split is not None
         paths, of_hub, faults = cached_files(cache, source)
         files, more = list_sources(paths, source.format, split, is_named=is_named)
-        files = [
-            replace(file, url=of_hub[file.path].url, mtime_ns=of_hub[file.path].mtime_ns)
-            if file.path in of_hub
-            else file
-            for file in files
-        ]
+        for number, file in enumerate(files):
+            url, mtime_ns = of_hub.get(file.path, (None, file.mtime_ns))
+            files[number] = replace(file, url=url, mtime_ns=mtime_ns)
         problems.extend(f"{source.split}: {fault}" for fault in faults + more)
         found.append((source, files))
         for file in files:

@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json([*listed, *(_entry(path, data) for path, data in inside.items())])
 
     def _file(self, parts: list[str]) -> None:
-        """HEAD tells size and digest, and where the content is, as for files in the Hub's storage."""
+        """Tell size and digest, and where the content is, as of files in the Hub's storage."""
         is_content = parts[0] == "d"
         parts = parts[1:] if is_content else parts
         kind = "datasets" if parts[0] == "datasets" else "models"
