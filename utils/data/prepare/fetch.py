@@ -259,8 +259,7 @@ def fill_offline_dir(arguments: PreparationArguments) -> None:
 def main() -> int:
     """Load what the settings (JSON on standard input) name, without a network."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("connect", "connect_ex"):
-        setattr(socket.socket, name, _refuse_connection)
+    _block_network()
     arguments = PreparationArguments(**json.load(sys.stdin))
     given_tokenizer(arguments, plan_preparation(arguments))
     problems = []
@@ -274,8 +273,12 @@ def main() -> int:
     return 0
 
 
-def _refuse_connection(*_: Any) -> NoReturn:
-    raise OSError("a connection was tried, and jobs have no network")
+def _block_network() -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError("a connection was tried, and jobs have no network")
+
+    for name in ("connect", "connect_ex"):
+        setattr(socket.socket, name, refuse)
 
 
 def _check_model(cache: HubCache, given: str) -> None:

@@ -212,6 +212,8 @@ def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, t
         f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
         f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
     )
+    if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
+        logger.warning(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
     url = f"hf://datasets/{dataset.name}@{commit}/"
     return {str(snapshot / name): (url + name, listing.mtime_ns) for name in names}
 
@@ -295,8 +297,6 @@ def _read_parquet_branch(
     chosen = dataset.subset or (next(iter(found)) if len(found) == 1 else "")
     if chosen not in found:
         raise ValueError(_choice(dataset, list(found)))
-    if any("/partial-" in file for split in found[chosen].values() for file in split):
-        logger.warning(f"{dataset.name}: the Hub has converted only the first 5 GB to Parquet")
     return chosen, list(found), found[chosen]
 
 

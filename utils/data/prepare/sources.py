@@ -90,7 +90,7 @@ def list_sources(
     problems: list[str] = []
     skipped: Counter[str] = Counter()
     for given in paths:
-        before = len(files) + len(problems)
+        before = len(files) + len(problems) + skipped["given twice"]
         try:
             found = _without_readmes(given, list(_expand(given)), skipped)
             found = _of_split(given, found, split, is_named)
@@ -109,14 +109,14 @@ def list_sources(
                 skipped["given twice"] += 1
             else:
                 files[os.path.realpath(path)] = file
-        if len(files) + len(problems) == before:
+        if len(files) + len(problems) + skipped["given twice"] == before:
             problems.append(
                 f"{given}: empty source, no file in it can be read (skipped: "
                 f"{', '.join(sorted(skipped)) or 'nothing'}); give --format text to read any "
                 "suffix as text"
             )
-    if skipped:
-        counts = ", ".join(f"{number} x {what}" for what, number in sorted(skipped.items()))
+    if skipped.total():
+        counts = ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items()))
         logger.warning("%s: files skipped: %s", ", ".join(paths), counts)
     return list(files.values()), problems
 

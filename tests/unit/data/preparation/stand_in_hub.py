@@ -1,14 +1,24 @@
 """A stand-in for the Hugging Face Hub on loopback, which answers what its real clients ask for."""
 
 import hashlib
+import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import preparation_samples as samples
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).parents[4]
 CHANGED = "2026-11-03T08:00:00.000Z"  # when each file was committed
 TOKEN = "hf_thisTokenOpensTheGate0000"
 
@@ -37,15 +47,15 @@ class StandInHub:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[str] = []
 
-    def add(self, name: str, files: dict[str, bytes], **options) -> str:
-        """Publish files on the branch main; return the commit."""
-        return self.repositories.setdefault(name, Repository(**options)).commit(files)
+    def add(self, name: str, files: dict[str, bytes], ref: str = "main", **options) -> str:
+        """Publish files on a branch; return the commit."""
+        return self.repositories.setdefault(name, Repository(**options)).commit(files, ref)
 
     def downloads(self) -> list[str]:
         """Return the files whose content was asked for since the last call, and forget requests."""
-        found = [line.split("/resolve/")[1] for line in self.asked if line.startswith("GET /d/")]
+        lines = [line.split("/resolve/")[1] for line in self.asked if line.startswith("GET /d/")]
         self.asked.clear()
-        return sorted(found)
+        return sorted(line.partition("/")[2] for line in lines)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -163,3 +173,128 @@ def stand_in_hub() -> Iterator[StandInHub]:
     yield handler.hub
     server.shutdown()
     server.server_close()
+
+
+# --- what is published there: subsets and their files as of November 2026
+
+QUESTIONS = [f"What is two and {n}? Think about it for as long as you like." for n in range(30)]
+CHATS = [samples.chat(question, "4") | {"source": "tests"} for question in QUESTIONS]
+PROBLEMS = [{"question": f"And what is {n} plus one?", "answer": f"#### {n}"} for n in range(30)]
+PAGES = [{"text": f"Page {n} of the web.", "url": "u", "score": 3.5} for n in range(30)]
+SAID = [
+    {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "4"}]}
+    for question in QUESTIONS
+]
+Subsets = dict[str, dict[str, str]]  # by name, the pattern of each split's files
+CARDS: dict[str, Subsets] = {
+    "HuggingFaceTB/smoltalk": {
+        name: {"train": f"data/{name}/train-*", "test": f"data/{name}/test-*"}
+        for name in ("all", "smol-magpie-ultra")
+    },
+    "HuggingFaceH4/ultrachat_200k": {
+        "default": {
+            name: f"data/{name}-*" for name in ("train_sft", "test_sft", "train_gen", "test_gen")
+        }
+    },
+    "allenai/tulu-3-sft-mixture": {"default": {"train": "data/train-*"}},
+    "openai/gsm8k": {
+        name: {"train": f"{name}/train-*", "test": f"{name}/test-*"}
+        for name in ("main", "socratic")
+    },
+    "HuggingFaceFW/fineweb-edu": {
+        "default": {"train": "data/*/*"},
+        "sample-10BT": {"train": "sample/10BT/*"},
+        "sample-100BT": {"train": "sample/100BT/*"},
+        "CC-MAIN-2024-51": {"train": "data/CC-MAIN-2024-51/*"},
+    },
+}
+ROWS = {"openai/gsm8k": PROBLEMS, "HuggingFaceFW/fineweb-edu": PAGES}
+
+
+def parquet(rows: list[dict]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def card(subsets: Subsets) -> bytes:
+    """Return a README.md with the subsets in its head, as the Hub's web pages write it."""
+    lines = ["---", "license: apache-2.0", "configs:"]
+    for name, splits in subsets.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split, pattern in splits.items():
+            lines += [f"  - split: {split}", f"    path: {pattern}"]
+    return "\n".join([*lines, "---", "# A dataset"]).encode()
+
+
+def publish(hub: StandInHub, name: str, subsets: Subsets, rows: list[dict]) -> str:
+    """Publish a dataset of two files a split, which differ; return the commit."""
+    files = {"README.md": card(subsets), ".gitattributes": b""}
+    for pattern in [pattern for splits in subsets.values() for pattern in splits.values()]:
+        for number in range(2):
+            ending = f"0000{number}-of-00002.parquet" if pattern.endswith("-*") else f"00{number}"
+            path = pattern.replace("/*/", "/CC-MAIN-2025-05/").removesuffix("*") + ending
+            path = path if path.endswith(".parquet") else f"{path}_00000.parquet"
+            files[path] = parquet([*rows, rows[number]] if "train" in path else rows[number:9])
+    return hub.add(f"datasets/{name}", files)
+
+
+def publish_all(hub: StandInHub, folder: Path) -> None:
+    """Publish the datasets of the recipes, and a model by the name of Qwen/Qwen3-8B."""
+    for name, subsets in CARDS.items():
+        publish(hub, name, subsets, ROWS.get(name, CHATS))
+    hermes = {"README.md": b"---\nlanguage:\n- eng\n---\n# OpenHermes"}
+    hub.add(
+        "datasets/teknium/OpenHermes-2.5",
+        hermes | {"openhermes2_5.json": json.dumps(SAID).encode()},
+    )
+    samples.saved_tokenizer(folder, Path(samples.CHATML).read_text())
+    loads = {path.name: path.read_bytes() for path in folder.iterdir()}
+    loads["config.json"] = json.dumps({"model_type": "qwen3", "hidden_size": 8}).encode()
+    other = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "model-Q4_K_M.gguf")
+    other += ("original/model.safetensors", "onnx/config.json", "modeling_qwen.py", "a.pth")
+    weights = {"model-00001-of-00001.safetensors": b"weights"}
+    hub.add("models/Qwen/Qwen3-8B", loads | weights | {name: name.encode() for name in other})
+
+
+# --- who asks
+
+
+_LOOP = """
+import contextlib, io, json, logging, os, sys
+import prepare_data
+from utils.launch.script import run_script
+for line in sys.stdin:
+    words, folder, extra = json.loads(line)
+    before = dict(os.environ)
+    os.environ.update(extra)
+    os.chdir(folder)
+    logging.getLogger().handlers.clear()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = run_script(lambda: prepare_data.main(words))
+    os.environ.clear()
+    os.environ.update(before)
+    print(json.dumps([code, told.getvalue()]), flush=True)
+"""
+
+
+class Preparer:
+    """A process with an HF_HOME of its own that runs prepare_data.py again and again."""
+
+    def __init__(self, url: str, home: Path, **environment: str):
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "SLURM_"))}
+        own |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **environment}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", _LOOP], env=own, **pipes)
+
+    def __call__(self, *words: object, folder: Path = ROOT, **environment: str) -> tuple[int, str]:
+        """Run it in a folder; return its exit code and log."""
+        order = [list(map(str, words)), str(folder), environment]
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        code, told = json.loads(self.process.stdout.readline())
+        return code, told
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
