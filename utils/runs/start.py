@@ -301,8 +301,8 @@ def _check_weights(
             return
         raise ConfigurationError(
             f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
-            f"jobs are offline: `hf download {path}` where there is a network, with the HF_HOME "
-            "that the job has (slurm/cluster.env)."
+            f"jobs are offline: run prepare_data.py with your data recipe and --models {path} "
+            "where there is a network, with the HF_HOME that the job has (slurm/cluster.env)."
         )
     check_without_loading(
         path,

@@ -1,5 +1,6 @@
 """Preparation of token datasets: `prepare_data.py` runs `pipeline.Preparation`.
 
+fetch       hub.py knows the Hub's datasets and its cache, fetch.py fills it, also for offline jobs
 plan        sources.py lists files, plan.py decides the format and cuts the files into work units
 read        records.py reads rows of any kind of file, rows.py and documents.py make them documents
 prompts     prompts.py, for samples while a model trains
