@@ -162,6 +162,14 @@ class _ChangedDefaults:
         "and attention), full (whole layers), or auto: as little as the memory allows",
         choices=("none", "selective", "full", "auto", True, False),
     )
+    push_to_hub: bool = setting(
+        False, "upload final/ to the Hub at the end of the run, with HF_WRITE_TOKEN"
+    )
+    hub_model_id: str | None = setting(
+        None, "OWNER/NAME of the model on the Hub; null: your own, named like output_dir"
+    )
+    # The Hub's own default is public.
+    hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.

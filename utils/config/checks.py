@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 from utils.config.arguments import eval_splits, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
@@ -16,7 +18,7 @@ from utils.config.unknown_names import unknown_name
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without a directory or weights, and accepted changes of no setting."""
+    """Refuse a run without a directory or weights, names that nothing has, LoRA from scratch."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -24,6 +26,10 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
+    try:
+        validate_repo_id(values["hub_model_id"])
+    except HFValidationError as error:
+        yield f"{values.shown('hub_model_id')}: give OWNER/NAME: {error}"
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:

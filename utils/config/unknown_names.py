@@ -15,8 +15,8 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 REFUSED = _by_name({
     "accelerate launch --config_file FILE sets the strategy": ""
     "deepspeed fsdp fsdp_config parallelism_config",
-    "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
-    "push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy",
+    "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
+    "hub_always_push hub_revision hub_strategy",
     "settings are printed and saved, tokens must not be: put HF_TOKEN into the environment or .env":
     "hub_token",
     "it makes a dense attention mask on packed sequences: --compile true compiles layer by layer":

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.finished_model import name_of, set_generation_settings
-from utils.runs.model_card import CARD, shown_name, write_model_card
+from utils.runs.model_card import shown_name, write_model_card
+from utils.runs.publish import ADAPTER, CARD
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "adapter"
 PREFIX = "base_model.model."
 
 

@@ -20,6 +20,7 @@ from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
 from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
 from utils.support.run_lock import leave_run_lock
 from utils.training.optimizer import InheritedOptimizer
@@ -86,6 +87,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         "finished at step %d; %s holds the weights of %s in %s",
         step, output_dir / FINAL, kept, name_of(save_dtype),
     )  # fmt: skip
+    if trainer.push_to_hub_at_end and trainer.is_world_process_zero():
+        push_at_the_end(output_dir, trainer.args.hub_model_id, trainer.args.hub_private_repo)
     return ExitCode.DONE
 
 

@@ -18,10 +18,9 @@ from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset
 from utils.runs.changes import in_force
+from utils.runs.publish import ADAPTER_CONFIG, CARD, HUB_NAME
 from utils.support.redaction import redact
 
-CARD = "README.md"
-ADAPTER_CONFIG = "adapter_config.json"
 LICENSE = ("license", "license_name", "license_link")
 # What makes the numbers; shown where it is set.
 SETTINGS = (
@@ -36,7 +35,6 @@ CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of other strategi
 SOURCES_SHOWN = 5
 # The Hub's cache keeps what it downloaded under a folder of this name.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|[\w-]+")
 _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
 _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
 
@@ -84,7 +82,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     directory = Path(name)
     if (directory.parent / CONFIG).is_file():  # final/ or a checkpoint, gone by now perhaps
         return base_model(directory.parent)
-    if _HUB_NAME.fullmatch(name) and not directory.is_dir():
+    if HUB_NAME.fullmatch(name) and not directory.is_dir():
         cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
         return name, license_of(Path(cached)) if isinstance(cached, str) else {}
     found = _IN_THE_CACHE.search(f"{directory.resolve()}/")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub import get_token, is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
 
 from utils.callbacks.stop import remove_stale_requests
@@ -46,6 +46,7 @@ from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
 from utils.runs.provenance import prepare_wandb, slurm_job, write_provenance
+from utils.runs.publish import NO_TOKEN
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
@@ -90,6 +91,8 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()
+    if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
+        logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
