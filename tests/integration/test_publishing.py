@@ -1,4 +1,4 @@
-"""The real huggingface_hub against a stand-in Hub on this machine: what is uploaded, what is not."""
+"""The real huggingface_hub against a stand-in Hub on this machine: what is uploaded, what not."""
 
 import base64
 import json

@@ -162,6 +162,11 @@ class _ChangedDefaults:
         "and attention), full (whole layers), or auto: as little as the memory allows",
         choices=("none", "selective", "full", "auto", True, False),
     )
+    resume_from_checkpoint: str | bool | None = setting(
+        None,
+        "a checkpoint from elsewhere to resume in a new output_dir; a run resumes from its own "
+        "checkpoints by itself",
+    )
     push_to_hub: bool = setting(
         False, "upload final/ to the Hub at the end of the run, with HF_WRITE_TOKEN"
     )

@@ -26,7 +26,7 @@ REFUSED = _by_name({
     "eval_do_concat_batches eval_use_gather_object include_for_metrics "
     "include_num_input_tokens_seen prediction_loss_only skip_memory_metrics",
     "a run saves all that it needs, as save_steps says and when it is stopped, and resumes by "
-    "itself": "enable_jit_checkpoint ignore_data_skip resume_from_checkpoint save_on_each_node "
+    "itself": "enable_jit_checkpoint ignore_data_skip save_on_each_node "
     "save_only_model",
     "it follows from global_batch_size, which is per_device_train_batch_size x gradient "
     "accumulation x ranks: give that": "auto_find_batch_size gradient_accumulation_steps",
