@@ -48,6 +48,9 @@ class RunArguments:
     async_save: bool = setting(
         False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
     )
+    lm_eval_tasks: list[str] = setting(
+        [], "benchmarks of lm-evaluation-harness to run on final/ at the end, on one GPU"
+    )
     optim_states: str | None = setting(
         None,
         "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: as the weights are",

@@ -147,11 +147,12 @@ OPTIMIZERS = {
     "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
     "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
 }  # fmt: skip
+LM_EVAL = "lm_eval>=0.4.13,<0.5"
 REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse trackers and optimizers whose package is not installed; Trainer would, but late."""
+    """Refuse trackers, optimizers and benchmarks whose package is not installed."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []
@@ -163,6 +164,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
                 f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
                 "(metrics.jsonl in the run's directory has every figure)"
             )
+    if values["lm_eval_tasks"] and not is_installed("lm_eval"):
+        yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"
     optimizer = values["optim"]
     module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
     if module and not is_installed(module):

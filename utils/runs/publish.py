@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 ADAPTER = "adapter"
+RESULTS = "lm_eval.json"
 ADAPTER_CONFIG = "adapter_config.json"
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|[\w-]+")
 TEXTS = (
@@ -112,7 +113,7 @@ def files_to_publish(
     allowed = [name for name in names if _matches(name, ALLOWED)]
     files: dict[str, Path | bytes] = {name: directory / name for name in allowed}
     if CARD in files:
-        files[CARD] = _card(directory, name, base_model).encode()
+        files[CARD] = _card(run, directory, name, base_model).encode()
     if adapter:
         files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
     problems = [problem for name in allowed for problem in _secrets(directory / name, files[name])]
@@ -203,8 +204,8 @@ def _secrets(path: Path, content: Path | bytes) -> list[str]:
     ]
 
 
-def _card(directory: Path, name: str, base_model: str | None) -> str:
-    """Return the card under the model's name on the Hub."""
+def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
+    """Return the card under the model's name on the Hub, with benchmarks if there are any."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -215,7 +216,26 @@ def _card(directory: Path, name: str, base_model: str | None) -> str:
         card.data["base_model"] = base_model
         card.data["base_model_relation"] = "adapter" if directory.name == ADAPTER else "finetune"
         text = str(card).replace("vllm serve BASE ", f"vllm serve {base_model} ")
+    if directory.name == FINAL and (run / RESULTS).is_file():
+        content = json.loads((run / RESULTS).read_text(encoding="utf-8"))
+        text = f"{text.rstrip()}\n\n## Benchmarks\n\n" + "\n".join(_benchmarks(content)) + "\n"
     return text
+
+
+def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the results of lm_eval as a table."""
+    limit = (content.get("config") or {}).get("limit")
+    part = f", with --limit {limit:g}" if limit else ""
+    yield f"By lm-evaluation-harness {content.get('lm_eval_version', '')}{part}.\n"
+    yield "| task | few-shot | metric | value | standard error |\n|---|---|---|---|---|"
+    for task, figures in content["results"].items():
+        shots = content.get("n-shot", {}).get(task, "")
+        for key, value in figures.items():
+            metric, comma, kind = key.partition(",")
+            if comma and isinstance(value, float) and not metric.endswith("_stderr"):
+                error = figures.get(f"{metric}_stderr,{kind}")
+                spread = f"{error:.4f}" if isinstance(error, float) else ""
+                yield f"| {task} | {shots} | {metric} ({kind}) | {value:.4f} | {spread} |"
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:

@@ -77,10 +77,7 @@ class PackedTrainer(Trainer):
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
             settings.training.bf16_full_eval = settings.training.fp16_full_eval = False
         # Trainer would make the repository now, and upload at each save; the end of the run does.
-        self.push_to_hub_at_end, settings.training.push_to_hub = (
-            settings.training.push_to_hub,
-            False,
-        )
+        self.settings, settings.training.push_to_hub = settings, False
         super().__init__(
             model=model,
             args=settings.training,
