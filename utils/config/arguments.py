@@ -72,6 +72,9 @@ class RunArguments:
     async_save: bool = setting(
         False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
     )
+    lm_eval_tasks: list[str] = setting(
+        [], "benchmarks of lm-evaluation-harness to run on final/ at the end, on one GPU"
+    )
     optim_states: str | None = setting(
         None,
         "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: as the weights are",
@@ -195,6 +198,19 @@ class _ChangedDefaults:
         "and attention), full (whole layers), or auto: as little as the memory allows",
         choices=("none", "selective", "full", "auto", True, False),
     )
+    resume_from_checkpoint: str | bool | None = setting(
+        None,
+        "a checkpoint from elsewhere to resume in a new output_dir; a run resumes from its own "
+        "checkpoints by itself",
+    )
+    push_to_hub: bool = setting(
+        False, "upload final/ to the Hub at the end of the run, with HF_WRITE_TOKEN"
+    )
+    hub_model_id: str | None = setting(
+        None, "OWNER/NAME of the model on the Hub; null: your own, named like output_dir"
+    )
+    # The Hub's own default is public.
+    hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 from utils.config.arguments import eval_splits, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
@@ -19,7 +21,7 @@ BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_pati
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without a directory or weights, and accepted changes of no setting."""
+    """Refuse a run without a directory or weights, names that nothing has, LoRA from scratch."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -32,6 +34,10 @@ def check_run(values: SettingValues) -> Iterator[str]:
             token_count(values["max_tokens"])
         except ValueError as error:
             yield str(error)
+    try:
+        validate_repo_id(values["hub_model_id"])
+    except HFValidationError as error:
+        yield f"{values.shown('hub_model_id')}: give OWNER/NAME: {error}"
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:
@@ -168,11 +174,12 @@ OPTIMIZERS = {
     "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
     "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
 }  # fmt: skip
+LM_EVAL = "lm_eval>=0.4.13,<0.5"
 REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse trackers and optimizers whose package is not installed; Trainer would, but late."""
+    """Refuse trackers, optimizers and benchmarks whose package is not installed."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []
@@ -184,6 +191,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
                 f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
                 "(metrics.jsonl in the run's directory has every figure)"
             )
+    if values["lm_eval_tasks"] and not is_installed("lm_eval"):
+        yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"
     optimizer = values["optim"]
     module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
     if module and not is_installed(module):

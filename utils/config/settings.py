@@ -118,6 +118,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("init_from", _is_given, "model_name_or_path model_revision"),
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is_given, "model_name_or_path model_revision"),
+    ("push_to_hub", _is(False), "hub_model_id hub_private_repo"),
     ("use_peft", _is(False), LORA),
     ("load_in_4bit", _is(False), "bnb_4bit_quant_type use_bnb_nested_quant"),
     ("use_peft", _is(True), "stochastic_rounding init_optimizer pad_embeddings_to_multiple_of"),

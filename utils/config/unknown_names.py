@@ -15,8 +15,8 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 REFUSED = _by_name({
     "accelerate launch --config_file FILE sets the strategy": ""
     "deepspeed fsdp fsdp_config parallelism_config",
-    "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
-    "push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy",
+    "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
+    "hub_always_push hub_revision hub_strategy",
     "settings are printed and saved, tokens must not be: put HF_TOKEN into the environment or .env":
     "hub_token",
     "it makes a dense attention mask on packed sequences: --compile true compiles layer by layer":
@@ -26,7 +26,7 @@ REFUSED = _by_name({
     "eval_do_concat_batches eval_use_gather_object include_for_metrics "
     "include_num_input_tokens_seen prediction_loss_only skip_memory_metrics",
     "a run saves all that it needs, as save_steps says and when it is stopped, and resumes by "
-    "itself": "enable_jit_checkpoint ignore_data_skip resume_from_checkpoint save_on_each_node "
+    "itself": "enable_jit_checkpoint ignore_data_skip save_on_each_node "
     "save_only_model",
     "it follows from global_batch_size, which is per_device_train_batch_size x gradient "
     "accumulation x ranks: give that": "auto_find_batch_size gradient_accumulation_steps",

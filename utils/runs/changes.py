@@ -145,12 +145,13 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def accepted_changes(
-    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any]
+    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
     """Show what changed since the last start; return what this start has to record of it.
 
-    `facts` are those of `identity_facts`, and the script. Raises ConfigurationError for changes
-    that make another run and were not accepted, or that its checkpoints cannot continue with.
+    `facts` are those of `identity_facts`, and the script; `resumes`: from a checkpoint elsewhere.
+    Raises ConfigurationError for changes that make another run and were not accepted, or that its
+    checkpoints cannot continue with.
     """
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts:
@@ -162,7 +163,7 @@ def accepted_changes(
     # A setting that came with a later version of Stoker had its default before.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
     old, new = defaults | in_force(output_dir, starts), settings.resolved
-    resumes = own_checkpoint(str(output_dir)) is not None
+    resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
     before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))

@@ -1,5 +1,6 @@
 """The callbacks of a run, in the order in which they act, and its end."""
 
+import gc
 import logging
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
+from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
-from utils.support.run_lock import leave_run_lock
+from utils.support.run_lock import leave_run_lock, wait_until_left
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
 from utils.training.trainer import PackedTrainer
@@ -75,8 +78,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
-        leave_run_lock(output_dir)
         if trainer.watch.stopped:
+            leave_run_lock(output_dir)
             mark_wandb_stopped(ExitCode.STOPPED)
     finally:
         HangWatch.current = None
@@ -99,7 +102,29 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         "finished at step %d; %s holds the weights of %s in %s",
         step, output_dir / FINAL, kept, name_of(save_dtype),
     )  # fmt: skip
+    _use_the_result(trainer, output_dir)
+    leave_run_lock(output_dir)
     return ExitCode.DONE
+
+
+def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:
+    """Upload and benchmark ``final/`` if asked to, on rank 0; nothing of it fails the run."""
+    settings, is_first = trainer.settings, trainer.is_world_process_zero()
+    push, tasks = settings.values["push_to_hub"], settings.run.lm_eval_tasks
+    if not push and not tasks:
+        return
+    hub_name, private = trainer.args.hub_model_id, trainer.args.hub_private_repo
+    vars(trainer).clear()  # the model and the optimizer: benchmarks need the memory
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if not is_first:
+        wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
+        return
+    if push:
+        push_at_the_end(output_dir, hub_name, private)
+    if tasks:
+        evaluate_at_the_end(output_dir, tasks)
 
 
 def _evaluate_last_step(trainer: PackedTrainer) -> None:

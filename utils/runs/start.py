@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub import get_token, is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
 
 from utils.callbacks.evaluation import UNIMPROVED
 from utils.callbacks.stop import remove_stale_requests
+from utils.checkpoints.adoption import adopt_checkpoint, foreign_checkpoint
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import (
     CONFIG,
@@ -30,6 +31,7 @@ from utils.checkpoints.files import (
     check_layout,
     earlier_starts,
     known_run_id,
+    read_manifest,
 )
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
@@ -49,6 +51,7 @@ from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
 from utils.runs.provenance import prepare_wandb, slurm_job, write_provenance
+from utils.runs.publish import NO_TOKEN
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
@@ -93,10 +96,14 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()
+    if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
+        logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
         check_same_precision(settings, launch)
+        if settings.training.resume_from_checkpoint:
+            on_rank_0(lambda: _adopt(settings))  # before anything looks for what the run began with
         guard_loading(launch.strategy)
         return launch
     import torch
@@ -107,6 +114,16 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     device = "cpu" if accelerator is None else accelerator.type
     strategy = requested_strategy(os.environ, world_size)
     return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+
+
+def _adopt(settings: RunSettings) -> None:
+    args = settings.training
+    output_dir = Path(str(args.output_dir))
+    known_files(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    take_run_lock(output_dir)
+    named, needs_best = args.resume_from_checkpoint, bool(args.load_best_model_at_end)
+    adopt_checkpoint(named, output_dir, needs_best=needs_best)
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -224,12 +241,17 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     """Find where a start or dry run resumes, on rank 0; ConfigurationError where it cannot."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
+    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has taken it
+    foreign = foreign_checkpoint(named, output_dir)
+    record = output_dir if foreign is None else foreign.record
     facts: dict[str, Any] = {}
-    if known or not dry_run:
+    if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
-        facts |= accepted_changes(output_dir, settings, facts)
-    run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
+        facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
+    run_id = known_run_id(record / PROVENANCE) or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
+    if foreign is not None:
+        checkpoint = foreign.directory
     has_final = (output_dir / FINAL).exists()
     if checkpoint is None:
         if has_final:  # a start would train over it
@@ -241,7 +263,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    step = read_manifest(checkpoint).step
     done = step >= plan.total_steps or _ended_early(settings, checkpoint)
     return Run(run_id, str(checkpoint), has_final and done, facts)
 

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
+from utils.checkpoints.adoption import keep_record
 from utils.checkpoints.files import OWN_STATE, read_manifest
 from utils.data.order import PADDING_SEQUENCE
 from utils.support.collectives import gathered
@@ -57,6 +58,9 @@ class ResumeState(TrainerCallback):
                 state.best_model_checkpoint = str(checkpoints.directory(step))
             return
         write()
+        if trainer.args.should_save:
+            run_dir, name = checkpoints.run_dir, checkpoints.directory(step).name
+            keep_record(checkpoints.output_dir, run_dir / name)
         if checkpoints.staged:
             # Trainer looked for the best checkpoint in memory.
             if state.best_global_step:

@@ -86,6 +86,8 @@ class PackedTrainer(Trainer):
             # Trainer would cast the weights in place in the evaluation before the export.
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
             settings.training.bf16_full_eval = settings.training.fp16_full_eval = False
+        # Trainer would make the repository now, and upload at each save; the end of the run does.
+        self.settings, settings.training.push_to_hub = settings, False
         super().__init__(
             model=model,
             args=settings.training,

@@ -21,6 +21,8 @@ CONTRADICTIONS = [
     ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
     ({**LORA, "init_optimizer": "true", "model_name_or_path": None, "init_from": "runs/a"},
      "init_optimizer true .* has no effect: use_peft true"),
+    ({"hub_model_id": "me/x"}, r"hub_model_id me/x .* has no effect: push_to_hub false"),
+    ({"push_to_hub": "true", "hub_model_id": "me/x/y"}, "hub_model_id me/x/y .*: give OWNER/NAME"),
     ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "needs a GPU, this run"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
     ({"load_in_4bit": "true"}, r"load_in_4bit true \(--load_in_4bit\): .* set use_peft: true"),
@@ -92,10 +94,11 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
 
 def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
-    plain = {"report_to": "none", "optim": "adamw_torch"}
+    plain = {"report_to": "none", "optim": "adamw_torch", "lm_eval_tasks": []}
     for changes, said in (
         ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),
         ({"report_to": "tensorbord"}, "report_to tensorbord: expected one of azure_ml,"),
+        ({"lm_eval_tasks": ["a"]}, "lm_eval_tasks needs lm_eval, .* pip install 'lm_eval>=0"),
         ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes, .* optim_states: int8"),
     ):
         (problem,) = check_packages(plain | changes)
