@@ -32,8 +32,10 @@ from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.weights import weights_dtype
+from utils.planning.forecast import document_tokens
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
+from utils.planning.suggestions import make_planner, report_forecast, suggest
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +102,9 @@ def plan_run(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
+    computes_on = "cuda" if run.assume else launch.device
     optimizer_states = choose_optimizer_states(settings, config, launch)
-    logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
+    logger.info("precision: %s", precision_line(settings, config, optimizer_states, computes_on))
     elsewhere = on_a_login_node(settings, launch)
     if launch.device == "cpu" and not elsewhere:
         keep_freed_memory(os.environ)
@@ -110,7 +113,15 @@ def plan_run(
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config, bool(data.new_tokens))
     compiled = choose_compilation(settings, config, launch, elsewhere)
+    seen = document_tokens(data.train.plans)
+    planner = None
+    if run.dry_run and attention is None:
+        planner = make_planner(settings, config, launch, loss_head, compiled, seen)
+    if run.suggest:
+        suggest(planner, launch)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
+    if planner is not None and run.assume:
+        report_forecast(planner, launch, memory.choice, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_run(settings, launch, total_steps, saved_bytes)
@@ -169,6 +180,8 @@ def report_run(
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
+    if settings.run.assume:
+        return True
     here = is_true("ACCELERATE_USE_CPU") or settings.values["use_cpu"]
     return settings.run.dry_run and launch.device == "cpu" and not here
 
