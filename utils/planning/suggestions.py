@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of strategies that are named otherwise
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-AS_FAST = 0.98  # of two that differ by less than this the one with the larger micro-batch
+AS_FAST = 0.98  # of two that differ by less than this the one that splits less, in fewer parts
 ROWS = 4
 # Where the GPUs' speed is not known: what orders the candidates.
 USUAL = GPUS["H100-80GB"]
@@ -49,13 +49,17 @@ USUAL = GPUS["H100-80GB"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that fit, with their prediction: bytes a GPU, and tokens a second of all."""
+    """Settings with their prediction: bytes a GPU, and tokens a second of all.
+
+    counted: whether activations are among the bytes; of some architectures they cannot be.
+    """
 
     strategy: str
     micro_batch: int
     recomputed: str
     total_bytes: int
     tokens_per_s: float
+    counted: bool
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,14 @@ class Planner:
             _, tflops, link_gb_s = USUAL
             gpus = replace(gpus, flops=tflops * 1e12, link=link_gb_s * 1e9 / 2)
         speed = tokens_per_s(self.products, step, launch.strategy, gpus)
-        return Candidate(launch.strategy, micro_batch, recomputed, memory.total, speed)
+        return Candidate(
+            launch.strategy, micro_batch, recomputed, memory.total, speed, memory.counted
+        )
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it fits with the reserve that `auto` leaves too."""
         room = self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"])
-        return candidate.total_bytes * MARGIN["cuda"] <= room
+        return candidate.counted and candidate.total_bytes * MARGIN["cuda"] <= room
 
     def candidates(self, launch: LaunchFacts) -> Iterator[Candidate]:
         """Yield all choices that fit, of each strategy and recomputation the smaller ones first."""
@@ -115,7 +121,7 @@ class Planner:
     def row(self, candidate: Candidate) -> str:
         """Write a line of the table."""
         strategy = FILES.get(candidate.strategy, candidate.strategy)
-        speed = f"{_rounded(candidate.tokens_per_s):>12,}" if self.gpus.flops else f"{'?':>12}"
+        speed = f"{rounded(candidate.tokens_per_s):>12,}" if self.gpus.flops else f"{'?':>12}"
         return (
             f"  {strategy:<11} {candidate.micro_batch:>11} {candidate.recomputed:<13} "
             f"{candidate.total_bytes / GIB:>9.1f} {speed}"
@@ -136,18 +142,22 @@ def _with_auto(settings: RunSettings) -> RunSettings:
     return replace(settings, training=training)
 
 
-def _rounded(number: float) -> int:
+def rounded(number: float) -> int:
     """Return a number with two digits that count: a forecast knows no more."""
     return int(float(f"{number:.2g}"))
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; as fast as another is the larger micro-batch, which waits less."""
+    """Sort by speed; of two as fast the one that shards less, then the larger micro-batch."""
     rest, ordered = list(candidates), []
     while rest:
         fastest = max(rest, key=lambda one: one.tokens_per_s)
         near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest.tokens_per_s]
-        best = max(near, key=lambda one: (one.micro_batch, -one.total_bytes))
+        # candidates() yields strategies in this order; max takes the first of equals.
+        simplest = near[0].strategy
+        best = max(
+            (one for one in near if one.strategy == simplest), key=lambda one: one.micro_batch
+        )
         ordered.append(best)
         rest.remove(best)
     return ordered
@@ -210,6 +220,8 @@ def _what_would(planner: Planner, launch: LaunchFacts) -> str:
             wider = replace(launch, world_size=count, strategy="fsdp2")
             one = planner.candidate(wider, 1, "full")
             found = one if planner.fits(one) else None
+    if not planner.candidate(launch, 1, "none").counted:
+        return "what its activations take cannot be counted here, so nothing is suggested"
     parts = ["a micro-batch of 1 with full recomputation is the least"]
     if found is not None:
         parts.append(f"{count} of them hold it with strategy: fsdp2")
@@ -232,7 +244,7 @@ def report_forecast(
     step_tokens = run.global_batch_size * planner.settings.data.sequence_length
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
     logger.info(
-        f"forecast: {_rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
+        f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
         f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
         f"({SOURCE}{network})"
     )
