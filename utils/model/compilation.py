@@ -92,7 +92,7 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
-            "compiles each time; take fsdp2.yaml, which shards as much, or set --compile false"
+            "compiles each time; take strategy: fsdp2, which shards as much, or set --compile false"
         )
     compiler = os.environ.get("CXX") or os.environ.get("CC") or "g++"
     if compiles_here and not shutil.which(compiler.split()[0]):  # "ccache g++": torch runs ccache

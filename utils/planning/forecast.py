@@ -7,6 +7,7 @@ is taken as said beside the constants below.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +121,7 @@ def _attention(text: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
     )  # fmt: skip
 
 
-def document_tokens(plans: list[PackPlan]) -> float:
+def document_tokens(plans: Sequence[PackPlan]) -> float:
     """Return how long the document is that a token is in, on average over tokens."""
     lengths = np.concatenate([plan.segments.lengths for plan in plans]).astype(np.float64)
     return float((lengths**2).sum() / lengths.sum())

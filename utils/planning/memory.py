@@ -181,7 +181,7 @@ def checkpointing_choices(
     raise ConfigurationError(
         f"activation_checkpointing: {word} is not possible for {config.model_type} with strategy "
         f"{launch.strategy}: set it to {' or '.join(possible)}. (Some models of transformers have "
-        "none; ZeRO-3 gathers weights within each layer, where fsdp2.yaml shards as much.) Where "
+        "none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
         "memory is short, lower per_device_train_batch_size."
     )
 

@@ -128,8 +128,8 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
     # Without a device to ask it is a GPU elsewhere, of which a CPU's build has no fake tensors.
-    sizes = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.attention is None else {})
-    with FakeTensorMode(), torch.device(work.device), head, by_shape, sizes:
+    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.attention is None else {})
+    with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu:
         _put_on_device(model)
         if cut:
             for kind in set(kinds):

@@ -156,7 +156,7 @@ def report_run(
     if on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         raise ConfigurationError(
             f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
-            "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
+            "where accelerate would train with plain DDP: use strategy: cpu, or "
             "leave it out"
         )
     logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
@@ -199,7 +199,7 @@ def choose_optimizer_states(
     if launch.strategy not in STRATEGIES:
         raise ConfigurationError(
             f"{asked} does not go with {launch.strategy}, which keeps states in its own way: use "
-            "multi_gpu.yaml or fsdp2.yaml, or leave it out."
+            "strategy: multi_gpu or fsdp2, or leave it out."
         )
     if run.stochastic_rounding and weights != torch.bfloat16:
         raise ConfigurationError(

@@ -193,6 +193,9 @@ def suggest(planner: Planner | None, launch: LaunchFacts) -> None:
             "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
             f"{VARIABLE} (slurm/cluster.env)"
         )
+    if not planner.candidate(launch, 1, "full").counted:
+        logger.warning("suggest: nothing, for what activations take cannot be counted here")
+        return
     ordered = best_first(list(planner.candidates(launch)))
     if not ordered:
         logger.warning("suggest: nothing fits %s; %s", planner.gpus, _what_would(planner, launch))
@@ -220,8 +223,6 @@ def _what_would(planner: Planner, launch: LaunchFacts) -> str:
             wider = replace(launch, world_size=count, strategy="fsdp2")
             one = planner.candidate(wider, 1, "full")
             found = one if planner.fits(one) else None
-    if not planner.candidate(launch, 1, "none").counted:
-        return "what its activations take cannot be counted here, so nothing is suggested"
     parts = ["a micro-batch of 1 with full recomputation is the least"]
     if found is not None:
         parts.append(f"{count} of them hold it with strategy: fsdp2")
