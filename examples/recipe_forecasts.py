@@ -171,7 +171,6 @@ def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
     seen = CHAT_TOKENS if fine_tuning else settings.data.sequence_length / 2
     head = LossHeadChoice("fused", "taken to be")
     planner = make_planner(settings, config, launch, head, compiled, seen)
-    assert planner is not None
     return planner, launch
 
 

@@ -35,7 +35,7 @@ from utils.model.weights import weights_dtype
 from utils.planning.forecast import document_tokens
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
-from utils.planning.suggestions import make_planner, report_forecast, suggest
+from utils.planning.suggestions import make_planner, report_forecast
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,8 @@ def plan_run(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
-    computes_on = "cuda" if run.assume else launch.device
     optimizer_states = choose_optimizer_states(settings, config, launch)
-    logger.info("precision: %s", precision_line(settings, config, optimizer_states, computes_on))
+    logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     elsewhere = on_a_login_node(settings, launch)
     if launch.device == "cpu" and not elsewhere:
         keep_freed_memory(os.environ)
@@ -113,14 +112,12 @@ def plan_run(
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config, bool(data.new_tokens))
     compiled = choose_compilation(settings, config, launch, elsewhere)
-    seen = document_tokens(data.train.plans)
     planner = None
-    if run.dry_run and attention is None:
+    if run.assume or run.suggest:
+        seen = document_tokens(data.train.plans)
         planner = make_planner(settings, config, launch, loss_head, compiled, seen)
-    if run.suggest:
-        suggest(planner, launch)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
-    if planner is not None and run.assume:
+    if planner is not None:
         report_forecast(planner, launch, memory.choice, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
@@ -216,6 +213,8 @@ def precision_line(
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
+    if settings.run.assume:
+        device = "cuda"
     if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
         hint = f" ({why}; --bf16 false for float32)"
     elif why == NODE_UNKNOWN:

@@ -108,8 +108,7 @@ class Planner:
         """Yield all choices that fit, of each strategy and recomputation the smaller ones first."""
         for strategy in strategies(launch):
             other = replace(launch, strategy=strategy)
-            _, choices = checkpointing_choices(_with_auto(self.settings), self.config, other)
-            for choice in choices:
+            for choice in self.choices(other):
                 for size in MICRO_BATCHES:
                     if self.settings.run.global_batch_size % (size * launch.world_size):
                         break
@@ -117,6 +116,13 @@ class Planner:
                     if not self.fits(found):
                         break
                     yield found
+
+    def choices(self, launch: LaunchFacts) -> list[str]:
+        """Return the recomputation that is possible, the least first."""
+        training = copy.copy(self.settings.training)
+        training.activation_checkpointing = "auto"  # type: ignore[assignment] # ours is wider
+        settings = replace(self.settings, training=training)
+        return checkpointing_choices(settings, self.config, launch)[1]
 
     def row(self, candidate: Candidate) -> str:
         """Write a line of the table."""
@@ -134,12 +140,6 @@ def strategies(launch: LaunchFacts) -> tuple[str, ...]:
         return ("single",)
     zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
     return ("ddp", *zero, "fsdp2")
-
-
-def _with_auto(settings: RunSettings) -> RunSettings:
-    training = copy.copy(settings.training)
-    training.activation_checkpointing = "auto"  # type: ignore[assignment] # ours is wider
-    return replace(settings, training=training)
 
 
 def rounded(number: float) -> int:
@@ -170,30 +170,32 @@ def make_planner(
     loss_head: LossHeadChoice,
     compiled: bool,
     seen: float,
-) -> Planner | None:
-    """Return the planner of a dry run; None without GPUs that somebody named.
+) -> Planner:
+    """Return the planner of a dry run, and log with --suggest what it suggests.
 
-    `seen` is how long the document is that a token is in, on average.
-    """  # fmt: skip
+    `seen` is how long the document is that a token is in, on average. Raises ConfigurationError
+    where nobody named the GPUs.
+    """
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
     else:
         _, size = planned_device(settings.run, os.environ)
         if size is None:
-            return None
+            raise ConfigurationError(
+                "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
+                f"{VARIABLE} (slurm/cluster.env)"
+            )
         gpus = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, launch.world_size, size / GIB)
     products = model_products(settings.model, config)
-    return Planner(settings, config, loss_head, compiled, gpus, seen, products)
+    planner = Planner(settings, config, loss_head, compiled, gpus, seen, products)
+    if settings.run.suggest:
+        suggest(planner, launch)
+    return planner
 
 
-def suggest(planner: Planner | None, launch: LaunchFacts) -> None:
+def suggest(planner: Planner, launch: LaunchFacts) -> None:
     """Log the fastest settings that fit and the next ones, or what would fit."""
-    if planner is None:
-        raise ConfigurationError(
-            "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
-            f"{VARIABLE} (slurm/cluster.env)"
-        )
-    if not planner.candidate(launch, 1, "full").counted:
+    if not planner.candidate(launch, 1, planner.choices(launch)[-1]).counted:
         logger.warning("suggest: nothing, for what activations take cannot be counted here")
         return
     ordered = best_first(list(planner.candidates(launch)))
@@ -221,7 +223,7 @@ def _what_would(planner: Planner, launch: LaunchFacts) -> str:
     while found is None and (count := count * 2) <= total:
         if total % count == 0:
             wider = replace(launch, world_size=count, strategy="fsdp2")
-            one = planner.candidate(wider, 1, "full")
+            one = planner.candidate(wider, 1, planner.choices(wider)[-1])
             found = one if planner.fits(one) else None
     parts = ["a micro-batch of 1 with full recomputation is the least"]
     if found is not None:

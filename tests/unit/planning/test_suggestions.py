@@ -97,10 +97,9 @@ def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
 
 def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
-        suggest(None, FOUR)
     given = planned.settings(use_cpu=None, dry_run="true")
-    assert make_planner(given, LLAMA, FOUR, HEAD, False, 9.0) is None
+    with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
+        make_planner(given, LLAMA, FOUR, HEAD, False, 9.0)
     monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "40")
     planner = make_planner(given, LLAMA, FOUR, HEAD, False, 9.0)
     assert (planner.gpus.memory_gib, planner.gpus.world_size) == (40, 4)
