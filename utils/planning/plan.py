@@ -79,8 +79,7 @@ def plan_run(
     run, model, training = settings.run, settings.model, settings.training
     micro_batch = training.per_device_train_batch_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
-    rows = len(data.train)
-    if rows < run.global_batch_size:
+    if (rows := len(data.train)) < run.global_batch_size:
         raise ConfigurationError(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: lower it, or add data."
@@ -123,10 +122,10 @@ def plan_run(
     if run.dry_run:
         report_run(settings, launch, total_steps, saved_bytes)
     every = save_interval(training, total_steps)
-    saves = math.ceil(total_steps / every) if every else 0
     return RunPlan(
-        sampler, total_steps, saves, attention, loss_head, memory, compiled, products_name(),
-        optimizer_states, saved_bytes, saved_dtype(settings, config, weights_dtype(model, config)),
+        sampler, total_steps, math.ceil(total_steps / every) if every else 0, attention, loss_head,
+        memory, compiled, products_name(), optimizer_states, saved_bytes,
+        saved_dtype(settings, config, weights_dtype(model, config)),
     )  # fmt: skip
 
 
