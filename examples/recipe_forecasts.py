@@ -190,7 +190,7 @@ def predicted_line(path: Path) -> str:
     a_billion = f"{duration(1e9 / found.tokens_per_s)} for a billion tokens"
     memory_line = f"{found.total_bytes / GIB:.0f} GiB a GPU"
     if not found.counted:
-        memory_line = f"over {memory_line} (activations are not counted)"
+        memory_line = f"over {memory_line} without activations"
     gpus = replace(planner.gpus, nodes=1, per_node=planner.gpus.world_size)
     return (
         f"# Predicted on {gpus}: {memory_line}, "

@@ -203,15 +203,18 @@ def suggest(planner: Planner, launch: LaunchFacts) -> None:
         logger.warning("suggest: nothing fits %s; %s", planner.gpus, _what_would(planner, launch))
         return
     best, kept = ordered[0], planner.settings.run.global_batch_size
+    kinds: dict[tuple[str, str], Candidate] = {}
+    for one in ordered:
+        kinds.setdefault((one.strategy, one.recomputed), one)
     lines = [
         f"suggest: the fastest that fits {planner.gpus}, by forecast (global_batch_size {kept}):",
         f"  strategy: {FILES.get(best.strategy, best.strategy)}",
         f"  per_device_train_batch_size: {best.micro_batch}",
         f"  activation_checkpointing: {best.recomputed}",
-        "and what comes next:",
+        "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
         f"{'tokens/s':>12}",
-        *map(planner.row, ordered[:ROWS]),
+        *map(planner.row, [*kinds.values()][:ROWS]),
     ]
     logger.info("%s", "\n".join(lines))
 
