@@ -90,7 +90,8 @@ def test_gpus_that_wait_for_each_other_are_slower():
     assert per_gpu("fsdp2", slow) == pytest.approx(165.2 / 989 * per_gpu("fsdp2", node))
     assert per_gpu("fsdp2", slow, **short) < 0.7 * per_gpu("fsdp2", slow)
     assert per_gpu("fsdp2", nodes, **short) < per_gpu("fsdp2", node, **short)
-    assert per_gpu("ddp", slow, accumulation=32) > 2 * per_gpu("ddp", slow, accumulation=1)
+    once = per_gpu("ddp", slow, accumulation=1, **short)
+    assert per_gpu("ddp", slow, accumulation=32, **short) > 1.3 * once
     for change in ({"compiled": False}, {"bf16": False}, {"recomputed": "selective"}):
         assert per_gpu("fsdp2", node, **change) < per_gpu("fsdp2", node)
     frozen = replace(products, parameters=(products.parameters[0], 10))
