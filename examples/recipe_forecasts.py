@@ -67,7 +67,7 @@ def _qwen3(width: int, inner: int, layers: int, heads: int, *, tied: bool) -> di
     return _sizes("qwen3", (width, inner, layers, heads, 8, 151936), tied=tied, head_dim=128)
 
 
-# The sizes of config.json on the Hub.
+# The sizes of config.json on the Hub, typed; ten are checked by their numbers of parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),

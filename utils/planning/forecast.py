@@ -32,8 +32,10 @@ from utils.model.architecture import (
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
 SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
-# Of one GPU's share several reach this: on eight H100 under FSDP MosaicML's llm-foundry has 41.8 %
-# for 1 B parameters and 46.4 % for 7 B, where one GPU has 48.8 and 51.6 here.
+# Of one GPU's share several reach about this, not measured here. From two rows of MosaicML's
+# llm-foundry (8 H100, FSDP, 2,048 tokens, nothing recomputed): 46.4 % for 7 B, 41.8 % for 1 B,
+# attention counted whole; as it is counted here 0.87 and 0.80 of the shares above. Rows with
+# recomputation are higher.
 SEVERAL = 0.87
 # Not measured: layers that are not compiled, products of experts, float32 instead of bf16 (TF32 has
 # half the peak), and what selective recomputation adds, a third of what norms and the like take in
