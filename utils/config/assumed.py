@@ -2,10 +2,9 @@
 
 memory_gib is what torch sees of the card; bf16_tflops is the peak of dense products in bf16 with
 float32 sums; link_gb_s is what a GPU sends and receives to its neighbours in the node, both ways.
-Figures of the makers' data sheets, without sparsity (to be checked against them:
-they were typed, not read there): NVIDIA H100, H200, HGX B200, A100, A30, A40, L4,
-L40S, RTX A6000, RTX 6000 Ada; the white papers of the Ampere GA102, Ada and RTX Blackwell GPUs for
-the RTX 3090, 4090 and 5090 (PCIe 4 and 5: 64 and 128 GB/s).
+Figures of NVIDIA's data sheets, without sparsity; of the RTX 3090, 4090 and 5090 from the white
+papers of their architectures (PCIe 4 and 5: 64 and 128 GB/s). Those of A100, A40, H100, H200, L4
+and L40S were compared with public lists that cite the data sheets; the others were not.
 """
 
 import re
