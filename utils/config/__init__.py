@@ -5,6 +5,7 @@ preparation       the settings of prepare_data.py
 settings          reads a run's settings: overruled, derived, checked, built
 checks            what is refused, with the reason
 command_line, recipes    flags and YAML files -> values, each with its source
+display           what --help and --print_config show
 declarations      name, type and default of a setting; the values of all
 unknown_names     refused settings, other toolkits' names, typing errors
 precision, errors        bf16 that nobody set; exit codes and the errors that users can repair

@@ -115,5 +115,7 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
         advice = f"here it is {dashes}{advice}"
     elif advice is None or advice.isidentifier():
         nearest = get_close_matches(name, known, n=1, cutoff=0.8)
-        advice = f"did you mean {dashes}{nearest[0]}?" if nearest else "--help lists all settings"
+        advice = (
+            f"did you mean {dashes}{nearest[0]}?" if nearest else "--help all lists all settings"
+        )
     return f"unknown setting {written}: {advice}"
