@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Return the answer of each name, of a table of answers with their names."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
 # Fields of the libraries that keep their defaults; the reason completes "... cannot be set here:".
-REFUSED = _by_name({
+REFUSED = by_name({
     "accelerate launch --config_file FILE sets the strategy": ""
     "deepspeed fsdp fsdp_config parallelism_config",
     "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
@@ -54,7 +55,7 @@ REFUSED = _by_name({
 
 # What TRL, axolotl, LLaMA-Factory, torchtune and argparse scripts call a setting: our name of it,
 # or what to do instead.
-OTHER_NAMES = _by_name({
+OTHER_NAMES = by_name({
     "per_device_train_batch_size": "batch_size micro_batch_size per_device_batch_size",
     "num_train_epochs": "epochs num_epochs",
     "max_steps": "max_iters max_steps_per_epoch max_train_steps num_steps steps train_iters",
