@@ -5,12 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from utils.config.declarations import Given
-
-if TYPE_CHECKING:
-    from utils.config.import_config import Conversion
+from utils.config.toolkits import Conversion
 
 # torchtune's builders that name no source.
 TORCHTUNE = {
@@ -25,11 +23,60 @@ FORMATS = {
     "completion": "text", "pretrain": "text", "sharegpt": "sharegpt", "alpaca": "alpaca",
     "gpteacher": "alpaca",
 }  # fmt: skip
+TEMPLATES = ("chat_template", "chat_template_jinja")
 FILE = re.compile(r"\.(jsonl?|csv|parquet|txt|arrow)(\.\w+)?$")
 Entries = list[str | dict[str, Any]]
 
 
-def read_sources(given: "Conversion", name: str, path: Path) -> Entries:
+def convert_data(given: Conversion, name: str, path: Path) -> None:
+    """Make the data recipe, and the training recipe's words for it."""
+    folder = f"data/{name}"
+    _join_split(given)
+    given.data["sources"] = (_read_sources(given, "sources", path), "")
+    given.run["train_data"] = ([f"{folder}/train"], "")
+    splits = []
+    if "eval_sources" in given.given:
+        held_out = _read_sources(given, "eval_sources", path)
+        given.data["eval_sources"] = (held_out, "")
+        splits = [each["name"] for each in held_out]
+    share = given.take("validation")
+    if isinstance(share, float | int) and 0 < share < 1:
+        given.data["validation_fraction"] = (float(share), "")
+        splits.append("validation")
+    elif share:
+        given.note(f"{share} held-out documents", "validation_fraction is a share of them")
+    if splits:
+        given.put("eval_data", [f"{folder}/{split}" for split in splits])
+    length, overlong = given.value("sequence_length"), given.take("overlong")
+    given.move("sequence_length")
+    if not given.pretraining:
+        given.data["sequence_length"] = (length, "")
+        if overlong in ("drop", "truncate"):
+            given.data["on_overlong"] = (overlong, given.its_default)
+    if tokens := given.take("add_tokens"):
+        tokens = tokens if isinstance(tokens, list) else str(tokens).split(",")
+        given.data["add_tokens"] = (tokens, "")
+    if workers := given.take("num_proc"):
+        given.data["num_proc"] = (workers, "")
+    for key in TEMPLATES:
+        if "{" in str(given.value(key)):
+            given.template = str(given.take(key))
+    given.data["output_dir"] = (folder, "")
+
+
+def _join_split(given: Conversion) -> None:
+    """Make train[:95%] and train[95%:] of one dataset a share that is held out."""
+    pair = [given.value(name) for name in ("sources", "eval_sources")]
+    if all(isinstance(each, dict) for each in pair):
+        splits = [str(each.get("split")) for each in pair]
+        found = re.fullmatch(r"train\[(\d+)%:\]", splits[1])
+        if found and splits[0] == f"train[:{found[1]}%]":
+            given.take("eval_sources")
+            given.given["sources"] = Given({**pair[0], "split": "train"}, "dataset")
+            given.given["validation"] = Given((100 - int(found[1])) / 100, "dataset_val")
+
+
+def _read_sources(given: Conversion, name: str, path: Path) -> Entries:
     """Return the entries of `sources`, or `eval_sources`, each of which has a name then."""
     readers: dict[str, Callable[..., Entries]] = {
         "axolotl": _axolotl, "llamafactory": _factory, "torchtune": _torchtune, "trl": _trl,
@@ -40,25 +87,23 @@ def read_sources(given: "Conversion", name: str, path: Path) -> Entries:
     return [{"name": f"heldout_{n}" if n else "heldout", **e} for n, e in enumerate(found)]
 
 
-def _entry(given: "Conversion", is_evaluation: bool, **keys: Any) -> dict[str, Any]:
+def _entry(given: Conversion, is_evaluation: bool, **keys: Any) -> dict[str, Any]:
     """Return a mapping of what is given, where a part of a split is a weight."""
     split = keys.pop("split", None) or ""
     name, slice_ = re.fullmatch(r"([\w.-]*)(\[.*\])?", str(split)).groups() if split else ("", None)
     if slice_ and (share := re.fullmatch(r"\[:(\d+)%\]", slice_)) and not is_evaluation:
         keys["weight"] = int(share[1]) / 100
     elif slice_:
-        given.notes.append(
-            f"split {split}: all of {name} is taken; max_tokens of a source limits it"
-        )
+        given.note(f"split {split}", f"all of {name} is taken; max_tokens of a source limits it")
     if name and (name != "train" or is_evaluation):
         keys["split"] = name
     return {key: value for key, value in keys.items() if value not in (None, "", {})}
 
 
-def _axolotl(given: "Conversion", entries: Any, _: Path, is_evaluation: bool) -> Entries:
+def _axolotl(given: Conversion, entries: Any, _: Path, is_evaluation: bool) -> Entries:
     found: Entries = []
-    for each in entries if isinstance(entries, list) else [entries]:
-        each = each if isinstance(each, dict) else {"path": each}
+    entries = entries if isinstance(entries, list) else [entries]
+    for each in (e if isinstance(e, dict) else {"path": e} for e in entries):
         kind = each.get("type") or ""
         columns = {}
         if isinstance(kind, Mapping):
@@ -66,7 +111,7 @@ def _axolotl(given: "Conversion", entries: Any, _: Path, is_evaluation: bool) ->
                     "system": "system"}  # fmt: skip
             columns = {kind[f"field_{k}"]: v for k, v in ours.items() if f"field_{k}" in kind}
             columns = {theirs: o for theirs, o in columns.items() if theirs != o}
-            given.notes.append(f"{each.get('path')}: the prompt format of `type` is the template's")
+            given.note(f"{each.get('path')}", "the prompt format of `type` is the template's")
             kind = ""
         if (field := each.get("field") or each.get("text_column")) and field != "text":
             columns[field] = "text"
@@ -79,14 +124,14 @@ def _axolotl(given: "Conversion", entries: Any, _: Path, is_evaluation: bool) ->
         form = next((ours for k, ours in FORMATS.items() if str(kind).startswith(k)), None)
         known = re.match(r"chat_template|messages", str(kind)) or form or not kind
         if not known:
-            given.notes.append(f"{each.get('path')}: type {kind}: the columns tell the format")
+            given.note(f"{each.get('path')}", f"type {kind}: the columns tell the format")
         for file in files:
             path = each.get("path")
             if file:
                 path = (
                     file if path in ("json", "csv", "parquet", "text") else f"sources/{path}/{file}"
                 )
-                given.notes.append(f"{file}: hf download it into sources/, or name where it is")
+                given.note(f"{file}", "hf download it into sources/, or name where it is")
             found.append(_entry(
                 given, is_evaluation, path=path, subset=each.get("name"), split=each.get("split"),
                 revision=each.get("revision"), format=form, columns=columns,
@@ -100,7 +145,7 @@ def _is_sharegpt(each: Mapping[str, Any]) -> bool:
     return role == "from"
 
 
-def _factory(given: "Conversion", names: Any, path: Path, is_evaluation: bool) -> Entries:
+def _factory(given: Conversion, names: Any, path: Path, is_evaluation: bool) -> Entries:
     """Look names up in dataset_info.json, beside the config or in LLaMA-Factory's `data`."""
     folder, known = Path(given.value("dataset_dir", "data")), {}
     for base in (Path(), *path.absolute().parents):
@@ -113,8 +158,7 @@ def _factory(given: "Conversion", names: Any, path: Path, is_evaluation: bool) -
     for name in names if isinstance(names, list) else re.split(r"\s*,\s*", str(names)):
         info = known.get(name, {})
         if not info:
-            given.notes.append(f"dataset {name}: no dataset_info.json has it: name its file or Hub "
-                               "dataset in sources")  # fmt: skip
+            given.note(name, "no dataset_info.json has it: name its file or Hub dataset in sources")
         file = str(folder / info["file_name"]) if "file_name" in info else f"sources/{name}"
         named = info.get("columns") or {}
         chat = info.get("formatting") == "sharegpt"
@@ -133,13 +177,13 @@ def _factory(given: "Conversion", names: Any, path: Path, is_evaluation: bool) -
     return found
 
 
-def _torchtune(given: "Conversion", value: Any, _: Path, is_evaluation: bool) -> Entries:
+def _torchtune(given: Conversion, value: Any, _: Path, is_evaluation: bool) -> Entries:
     found: Entries = []
     for each in value if isinstance(value, list) else [value]:
         builder = str(each.get("_component_", "")).rpartition(".")[2]
         source = each.get("source") or TORCHTUNE.get(builder)
         if not source:
-            given.notes.append(f"{builder}: name its file or Hub dataset in sources")
+            given.note(f"{builder}", "name its file or Hub dataset in sources")
         files = each.get("data_files")
         ours = {"input": "prompt", "output": "completion", "conversations": "conversations",
                 "messages": "messages", "instruction": "instruction"}  # fmt: skip
@@ -158,7 +202,7 @@ def _torchtune(given: "Conversion", value: Any, _: Path, is_evaluation: bool) ->
     return found
 
 
-def _trl(given: "Conversion", value: Any, _: Path, is_evaluation: bool) -> Entries:
+def _trl(given: Conversion, value: Any, _: Path, is_evaluation: bool) -> Entries:
     subset, split = given.take("subset"), given.take("split")
     test = given.take("test_split")
     if isinstance(value, Mapping) and "datasets" in value:
@@ -171,8 +215,7 @@ def _trl(given: "Conversion", value: Any, _: Path, is_evaluation: bool) -> Entri
     elif not isinstance(value, list):
         value = [{"id": value, "config": subset, "split": split}]
     found: Entries = []
-    for each in value:
-        each = each if isinstance(each, Mapping) else {"id": each}
+    for each in (e if isinstance(e, Mapping) else {"id": e} for e in value):
         weight = each.get("weight")
         path = each.get("id") or each.get("path") or each.get("name")
         found.append(_entry(

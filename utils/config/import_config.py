@@ -13,90 +13,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config.arguments import (
-    DataArguments,
-    FineTuneConfig,
-    ModelArguments,
-    PretrainConfig,
-    RunArguments,
-)
-from utils.config.declarations import Given, SettingValues, checked_value, declared_settings, shown
+from utils.config.checks import check_packages
+from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
-from utils.config.foreign_data import read_sources
+from utils.config.foreign_data import convert_data
 from utils.config.recipes import YamlError, entry_text, load_file
 from utils.config.settings import RULES, derive_evaluation
-from utils.config.toolkits import TOOLKITS, Toolkit
+from utils.config.toolkits import TOOLKITS, Conversion
 from utils.config.unknown_names import OTHER_NAMES, REFUSED
 
-ITS_DEFAULT = "its default"
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?|torch\.optim\.AdamW")
 TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full")}
-
-
-class Conversion:
-    """A config on its way: `given` is what is left of it by our name, `run` and `data` the recipes.
-
-    A recipe has (value, comment) by setting. notes: lines on what has no counterpart.
-    """
-
-    def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], text: str, gpus: int):
-        self.kind, self.text, self.gpus = kind, text, gpus
-        self.toolkit: Toolkit = TOOLKITS[kind]
-        self.run: dict[str, tuple[Any, str]] = {}
-        self.data: dict[str, tuple[Any, str]] = {}
-        self.notes: list[str] = []
-        self.given: dict[str, Given] = {}
-        for key, (value, line) in entries.items():
-            if value in (None, ""):
-                continue
-            name = self.toolkit.names.get(key) or OTHER_NAMES.get(key, key)
-            name = name if name.isidentifier() and key not in self.toolkit.left else key
-            if name not in self.given or not self.given[name].value:
-                self.given[name] = Given(value, key, line)
-        for name, value in self.toolkit.defaults.items():
-            self.given.setdefault(name, Given(value, ITS_DEFAULT))
-        self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
-        training = PretrainConfig if self.pretraining else FineTuneConfig
-        self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
-
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return what is given under our name."""
-        return self.given[name].value if name in self.given else default
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """Return what is given under our name, once."""
-        return self.given.pop(name).value if name in self.given else default
-
-    def put(self, name: str, value: Any, comment: str = "") -> None:
-        """Set a line of the training recipe; a value of another type is noted instead."""
-        declaration = self.declared.get(name)
-        if declaration is not None:
-            try:
-                value = checked_value(declaration, value)
-            except ValueError as error:
-                self.notes.append(f"{name}: {error}")
-                return
-            if value == declaration.default:
-                return
-        self.run[name] = (value, comment)
-
-    def move(self, name: str) -> None:
-        """Set a setting as it is given."""
-        if name in self.given:
-            entry = self.given.pop(name)
-            self.put(name, entry.value, "" if entry.source == name else entry.source)
+# Keys by which a config is one of another kind of training, or none.
+OTHER_METHODS = (
+    *("reward_model", "process_reward_model", "export_dir", "do_predict", "diffusion", "beta"),
+    *("teacher_model._component_", "ref_checkpointer._component_", "ppo_epochs"),
+    "reward_functions",
+)
+UNKNOWN = "unknown here, left out"
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Read a config file and convert it. Raises ConfigurationError where no run of ours is meant."""
+    """Read a config file and convert it; ConfigurationError where no run of ours is meant."""
     try:
         entries = load_file(path)
     except YamlError as error:
         raise ConfigurationError(str(error)) from error
     entries = dict(_flat(entries))
-    kind = kind or max(TOOLKITS, key=lambda each: sum(m in entries for m in TOOLKITS[each].marks))
-    if not any(mark in entries for mark in TOOLKITS[kind].marks):
+    marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
+    kind = kind or max(marks, key=lambda each: marks[each])
+    if not marks[kind]:
         raise ConfigurationError(f"{path} has no key of {kind}: name it with --kind, one of "
                                  f"{', '.join(TOOLKITS)}")  # fmt: skip
     conversion = Conversion(kind, entries, path.read_text(encoding="utf-8-sig"), gpus)
@@ -104,11 +51,11 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)
     steps = (_convert_model, _convert_batch, _convert_optimizer, _convert_adapter,
              _convert_precision, _convert_strategy)  # fmt: skip
-    _convert_data(conversion, name, path)
+    convert_data(conversion, name, path)
     for step in steps:
         step(conversion)
     _convert_rest(conversion, name)
-    _drop_moot(conversion)
+    _settle(conversion)
     return conversion
 
 
@@ -124,14 +71,14 @@ def _flat(entries: Mapping[str, tuple[Any, int]]) -> Iterator[tuple[str, tuple[A
 
 
 def _check_method(given: Conversion) -> None:
+    only = "supervised fine-tuning and pretraining are here, of all weights or with LoRA"
     problems = []
     for name, possible in TRAINABLE.items():
         if (value := given.value(name)) is not None and value not in possible:
-            problems.append(f"{given.given[name].source}: {value}: there is supervised fine-tuning "
-                            "and pretraining here, of all weights or with LoRA")  # fmt: skip
-    for key in ("reward_model", "process_reward_model", "export_dir", "do_predict"):
-        if given.value(key):
-            problems.append(f"{key}: no such step here")
+            problems.append(f"{given.given[name].source}: {value}: {only}")
+    problems += [f"{key}: {only}" for key in OTHER_METHODS if given.value(key)]
+    if given.pretraining and given.value("adapter") in ("lora", "qlora"):
+        problems.append("pretraining with LoRA: pretrain.py trains every weight")
     if not given.value("sources"):
         problems.append("no dataset is named: is it the config of a training?")
     if problems:
@@ -155,38 +102,6 @@ def _convert_model(given: Conversion) -> None:
     given.data["tokenizer_name_or_path"] = (tokenizer or model, "")
 
 
-def _convert_data(given: Conversion, name: str, path: Path) -> None:
-    """Make the data recipe, and the training recipe's words for it."""
-    folder = f"data/{name}"
-    given.data["sources"] = (read_sources(given, "sources", path), "")
-    given.run["train_data"] = ([f"{folder}/train"], "")
-    splits = []
-    if "eval_sources" in given.given:
-        held_out = read_sources(given, "eval_sources", path)
-        given.data["eval_sources"] = (held_out, "")
-        splits = [each["name"] for each in held_out]
-    share = given.take("validation")
-    if isinstance(share, float | int) and 0 < share < 1:
-        given.data["validation_fraction"] = (float(share), "")
-        splits.append("validation")
-    elif share:
-        given.notes.append(f"{share} held-out documents: validation_fraction is a share of them")
-    if splits:
-        given.put("eval_data", [f"{folder}/{split}" for split in splits])
-    length, overlong = given.value("sequence_length"), given.take("overlong")
-    given.move("sequence_length")
-    if not given.pretraining:
-        given.data["sequence_length"] = (length, "")
-        if overlong in ("drop", "truncate"):
-            given.data["on_overlong"] = (overlong, ITS_DEFAULT)
-    if tokens := given.take("add_tokens"):
-        tokens = tokens if isinstance(tokens, list) else str(tokens).split(",")
-        given.data["add_tokens"] = (tokens, "")
-    if workers := given.take("num_proc"):
-        given.data["num_proc"] = (workers, "")
-    given.data["output_dir"] = (folder, "")
-
-
 def _convert_batch(given: Conversion) -> None:
     """Convert what makes a step: sequences, packing, and how often to evaluate and save."""
     micro = given.value("per_device_train_batch_size", 1)
@@ -197,6 +112,12 @@ def _convert_batch(given: Conversion) -> None:
         micro * steps * given.gpus,
         f"{micro} x {steps} accumulation x {given.gpus} GPU(s): --gpus of this command",
     )
+    if given.value("save_total_limit") == 1:
+        given.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
+    if given.value("save_strategy") == "best":
+        given.given["save_strategy"], given.given["save_best"] = (
+            Given("steps", ""), Given(True, "save_strategy: best"),
+        )  # fmt: skip
     packed = given.take("packing")
     if packed in (False, "none") and not given.pretraining:
         given.put("packing", "none", "not packed there; best_fit is faster, with a smaller batch")
@@ -222,7 +143,7 @@ def _convert_optimizer(given: Conversion) -> None:
         given.put("optim", name, name)
     schedule = str(given.value("lr_scheduler_type", ""))
     if found := re.search(r"get_(\w+)_schedule", schedule):
-        given.given["lr_scheduler_type"] = Given(found[1], schedule)
+        given.given["lr_scheduler_type"] = Given(found[1], "lr_scheduler._component_")
     if "warmup_steps" in given.given and given.value("lr_scheduler_type") == "constant":
         given.given["lr_scheduler_type"] = Given("constant_with_warmup", "constant, with warmup")
     if ratio := given.take("min_lr"):
@@ -240,21 +161,22 @@ def _convert_adapter(given: Conversion) -> None:
     four, eight = given.take("load_in_4bit"), given.take("load_in_8bit")
     bits = 4 if bits is True or four or adapter == "qlora" else 8 if eight else bits
     if bits == 8:
-        given.notes.append("8-bit weights: bfloat16 here, or 4 bits with load_in_4bit: true")
+        given.note("8-bit weights", "bfloat16 here, or 4 bits with load_in_4bit: true")
     targets = given.take("lora_target") or given.take("lora_target_modules")
     if adapter in ("lora", "qlora") or given.value("use_peft"):
         given.take("use_peft")
         given.put("use_peft", True)
         if given.kind == "llamafactory":
-            given.given.setdefault("lora_alpha", Given(2 * given.value("lora_r"), ITS_DEFAULT))
+            given.given.setdefault(
+                "lora_alpha", Given(2 * given.value("lora_r"), given.its_default)
+            )
         if bits == 4:
             given.run["load_in_4bit"] = (True, "")
-        if isinstance(targets, str) and targets not in ("all", "all-linear"):
-            named = re.fullmatch(r"\w+(\s*,\s*\w+)*", targets)
-            targets = re.split(r"\s*,\s*", targets) if named else given.notes.append(
-                f"lora_target_modules: a pattern ({targets}): every linear layer is adapted"
-            )  # fmt: skip
-        if isinstance(targets, list):
+        if isinstance(targets, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", targets):
+            targets = [] if targets == "all" else re.split(r"\s*,\s*", targets)
+        elif isinstance(targets, str) and targets != "all-linear":
+            given.note(f"lora_target_modules {targets}", "a pattern; every linear layer is adapted")
+        if isinstance(targets, list) and targets:
             given.put("lora_target_modules", [t.replace("output_proj", "o_proj") for t in targets])
     else:
         for name in [name for name in given.given if name.startswith("lora_")]:
@@ -280,7 +202,7 @@ def _convert_precision(given: Conversion) -> None:
     if checkpointing and not given.take("no_checkpointing"):
         given.put("activation_checkpointing", "full", "auto recomputes as little as fits")
     if checkpointing == "offload":
-        given.notes.append("activations are not offloaded")
+        given.note("gradient_checkpointing: offload", "activations are not offloaded")
 
 
 def _convert_strategy(given: Conversion) -> None:
@@ -292,11 +214,11 @@ def _convert_strategy(given: Conversion) -> None:
         given.run["strategy"] = (name, f"deepspeed: {shown(deepspeed)}")
         if "optim_states" in given.run:
             del given.run["optim_states"]
-            given.notes.append("optim_states: DeepSpeed keeps Adam's moments in its own way")
-    elif any(fsdp) or sharded != 1 or "_distributed" in given.text:
+            given.note("8-bit optimizer", "DeepSpeed keeps Adam's moments in its own way")
+    elif any(fsdp) or sharded != 1 or (given.kind == "torchtune" and "_distributed" in given.text):
         given.run["strategy"] = ("fsdp2", "")
     if re.search(r"offload(?!_params': False)", f"{deepspeed} {fsdp}"):
-        given.notes.append("weights and states are not offloaded: docs/parallelism.md")
+        given.note("offload", "weights and states stay on the GPUs: docs/parallelism.md")
 
 
 def _convert_rest(given: Conversion, name: str) -> None:
@@ -308,16 +230,17 @@ def _convert_rest(given: Conversion, name: str) -> None:
             given.move(ours)
             continue
         group = f"{key.partition('.')[0]}.*"
-        reason = left.get(key) or left.get(group) or REFUSED.get(ours) or OTHER_NAMES.get(key)
-        if entry.value not in (False, 0, [], {}, "none") and key != ITS_DEFAULT:
-            given.notes.append(f"{key}: {reason or 'unknown here'}")
+        tables = ((left, key), (left, group), (REFUSED, ours), (OTHER_NAMES, key))
+        reasons = [table[word] for table, word in tables if word in table]
+        if entry.value not in (False, 0, [], {}, "none") and key != given.its_default:
+            given.note(key, (reasons or [UNKNOWN])[0])
     first = {name: given.run.pop(name, None) for name in ("output_dir", "model_name_or_path")}
     first["output_dir"] = first["output_dir"] or (f"runs/{name}", "")
     given.run = {name: entry for name, entry in first.items() if entry} | given.run
 
 
-def _drop_moot(given: Conversion) -> None:
-    """Leave out, with a note, what another line leaves no effect."""
+def _settle(given: Conversion) -> None:
+    """Leave out what another line leaves no effect, and note what the start would refuse."""
     values = SettingValues(
         given.declared,
         {n: Given(v, why, 1) for n, (v, why) in given.run.items() if n in given.declared},
@@ -327,22 +250,31 @@ def _drop_moot(given: Conversion) -> None:
         for name in names.split():
             if name in values.given and values[name] and applies(values[cause]):
                 del values.given[name], given.run[name]
-                given.notes.append(f"{name}: no effect, as {cause} is {shown(values[cause])}")
+                given.note(name, f"no effect, as {cause} is {shown(values[cause])}")
+    for fault in check_packages(values):
+        name = fault.partition(" ")[0]
+        given.run.pop(name, None)
+        given.note(name, fault)
 
 
-def recipe_texts(given: Conversion, source: str, name: str) -> dict[str, str]:
-    """Return the two recipes by file name."""
+def recipe_texts(given: Conversion, source: Path, folder: Path) -> dict[Path, str]:
+    """Return the two recipes, and a chat template that stands in the config, by file."""
     script = "pretrain.py" if given.pretraining else "sft_train.py"
-    data, run = f"{name}_data.yaml", f"{name}.yaml"
-    notes = "".join(f"#   {note}\n" for note in dict.fromkeys(given.notes))
-    made = f"made from {source} ({given.kind})"
-    return {
-        data: f"# Data of {run}, {made}:\n#   python prepare_data.py --config {data}\n"
-        + "".join(entry_text(key, *entry) for key, entry in given.data.items()),
-        run: f"# {made[0].upper()}{made[1:]}:\n#   python {script} --config {run}\n"
-        + "".join(entry_text(key, *entry) for key, entry in given.run.items())
-        + (f"\n# Without a counterpart, or done otherwise:\n{notes}" if notes else ""),
+    data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
+    notes = "".join(f"#   {', '.join(keys)}: {why}\n" for why, keys in given.notes.items())
+    texts = {
+        data: f"# Made from {source.name} of {given.kind}:\n#   python prepare_data.py --config "
+        f"{data}\n",
+        run: f"# Made from {source.name} of {given.kind}:\n#   python {script} --config {run}\n",
     }
+    if given.template:
+        texts[folder / f"{source.stem}.jinja"] = given.template
+        given.data["chat_template"] = (str(folder / f"{source.stem}.jinja"), "")
+    for file, recipe in ((data, given.data), (run, given.run)):
+        texts[file] += "".join(entry_text(key, *entry) for key, entry in recipe.items())
+    if notes:
+        texts[run] += f"\n# Without a counterpart, or done otherwise:\n{notes}"
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -354,19 +286,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="GPUs it ran on, for the global batch")
     parser.add_argument("--output_dir", type=Path, help="folder for the recipes, else printed")
     given = parser.parse_args(argv)
+    folder = given.output_dir or Path()
     try:
-        texts = recipe_texts(
-            convert(given.config, given.kind, given.gpus), str(given.config), given.config.stem
-        )
-        for name, text in texts.items():
-            if given.output_dir is None:
-                sys.stdout.write(f"# ---- {name}\n{text}\n")
-            elif (file := given.output_dir / name).exists():
-                raise ConfigurationError(f"{file} is there: name another --output_dir")
-            else:
-                given.output_dir.mkdir(parents=True, exist_ok=True)
+        texts = recipe_texts(convert(given.config, given.kind, given.gpus), given.config, folder)
+        if given.output_dir and (there := [str(file) for file in texts if file.exists()]):
+            raise ConfigurationError(f"{', '.join(there)} is there: name another --output_dir")
+        for file, text in texts.items():
+            if given.output_dir:
+                folder.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
-                sys.stdout.write(f"{file}\n")
+            sys.stdout.write(f"{file}\n" if given.output_dir else f"# ---- {file}\n{text}\n")
     except ConfigurationError as error:
         sys.stderr.write(f"{given.config} cannot be converted:\n{error}\n")
         return error.exit_code

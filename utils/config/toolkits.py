@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from utils.config.unknown_names import by_name
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    PretrainConfig,
+    RunArguments,
+)
+from utils.config.declarations import Given, checked_value, declared_settings
+from utils.config.unknown_names import OTHER_NAMES, by_name
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,14 @@ _EVERYWHERE = by_name({
     "model_type tokenizer_type is_llama_derived_model tokenizer_use_fast tokenizer_legacy",
     "only text is trained on": "processor_type processor freeze_mm_modules freeze_vision_tower "
     "freeze_multi_modal_projector freeze_language_model image_max_pixels video_max_pixels",
-    "nothing recomputes by reentrant autograd here": "gradient_checkpointing_kwargs",
+    # Nothing is lost: it is so here, or of the toolkit's own making.
+    "": "gradient_checkpointing_kwargs do_train strict debug plot_loss ddp_timeout "
+    "low_cpu_mem_usage wandb_watch wandb_log_model dataset_prepared_path hf_use_auth_token "
+    "loss_watchdog_threshold loss_watchdog_patience",
+    "another method: this run trains without it": "qat relora lisa_n_layers unfrozen_parameters "
+    "fp8 use_badam use_galore use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss "
+    "use_asft_loss use_eaft use_llama_pro pissa_init loraplus_lr_ratio mixture_of_depths "
+    "optimizer_in_bwd quantizer._component_ curriculum_sampling",
 })  # fmt: skip
 
 AXOLOTL = Toolkit(
@@ -76,12 +91,12 @@ AXOLOTL = Toolkit(
     }),
     defaults={
         "sequence_length": 512, "overlong": "drop", "packing": False, "lora_r": 8,
-        "lora_alpha": 8, "lora_dropout": 0.0, "lr_scheduler_type": "cosine",
+        "lora_alpha": 8, "lora_dropout": 0.0, "lr_scheduler_type": "cosine", "num_train_epochs": 1,
         "optimizer": "adamw_torch_fused",
     },
     left=_EVERYWHERE | by_name({
         "prepare_data.py tokenizes once, into output_dir of the data recipe": ""
-        "dataset_prepared_path push_dataset_to_hub skip_prepare_dataset shuffle_merged_datasets "
+        "push_dataset_to_hub skip_prepare_dataset shuffle_merged_datasets "
         "streaming",
         "packing does its work": "pad_to_sequence_len eval_sample_packing group_by_length "
         "max_packed_sequence_len pretrain_multipack_attn",
@@ -91,11 +106,8 @@ AXOLOTL = Toolkit(
         "lora_qkv_kernel lora_o_kernel use_kernels flash_attn_cross_entropy flash_attn_rms_norm "
         "flash_attn_fuse_mlp experts_implementation use_scattermoe use_sonicmoe fused_attn_kernel",
         "every linear layer is adapted by default": "lora_target_linear lora_fan_in_fan_out",
-        "a loss that is not finite ends the run": ""
-        "loss_watchdog_threshold loss_watchdog_patience",
         "Weights & Biases reads WANDB_ENTITY and the like from the environment": ""
-        "wandb_entity wandb_watch wandb_log_model wandb_run_id wandb_mode",
-        "all keys are checked": "strict debug",
+        "wandb_entity wandb_run_id wandb_mode",
         "no tensor, context or expert parallelism: docs/parallelism.md": ""
         "tensor_parallel_size context_parallel_size expert_parallel_size dp_replicate_size",
     }),
@@ -125,12 +137,9 @@ LLAMA_FACTORY = Toolkit(
         "per_device_train_batch_size": 8, "learning_rate": 5e-5,
     },
     left=_EVERYWHERE | by_name({
-        "metrics.jsonl has every figure": "plot_loss",
         "max_tokens of a source limits it, weight takes a share": "max_samples",
         "quantized with bitsandbytes": "quantization_method double_quantization",
-        "the script trains": "do_train do_eval",
-        "DDP's own time-out stays": "ddp_timeout",
-        "a class of the model's config.json": "rope_scaling",
+        "of the model's config.json": "rope_scaling",
     }),
 )  # fmt: skip
 
@@ -167,12 +176,11 @@ TORCHTUNE = Toolkit(
         "max_grad_norm": 0.0, "weight_decay": 0.01, "logging_steps": 1,
     },
     left=_EVERYWHERE | by_name({
-        "files are found in model_name_or_path": "checkpointer.* tokenizer.* name",
-        "always": "shuffle log_level log_peak_memory_stats loss.* device dataset.* dataset_val.* "
-        "batch_size_val save_adapter_weights_only metric_logger.* optimizer.fused",
+        "": "checkpointer.* tokenizer.* loss.* dataset.* dataset_val.* profiler.* metric_logger.* "
+        "name shuffle log_level log_peak_memory_stats device batch_size_val "
+        "save_adapter_weights_only optimizer.fused",
         "LoRA of every linear layer is the default": ""
         "model.apply_lora_to_mlp model.apply_lora_to_output",
-        "Trainer's profiler is not offered": "profiler.*",
     }),
 )  # fmt: skip
 
@@ -204,3 +212,64 @@ TRL = Toolkit(
 TOOLKITS = {
     "axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL,
 }  # fmt: skip
+
+
+class Conversion:
+    """A config on its way: `given` is what is left of it by our name, `run` and `data` the recipes.
+
+    A recipe has (value, comment) by setting. notes: the keys without a counterpart by reason.
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], text: str, gpus: int):
+        self.kind, self.text, self.gpus = kind, text, gpus
+        self.its_default = f"the default of {kind}"
+        self.toolkit: Toolkit = TOOLKITS[kind]
+        self.run: dict[str, tuple[Any, str]] = {}
+        self.data: dict[str, tuple[Any, str]] = {}
+        self.notes: dict[str, list[str]] = {}
+        self.template = ""  # a chat template that stands in the config itself
+        self.given: dict[str, Given] = {}
+        for key, (value, line) in entries.items():
+            if value in (None, ""):
+                continue
+            name = self.toolkit.names.get(key) or OTHER_NAMES.get(key, key)
+            name = name if name.isidentifier() and key not in self.toolkit.left else key
+            if name not in self.given or not self.given[name].value:
+                self.given[name] = Given(value, key, line)
+        for name, value in self.toolkit.defaults.items():
+            self.given.setdefault(name, Given(value, self.its_default))
+        self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
+        training = PretrainConfig if self.pretraining else FineTuneConfig
+        self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return what is given under our name."""
+        return self.given[name].value if name in self.given else default
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return what is given under our name, once."""
+        return self.given.pop(name).value if name in self.given else default
+
+    def note(self, key: str, reason: str) -> None:
+        """Say what becomes of a key; without a reason nothing is lost."""
+        if reason and key not in self.notes.setdefault(reason, []):
+            self.notes[reason].append(key)
+
+    def put(self, name: str, value: Any, comment: str = "") -> None:
+        """Set a line of the training recipe; a value of another type is noted instead."""
+        declaration = self.declared.get(name)
+        if declaration is not None:
+            try:
+                value = checked_value(declaration, value)
+            except ValueError as error:
+                self.note(name, str(error))
+                return
+            if value == declaration.default and (not value or comment == self.its_default):
+                return
+        self.run[name] = (value, comment)
+
+    def move(self, name: str) -> None:
+        """Set a setting as it is given."""
+        if name in self.given:
+            entry = self.given.pop(name)
+            self.put(name, entry.value, "" if entry.source == name else entry.source)
