@@ -25,28 +25,18 @@ FORMATS = {
 }  # fmt: skip
 TEMPLATES = ("chat_template", "chat_template_jinja")
 FILE = re.compile(r"\.(jsonl?|csv|parquet|txt|arrow)(\.\w+)?$")
-Entries = list[str | dict[str, Any]]
+Entries = list[dict[str, Any]]
 
 
 def convert_data(given: Conversion, name: str, path: Path) -> None:
     """Make the data recipe, and the training recipe's words for it."""
     folder = f"data/{name}"
     _join_split(given)
-    given.data["sources"] = (_read_sources(given, "sources", path), "")
+    sources = _read_sources(given, "sources", path)
+    plain = [each["path"] if each.keys() == {"path"} else each for each in sources]
+    given.data["sources"] = (plain, "")
     given.run["train_data"] = ([f"{folder}/train"], "")
-    splits = []
-    if "eval_sources" in given.given:
-        held_out = _read_sources(given, "eval_sources", path)
-        given.data["eval_sources"] = (held_out, "")
-        splits = [each["name"] for each in held_out]
-    share = given.take("validation")
-    if isinstance(share, float | int) and 0 < share < 1:
-        given.data["validation_fraction"] = (float(share), "")
-        splits.append("validation")
-    elif share:
-        given.note(f"{share} held-out documents", "validation_fraction is a share of them")
-    if splits:
-        given.put("eval_data", [f"{folder}/{split}" for split in splits])
+    _hold_out(given, folder, path)
     length, overlong = given.value("sequence_length"), given.take("overlong")
     given.move("sequence_length")
     if not given.pretraining:
@@ -64,6 +54,24 @@ def convert_data(given: Conversion, name: str, path: Path) -> None:
     given.data["output_dir"] = (folder, "")
 
 
+def _hold_out(given: Conversion, folder: str, path: Path) -> None:
+    """Convert the data that is evaluated on, splits of their own or a share of all."""
+    splits = []
+    if "eval_sources" in given.given:
+        found = _read_sources(given, "eval_sources", path)
+        held_out = [{"name": f"heldout_{n}" if n else "heldout", **e} for n, e in enumerate(found)]
+        given.data["eval_sources"] = (held_out, "")
+        splits = [each["name"] for each in held_out]
+    share = given.take("validation")
+    if isinstance(share, float | int) and 0 < share < 1:
+        given.data["validation_fraction"] = (float(share), "")
+        splits.append("validation")
+    elif share:
+        given.note(f"{share} held-out documents", "validation_fraction is a share of them")
+    if splits:
+        given.put("eval_data", [f"{folder}/{split}" for split in splits])
+
+
 def _join_split(given: Conversion) -> None:
     """Make train[:95%] and train[95%:] of one dataset a share that is held out."""
     pair = [given.value(name) for name in ("sources", "eval_sources")]
@@ -77,20 +85,18 @@ def _join_split(given: Conversion) -> None:
 
 
 def _read_sources(given: Conversion, name: str, path: Path) -> Entries:
-    """Return the entries of `sources`, or `eval_sources`, each of which has a name then."""
+    """Return an entry for each dataset that is named; raises nothing, and notes what is unclear."""
     readers: dict[str, Callable[..., Entries]] = {
         "axolotl": _axolotl, "llamafactory": _factory, "torchtune": _torchtune, "trl": _trl,
     }  # fmt: skip
-    found = readers[given.kind](given, given.take(name), path, name == "eval_sources")
-    if name == "sources":
-        return [e["path"] if isinstance(e, dict) and e.keys() == {"path"} else e for e in found]
-    return [{"name": f"heldout_{n}" if n else "heldout", **e} for n, e in enumerate(found)]
+    return readers[given.kind](given, given.take(name), path, name == "eval_sources")
 
 
 def _entry(given: Conversion, is_evaluation: bool, **keys: Any) -> dict[str, Any]:
     """Return a mapping of what is given, where a part of a split is a weight."""
-    split = keys.pop("split", None) or ""
-    name, slice_ = re.fullmatch(r"([\w.-]*)(\[.*\])?", str(split)).groups() if split else ("", None)
+    split = str(keys.pop("split", None) or "")
+    name, bracket, rest = split.partition("[")
+    slice_ = bracket + rest
     if slice_ and (share := re.fullmatch(r"\[:(\d+)%\]", slice_)) and not is_evaluation:
         keys["weight"] = int(share[1]) / 100
     elif slice_:
