@@ -246,7 +246,7 @@ def known_settings(script: str) -> set[str]:
         "pretrain.py": (RunArguments, DataArguments, ModelArguments, PretrainConfig),
         "sft_train.py": (RunArguments, DataArguments, ModelArguments, FineTuneConfig),
     }
-    return {"config", *declared_settings(classes[script])}
+    return {"config", "help", "print_config", *declared_settings(classes[script])}
 
 
 def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():

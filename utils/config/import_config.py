@@ -44,8 +44,9 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
     kind = kind or max(marks, key=lambda each: marks[each])
     if not marks[kind]:
-        raise ConfigurationError(f"{path} has no key of {kind}: name it with --kind, one of "
-                                 f"{', '.join(TOOLKITS)}")  # fmt: skip
+        raise ConfigurationError(
+            f"it has none of the keys that {kind} is known by: {' '.join(TOOLKITS[kind].marks)}"
+        )
     conversion = Conversion(kind, entries, path.read_text(encoding="utf-8-sig"), gpus)
     _check_method(conversion)
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)

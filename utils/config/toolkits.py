@@ -155,7 +155,6 @@ TORCHTUNE = Toolkit(
         "weight_decay": "optimizer.weight_decay",
         "lr_scheduler_type": "lr_scheduler._component_",
         "warmup_steps": "lr_scheduler.num_warmup_steps",
-        "logging_steps": "log_every_n_steps",
         "eval_steps": "run_val_every_n_steps",
         "sequence_length": "tokenizer.max_seq_len",
         "sources": "dataset",
@@ -190,7 +189,7 @@ TRL = Toolkit(
     names=by_name({
         "accumulation": "gradient_accumulation_steps",
         "checkpointing": "gradient_checkpointing",
-        "sequence_length": "max_length max_seq_length",
+        "sequence_length": "max_length",
         "sources": "dataset_name dataset_mixture dataset_mixer datasets",
         "subset": "dataset_config",
         "split": "dataset_train_split",
