@@ -2,16 +2,18 @@
 
     python prepare_data.py --config recipes/data/demo_pretrain.yaml
 
-Reads text, JSONL, JSON, CSV, Parquet or `datasets` folders, tokenizes them, and writes
-OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--shard I/N` does a share of the work
-in each job of an array, the last of which assembles them; elsewhere `--merge N` does.
+Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, tokenizes them,
+and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
+fetches what jobs without a network need. `--shard I/N` does a share of the work in each job of an
+array, the last of which assembles them; elsewhere `--merge N` does.
 """
 
 import logging
 import sys
 from collections.abc import Sequence
 
-from utils.launch.script import run_script
+from utils.launch.script import configure_hub, run_script
+from utils.support.redaction import install_redaction, load_env_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,10 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    install_redaction()
+    load_env_file()  # HF_TOKEN
+    configure_hub()
 
     # Imported here so that --help answers at once.
+    from utils.data.prepare.fetch import fetch, fill_offline_dir
     from utils.data.prepare.pipeline import Preparation
 
+    if arguments.offline_dir is not None:
+        fill_offline_dir(arguments)
+        return 0
+    fetch(arguments)
     Preparation(arguments).run()
     return 0
 

@@ -42,6 +42,7 @@ def training_rows(kind: str) -> Iterator[str]:
         hardware = re.findall(r"^# Hardware: (.*?)\.?$", path.read_text(), flags=re.MULTILINE)
         name = f"[{path.stem}](../{path.relative_to(ROOT)})"
         how = "LoRA" if values.get("use_peft") else "all weights"
+        how = "QLoRA" if values.get("load_in_4bit") else how
         shown = (hardware or ["2 CPU cores"])[0]
         rate = f"{float(values['learning_rate']):g}"
         yield f"| {name} | `{model}` | {how} | {shown} | {tokens:,} | {rate} |"

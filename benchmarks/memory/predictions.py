@@ -64,6 +64,9 @@ SHAPES = {
     "experts": Shape(EXPERTS_30M, 4, 512, FP32),
     "long_rows": Shape(LLAMA_23M, 2, 2048, FP32),
     "lora": Shape(LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true"), "sft_train"),
+    "qlora": Shape(
+        LLAMA_23M, 4, 512, (*FP32, "--use_peft", "true", "--load_in_4bit", "true"), "sft_train"
+    ),
     "chats": Shape(LLAMA_11M, 1, 2048, FP32, "sft_train", documents=400, steps=20),
 }
 

@@ -17,7 +17,10 @@ from utils.checkpoints.files import list_files
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
 # Of a checkpoint: they hold times, random names and the path of the run.
-INEXACT = {"trainer_state.json", "manifest.json", ".metadata", "training_args.bin"}
+INEXACT = {
+    *("trainer_state.json", "manifest.json", ".metadata", "training_args.bin"),
+    *("config.yaml", "provenance.json"),
+}
 ATTEMPTS = 8
 FAILED = "the next start failed:"
 

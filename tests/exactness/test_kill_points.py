@@ -339,9 +339,12 @@ def unordered(run: Path, trace: str) -> list[str]:
         path = checkpoint / name
         if not flushed(path, last_change(path, before), named.began):
             wrong.append(name)
-    entries = [last_change(checkpoint / name, before, ENTERING) for name in files]
-    if not flushed(checkpoint, max(entries), named.began):
-        wrong.append("the folder of the checkpoint")
+    paths = [checkpoint / name for name in files]
+    for folder in {path.parent for path in paths}:
+        own = [path for path in paths if path.parent == folder]
+        entries = [last_change(path, before, ENTERING) for path in own]
+        if not flushed(folder, max(entries), named.began):
+            wrong.append(f"the folder {folder}")
     if not flushed(run, first(made, "mkdir", LAST).ended, named.began):
         wrong.append("the folder of the run")
     if not flushed(checkpoint, named.ended, deleting.began):

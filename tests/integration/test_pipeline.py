@@ -104,6 +104,10 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
         output_dir=tmp_path / "run",
         report_to="wandb",
         max_steps=10,
+        eval_data=f"text={prepared / 'text' / 'validation'}",
+        eval_steps=10,
+        max_eval_sequences=1,
+        sample_prompts="two and",
         **SMALL,
     )
     # Nothing listens there: what a node without internet sees.
@@ -133,7 +137,10 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
     assert done.returncode == 0, shown[-4000:]
     assert "wandb: offline" in shown
     assert "wandb sync" in shown
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (table,) = offline.glob("files/media/table/samples_*.json")
+    (row,) = json.loads(table.read_text())["data"]
+    assert row[:2] == [10, "two and"]
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path != env_file]
     assert len(files) > 10
     for value in CANARIES.values():

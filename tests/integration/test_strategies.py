@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from launching import run_processes, run_two_processes
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 import pretrain
@@ -24,6 +25,9 @@ WAYS = [
     ("zero3", "zero3", "auto", False),
 ]
 LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "all-linear"}
+
+
+QLORA = LORA | {"load_in_4bit": "true", "use_bnb_nested_quant": "true"}
 
 
 def succeed(done) -> str:
@@ -48,6 +52,10 @@ def assert_same_losses(run: Path, reference: Path, within: float = 2e-5) -> None
 def assert_same_run(run: Path, reference: Path) -> None:
     """The same losses, and the same model to rounding."""
     assert_same_losses(run, reference)
+    assert_same_weights(run, reference)
+
+
+def assert_same_weights(run: Path, reference: Path) -> None:
     weights, expected = (
         AutoModelForCausalLM.from_pretrained(each / "final").state_dict()
         for each in (run, reference)
@@ -89,15 +97,35 @@ def test_pretraining_in_two_processes_equals_one(
 
 @pytest.mark.parametrize(
     ("name", "adapters"),
-    [("multi_gpu", {}), ("fsdp2", LORA), ("zero3", LORA)],
-    ids=["full-multi_gpu", "lora-fsdp2", "lora-zero3"],
-)
+    [
+        ("multi_gpu", {}), ("fsdp2", LORA), ("zero3", LORA),
+        pytest.param("multi_gpu", QLORA, marks=pytest.mark.exhaustive),
+        pytest.param("zero2", QLORA, marks=pytest.mark.exhaustive),
+    ],
+    ids=["full-multi_gpu", "lora-fsdp2", "lora-zero3", "qlora-multi_gpu", "qlora-zero2"],
+)  # fmt: skip
 def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, workspace, tmp_path):
     settings = {**adapters, **evaluation(workspace, "chats_heldout")}
     alone, run = tmp_path / "alone", tmp_path / "run"
     sft_train.main(fine_tuning(alone, **settings))
     succeed(run_two_processes(name, "sft_train.py", fine_tuning(run, **settings)))
     assert_same_run(run, alone)
+
+
+def test_weights_in_4_bits_are_sharded_and_resume(fine_tuning, workspace, tmp_path):
+    """FSDP2 gathers them as bfloat16, in which no bit may change; checkpoints have none of them."""
+    settings = QLORA | {"bf16": True, "use_cpu": True, "dtype": "bfloat16", "learning_rate": 1e-3}
+    settings |= evaluation(workspace, "chats_heldout")
+    alone, run, cut = tmp_path / "alone", tmp_path / "run", tmp_path / "cut"
+    sft_train.main(fine_tuning(alone, **settings))
+    succeed(run_two_processes("fsdp2", "sft_train.py", fine_tuning(run, **settings)))
+    assert_same_losses(run, alone, within=1e-3)
+    assert_same_weights(run, alone)
+    tiny.cut(shutil.copytree(run, cut), step=3)
+    succeed(run_two_processes("fsdp2", "sft_train.py", fine_tuning(cut, **settings)))
+    tiny.assert_same_run(cut, run)
+    saved = FileSystemReader(run / "checkpoint-6" / "pytorch_model_fsdp_0").read_metadata()
+    assert all(".lora_" in name for name in saved.state_dict_metadata)
 
 
 def test_losses_in_bf16_are_not_rounded_to_it_by_a_strategy(pretraining, workspace, tmp_path):

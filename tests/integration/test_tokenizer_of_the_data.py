@@ -158,6 +158,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     changes = {"sources": tmp_path / "rows.jsonl", "add_tokens": TEN_TOKENS}
     data = prepare(models, tmp_path / "data", **changes)
     settings = {"model_name_or_path": base, "save_dtype": "float32"} | (LORA if adapted else {})
+    assert sft_train.main(argv(models, data, run, **settings, dry_run=True)) == 0
     sft_train.main(argv(models, data, run, **settings))
     said = capsys.readouterr().out
     assert "embedding: 10 new tokens (<is>, <0>, <1>, <2>, <3>, ...), 320 rows, 304 before" in said

@@ -4,16 +4,31 @@ import re
 
 import pytest
 import yaml
-from test_repository import ROOT, SCRIPTS, known_settings
+from test_repository import ROOT
 
-from utils.config.preparation import ENTRY_KEYS, check_preparation, parse_preparation, sources_of
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    RunArguments,
+)
+from utils.config.declarations import declared_settings
+from utils.config.preparation import (
+    ENTRY_KEYS,
+    PreparationArguments,
+    check_preparation,
+    parse_preparation,
+    sources_of,
+)
 from utils.config.settings import parse_fine_tuning
 from utils.config.toolkits import TOOLKITS
 from utils.config.unknown_names import OTHER_NAMES
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
 RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
-KNOWN = {*ENTRY_KEYS, *(name for script in SCRIPTS for name in known_settings(script))}
+CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
+SETTINGS = {*declared_settings(CLASSES), *declared_settings((PreparationArguments,))}
+KNOWN = {"config", *ENTRY_KEYS, *SETTINGS}
 
 
 def names(cell: str) -> set[str]:

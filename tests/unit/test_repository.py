@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -143,51 +142,6 @@ def test_the_ways_in_the_architecture_are_short_and_their_files_exist():
         assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
-def commands(document: Path) -> list[str]:
-    """The lines of the bash blocks of a document, continued lines joined, comments cut off."""
-    blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)
-    text = "\n".join(blocks).replace("\\\n", " ")
-    lines = (line.split("  #")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
-
-
-def test_every_make_target_in_the_documents_exists():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = {
-        command.split()[1]
-        for document in DOCUMENTS
-        for command in commands(document)
-        if command.startswith("make ")
-    }
-    assert named
-    assert named <= targets
-
-
-def script_commands() -> list[tuple[str, str]]:
-    """(script, arguments) of every command in the documents and recipes that runs a script."""
-    found = []
-    for document in DOCUMENTS:
-        for command in commands(document):
-            words = shlex.split(command)
-            for script in SCRIPTS:
-                if script in words:
-                    found.append((script, shlex.join(words[words.index(script) + 1 :])))
-    return sorted(set(found))
-
-
-@pytest.mark.parametrize(("script", "arguments"), script_commands())
-def test_every_flag_of_a_documented_command_exists(script, arguments):
-    """tests/integration/test_documented_commands.py runs them; this is the fast half."""
-    import prepare_data
-    import pretrain
-    import sft_train
-
-    modules = {"prepare_data.py": prepare_data, "pretrain.py": pretrain, "sft_train.py": sft_train}
-    assert modules[script].main
-    flags = [word for word in shlex.split(arguments) if word.startswith("--")]
-    assert flags == [flag for flag in flags if flag[2:] in known_settings(script)]
-
-
 def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_its_own():
     import json
     import sys
@@ -209,44 +163,6 @@ def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_
             fits = kinds[type(value)] in allowed or (type(value) is int and "number" in allowed)
             assert value in rule.get("enum", [value]), f"{recipe.name}: {name}"
             assert fits or "enum" in rule or name == "extends", f"{recipe.name}: {name}"
-
-
-def test_files_and_chats_of_documented_commands_are_there():
-    import chat
-
-    chats = 0
-    for document in DOCUMENTS:
-        for command in commands(document):
-            words = shlex.split(command)
-            for word in words:
-                path = word.rpartition("=")[2]
-                if re.match(r"(recipes|accelerate_configs|slurm|examples)/[\w/.-]+$", path):
-                    made = path == "slurm/cluster.env"  # by the user
-                    assert made or (ROOT / path).exists(), f"{document.name}: {command}"
-            if "chat.py" in words:
-                asked = words[words.index("chat.py") + 1 :]
-                assert chat.parse_arguments(asked).model == asked[0]
-                chats += 1
-    assert chats >= 3
-
-
-def known_settings(script: str) -> set[str]:
-    from utils.config.arguments import (
-        DataArguments,
-        FineTuneConfig,
-        ModelArguments,
-        PretrainConfig,
-        RunArguments,
-    )
-    from utils.config.declarations import declared_settings
-    from utils.config.preparation import PreparationArguments
-
-    classes = {
-        "prepare_data.py": (PreparationArguments,),
-        "pretrain.py": (RunArguments, DataArguments, ModelArguments, PretrainConfig),
-        "sft_train.py": (RunArguments, DataArguments, ModelArguments, FineTuneConfig),
-    }
-    return {"config", "help", "print_config", *declared_settings(classes[script])}
 
 
 def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():

@@ -3,6 +3,7 @@
 journal        metrics.jsonl and the log's lines, and how to read the file
 metrics        figures of training logs: speed, memory, a mixture's sources
 stop           stops or saves at the same step on all ranks: signals, files, the time limit
+evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite
 watchdog       ends a run in which nothing moves any more
 """

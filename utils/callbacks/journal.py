@@ -51,7 +51,7 @@ class Journal(TrainerCallback):
             if file.read(1) not in (b"\n", b""):
                 file.write(b"\n")  # the process died within a line, which stays one of its own
         event = "resumed" if state.global_step else "started"
-        self._write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
+        self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     @override
     def on_log(
@@ -76,7 +76,7 @@ class Journal(TrainerCallback):
             line["event"] = "stopped" if self.stopped() else "summary"
         else:
             line["memory_by_rank"] = self.memory.by_rank
-        self._write(line)
+        self.write(line)
         logger.info("%s", readable_line(line, state.max_steps))
 
     @override
@@ -84,10 +84,10 @@ class Journal(TrainerCallback):
         """Write what each new checkpoint took."""
         if state.is_world_process_zero:
             for save in self.checkpoints.saves[self.saves_written :]:
-                self._write({"event": "save", **dataclasses.asdict(save)})
+                self.write({"event": "save", **dataclasses.asdict(save)})
                 self.saves_written += 1
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
         """Append a line, unless another job owns the run directory by now (the lock logged it)."""
         if known_loss(self.path.parent) is not None:
             return

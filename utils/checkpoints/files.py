@@ -29,6 +29,7 @@ ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 CONFIG = "config.yaml"  # the settings of the first start
 PROVENANCE = "provenance.json"  # how each of its starts came about
 FINAL = "final"  # the finished model
+OWN_STATE = "stoker"  # of ours among the callbacks' in a checkpoint's trainer_state.json
 MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
 # Files of a model's configuration and a tokenizer; no tensors are among them.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch.serialization import add_safe_globals, set_crc32_options, skip_data
 
-from utils.checkpoints.files import list_files, read_manifest
+from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 
 # What no library unpickles; shards are read as their metadata says.
-HARMLESS = frozenset(
-    {".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp"}
-)
+HARMLESS = frozenset({
+    ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
+})  # fmt: skip
 # What .metadata may name beside torch's dtypes; nothing here does more than hold its arguments.
 METADATA_NAMES = re.compile(
     r"builtins\.set|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath|torch\.Size"
@@ -58,8 +58,9 @@ def allow_known_classes(strategy: str) -> None:
 
 def refuse_code(checkpoint: Path) -> None:
     """Raise ConfigurationError for a checkpoint that names anything but known classes."""
-    allow_known_classes(read_manifest(checkpoint).strategy)
-    for name in list_files(checkpoint):
+    manifest = read_manifest(checkpoint)
+    allow_known_classes(manifest.strategy)
+    for name in manifest.files:
         if reason := forbidden(checkpoint / name):
             raise ConfigurationError(
                 f"{checkpoint / name} {reason} Nothing of {checkpoint} was loaded: find out who "

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.declarations import setting
+from utils.config.declarations import setting, shown
 from utils.config.errors import ConfigurationError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -26,6 +26,11 @@ class RunArguments:
 
     global_batch_size: int = setting(
         help="sequences per optimizer step over all ranks; gradient accumulation follows"
+    )
+    max_tokens: float | str | None = setting(
+        None,
+        "train for that many tokens instead of max_steps, rounded up to whole steps: 50e9, 50B, "
+        "500M; padding counts",
     )
     dry_run: bool = setting(
         False, "check the settings and the data, print arithmetic and memory estimate, and stop"
@@ -42,11 +47,33 @@ class RunArguments:
         False,
         "write a checkpoint also whenever an evaluation gives a new best of metric_for_best_model",
     )
+    early_stopping_patience: int | None = setting(
+        None,
+        "end the run when metric_for_best_model has not improved in so many evaluations in a row; "
+        "null: never",
+    )
+    early_stopping_threshold: float = setting(
+        0.0, "by how much the metric has to improve on its best value to count for early stopping"
+    )
+    ema_decay: float | None = setting(
+        None,
+        "average the weights exponentially with this decay, such as 0.999: final/ holds the "
+        "average; 4 bytes a parameter; null: off",
+    )
+    sample_prompts: list[str] = setting(
+        [],
+        "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "
+        "files with one a line; if sft_train.py trains on chats, they are asked as such",
+    )
+    sample_max_new_tokens: int = setting(64, "tokens that each of sample_prompts gets at most")
     accept_changes: list[str] = setting(
         [], "changed settings with which this run resumes although they make it another run"
     )
     async_save: bool = setting(
         False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
+    )
+    lm_eval_tasks: list[str] = setting(
+        [], "benchmarks of lm-evaluation-harness to run on final/ at the end, on one GPU"
     )
     optim_states: str | None = setting(
         None,
@@ -70,6 +97,10 @@ class DataArguments:
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
         [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
+    )
+    max_eval_sequences: int | None = setting(
+        None,
+        "evaluate each split on at most so many packed sequences, always the same ones; null: all",
     )
     packing: str = setting(
         "best_fit",
@@ -104,6 +135,11 @@ class ModelArguments(ModelConfig):
     )
     init_optimizer: bool = setting(
         False, "take over Adam's state from init_from, a checkpoint, under a new schedule"
+    )
+    pad_embeddings_to_multiple_of: int | None = setting(
+        None,
+        "round the rows of the embedding up, to 64 or 128 for faster products; the added ones are "
+        "no tokens. null: 64 where tokens are added, else as they are",
     )
     dtype: str | None = setting(
         None,
@@ -162,6 +198,19 @@ class _ChangedDefaults:
         "and attention), full (whole layers), or auto: as little as the memory allows",
         choices=("none", "selective", "full", "auto", True, False),
     )
+    resume_from_checkpoint: str | bool | None = setting(
+        None,
+        "a checkpoint from elsewhere to resume in a new output_dir; a run resumes from its own "
+        "checkpoints by itself",
+    )
+    push_to_hub: bool = setting(
+        False, "upload final/ to the Hub at the end of the run, with HF_WRITE_TOKEN"
+    )
+    hub_model_id: str | None = setting(
+        None, "OWNER/NAME of the model on the Hub; null: your own, named like output_dir"
+    )
+    # The Hub's own default is public.
+    hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
@@ -194,6 +243,23 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
     max_length: int | None = None
     dataset_kwargs: dict[str, Any] | str | None = field(
         default_factory=lambda: {"skip_prepare_dataset": True}
+    )
+
+
+def token_count(written: float | str) -> int:
+    """Return the tokens that `50e9`, "50e9" or "50B" stands for; ValueError for anything else.
+
+    >>> token_count("1.5B"), token_count("500 M"), token_count(50e9)
+    (1500000000, 500000000, 50000000000)
+    """
+    number, powers = str(written).strip(), "KMBT"
+    unit = number[-1:].upper()
+    with suppress(ValueError, OverflowError):
+        tokens = float(number[:-1] if unit and unit in powers else number)
+        if (count := round(tokens * 1000 ** (powers.find(unit) + 1 if unit else 0))) > 0:
+            return count
+    raise ValueError(
+        f"max_tokens {shown(written)}: expected a number of tokens above 0, such as 500M, 50B, 50e9"
     )
 
 

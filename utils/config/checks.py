@@ -9,14 +9,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from utils.config.arguments import eval_splits, train_sources
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from utils.config.arguments import eval_splits, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
 from utils.config.unknown_names import unknown_name
 
+# They need a metric_for_best_model.
+BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
+
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without a directory or weights, and accepted changes of no setting."""
+    """Refuse a run without a directory or weights, names that nothing has, LoRA from scratch."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -24,6 +29,15 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
+    if values["max_tokens"] is not None:
+        try:
+            token_count(values["max_tokens"])
+        except ValueError as error:
+            yield str(error)
+    try:
+        validate_repo_id(values["hub_model_id"])
+    except HFValidationError as error:
+        yield f"{values.shown('hub_model_id')}: give OWNER/NAME: {error}"
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
     for name in values["accept_changes"]:
@@ -41,6 +55,22 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["fp16"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU")):
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
+
+
+def check_quantization(values: SettingValues) -> Iterator[str]:
+    """Refuse 4 bits without adapters, and without the package that makes them."""
+    if not values["load_in_4bit"]:
+        return
+    if not values["use_peft"]:
+        yield (
+            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
+            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
+        )
+    if not is_installed("bitsandbytes"):
+        yield (
+            f"{values.shown('load_in_4bit')} needs bitsandbytes, which is not installed: "
+            "pip install bitsandbytes"
+        )
 
 
 def check_train_data(values: SettingValues) -> Iterator[str]:
@@ -70,7 +100,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
     metrics = [f"eval_{name}_{kind}" for name in splits for kind in ("loss", "perplexity")]
     metric, known = values["metric_for_best_model"], f"one of {', '.join(metrics)}"
     if metric is None:
-        judges = [name for name in ("load_best_model_at_end", "save_best") if values[name]]
+        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
             judges.append("lr_scheduler_type")
         for judge in judges:
@@ -84,15 +114,18 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
 # Numbers by the range they have to lie in; NaN lies in none.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: 0 <= value < math.inf,
-     "dataloader_num_workers eval_delay hang_timeout_s max_grad_norm save_minutes warmup_steps "
-     "weight_decay"),
+     "dataloader_num_workers early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
+     "save_minutes warmup_steps weight_decay"),
     ("above 0", lambda value: 0 < value < math.inf,
-     "adam_epsilon eval_steps learning_rate logging_steps num_train_epochs save_steps"),
+     "adam_epsilon eval_steps learning_rate logging_steps neftune_noise_alpha num_train_epochs "
+     "save_steps"),
+    ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
     ("at least 1", lambda value: value >= 1,
-     "dataloader_prefetch_factor ddp_timeout global_batch_size lora_alpha lora_r "
-     "per_device_eval_batch_size per_device_train_batch_size"),
+     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
+     "per_device_train_batch_size sample_max_new_tokens"),
     # The newest of two checkpoints may be damaged; a single token has no next one.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
@@ -141,11 +174,12 @@ OPTIMIZERS = {
     "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
     "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
 }  # fmt: skip
+LM_EVAL = "lm_eval>=0.4.13,<0.5"
 REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse trackers and optimizers whose package is not installed; Trainer would, but late."""
+    """Refuse trackers, optimizers and benchmarks whose package is not installed."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []
@@ -157,6 +191,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
                 f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
                 "(metrics.jsonl in the run's directory has every figure)"
             )
+    if values["lm_eval_tasks"] and not is_installed("lm_eval"):
+        yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"
     optimizer = values["optim"]
     module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
     if module and not is_installed(module):
@@ -182,6 +218,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_precision,
+    check_quantization,
     check_train_data,
     check_evaluation,
     check_ranges,

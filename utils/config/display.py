@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What most runs set; the rest is behind `--help all`. A test checks that each exists.
 SHORT_LIST = {
-    "Model": "model_name_or_path model_config init_from use_peft lora_r lora_alpha "
+    "Model": "model_name_or_path model_config init_from use_peft lora_r lora_alpha load_in_4bit "
     "attn_implementation",
     "Data": "train_data eval_data sequence_length packing on_overlong",
     "Batch and schedule": "global_batch_size per_device_train_batch_size num_train_epochs "
@@ -27,7 +27,7 @@ SHORT_LIST = {
     "Checkpoints": "output_dir save_steps save_minutes save_total_limit save_best",
     "Evaluation and logging": "eval_steps logging_steps report_to run_name",
 }
-FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "on_overlong")
+FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong")
 # What the command line itself takes beside settings.
 OWN_FLAGS = {
     "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "

@@ -151,6 +151,8 @@ def _convert_optimizer(given: Conversion) -> None:
         given.take("lr_scheduler_type")
         given.put("lr_scheduler_type", "cosine_with_min_lr", f"cosine_min_lr_ratio: {ratio}")
         given.put("lr_scheduler_kwargs", {"min_lr_rate": ratio})
+    if given.kind == "axolotl" and given.value("hub_model_id"):
+        given.put("push_to_hub", True, "hub_model_id")
     if given.take("wandb_project") or given.take("use_wandb"):
         given.put("report_to", ["wandb"], "WANDB_PROJECT in the environment names the project")
     if "WandB" in str(given.take("tracker")):
@@ -172,7 +174,9 @@ def _convert_adapter(given: Conversion) -> None:
                 "lora_alpha", Given(2 * given.value("lora_r"), given.its_default)
             )
         if bits == 4:
-            given.run["load_in_4bit"] = (True, "")
+            given.put("load_in_4bit", True)
+            nested = given.take("double_quantization", given.kind != "trl")
+            given.put("use_bnb_nested_quant", given.take("use_bnb_nested_quant", nested))
         if isinstance(targets, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", targets):
             targets = [] if targets == "all" else re.split(r"\s*,\s*", targets)
         elif isinstance(targets, str) and targets != "all-linear":

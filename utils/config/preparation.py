@@ -10,6 +10,7 @@ from utils.config.command_line import read_settings
 from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
 
+TRAIN = "train"
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
@@ -23,8 +24,9 @@ class PreparationArguments:
 
     sources: list[str | dict[str, Any]] = setting(
         help="files, folders or globs with the training documents: text, JSONL, JSON, CSV (also "
-        ".gz, .zst), Parquet, or a folder written by datasets' save_to_disk; in a recipe also "
-        "mappings of path, split, format, columns, filter, weight and max_tokens"
+        ".gz, .zst), Parquet, a folder written by datasets' save_to_disk, or OWNER/NAME of a "
+        "dataset of the Hub; in a recipe also mappings of path, split, format, columns, filter, "
+        "weight and max_tokens, and for the Hub subset, revision and max_files"
     )
     tokenizer_name_or_path: str = setting(
         help="tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
@@ -34,6 +36,16 @@ class PreparationArguments:
         [],
         "named evaluation splits as NAME=PATH (of a folder with splits, the one of that name); a "
         "name given again adds a path to it; in a recipe also mappings, with name",
+    )
+    models: list[str] = setting(
+        [],
+        "models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) whose weights and tokenizer to "
+        "fetch as well, so that jobs without a network find them; of weights, safetensors alone",
+    )
+    offline_dir: str | None = setting(
+        None,
+        "folder to fetch everything into that the settings name of the Hub, for machines without a "
+        "network, to which it is HF_HOME; it is checked there, and nothing is prepared",
     )
     format: str = setting(
         "auto",
@@ -153,7 +165,7 @@ class Source:
 
     split: "train", or the name of the evaluation split that the documents go to. from_split: the
     split to take of a folder that has several; None: that of the same name. columns: pairs
-    (name in the files, our name).
+    (name in the files, our name). subset, revision and max_files are for datasets of the Hub.
     """
 
     paths: tuple[str, ...]
@@ -164,9 +176,15 @@ class Source:
     filters: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     max_tokens: int | None = None
+    subset: str | None = None
+    revision: str | None = None
+    max_files: int | None = None
 
 
-ENTRY_KEYS = ("path", "split", "format", "columns", "filter", "weight", "max_tokens")
+ENTRY_KEYS = (
+    *("path", "split", "format", "columns", "filter", "weight", "max_tokens"),
+    *("subset", "revision", "max_files"),
+)
 
 
 def sources_of(arguments: PreparationArguments) -> list[Source]:
@@ -217,9 +235,7 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
             f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
             "document is written; 0.5 takes half of them"
         )
-    tokens = given.get("max_tokens")
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise ValueError(f"max_tokens is {tokens!r}: give a whole number above 0")
+    _check_words_and_numbers(given)
     filters = dict(given.get("filter") or {})
     for column, wanted in filters.items():
         if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
@@ -232,8 +248,17 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
         columns=_columns_of(given.get("columns", arguments.columns)),
         filters=tuple(filters.items()),
         weight=weight,
-        max_tokens=tokens,
+        **{key: given.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
     )
+
+
+def _check_words_and_numbers(given: Mapping[str, Any]) -> None:
+    for key in ("max_tokens", "max_files"):
+        if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{key} is {number!r}: give a whole number above 0")
+    for key in ("split", "subset", "revision"):
+        if not isinstance(given.get(key), str | None):
+            raise ValueError(f"{key} is {given[key]!r}: give a name, a number in quotes")
 
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:

@@ -19,7 +19,12 @@ from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
 )
-from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule_fault
+from utils.config.checks import (
+    BEST_MODEL_JUDGES,
+    FINE_TUNING_CHECKS,
+    PRETRAINING_CHECKS,
+    schedule_fault,
+)
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import settle_precision, without_launch
@@ -75,7 +80,10 @@ def _parse(
     return RunSettings(run, data, model, training, values, dict(values), script)
 
 
-BEST_MODEL = "load_best_model_at_end save_best metric_for_best_model greater_is_better"
+OF_EVALUATIONS = (
+    "eval_steps eval_on_start max_eval_sequences sample_prompts load_best_model_at_end save_best "
+    "metric_for_best_model greater_is_better early_stopping_patience"
+)
 LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
@@ -95,19 +103,25 @@ _is_given = _is_not(None, [], "")
 # While the value of the first setting is as the second says, those of the third have no effect.
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     # When to evaluate, save and log.
-    ("eval_data", _is([]), f"eval_strategy eval_steps eval_on_start {BEST_MODEL}"),
-    ("eval_strategy", _is("no"), f"eval_data eval_steps eval_on_start {BEST_MODEL}"),
+    ("eval_data", _is([]), f"eval_strategy {OF_EVALUATIONS}"),
+    ("eval_strategy", _is("no"), f"eval_data {OF_EVALUATIONS}"),
     ("eval_strategy", _is("epoch"), "eval_steps"),
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("sample_prompts", _is([]), "sample_max_new_tokens"),
+    ("early_stopping_patience", _is(None), "early_stopping_threshold"),
+    ("max_steps", _is_not(-1), "max_tokens"),
+    ("max_tokens", _is_given, "max_steps"),
     # Where the weights come from; a model_config with init_from changes positions and the like.
     ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
     ("init_from", _is_given, "model_name_or_path model_revision"),
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is_given, "model_name_or_path model_revision"),
+    ("push_to_hub", _is(False), "hub_model_id hub_private_repo"),
     ("use_peft", _is(False), LORA),
-    ("use_peft", _is(True), "stochastic_rounding init_optimizer"),
+    ("load_in_4bit", _is(False), "bnb_4bit_quant_type use_bnb_nested_quant"),
+    ("use_peft", _is(True), "stochastic_rounding init_optimizer pad_embeddings_to_multiple_of"),
     # In which types it is computed.
     ("bf16", _is(True), "fp16 stochastic_rounding"),
     ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
@@ -136,16 +150,17 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Leave out max_steps or num_train_epochs, whichever comes from the weaker source.
+    """Leave out max_steps and max_tokens, or num_train_epochs, if they come from weaker sources.
 
-    Where one source gives both, max_steps counts, as transformers documents it.
+    Where one source gives both, epochs do not count, as transformers documents it.
     """
-    if values["max_steps"] == -1:
-        return
-    if values.rank("num_train_epochs") > values.rank("max_steps"):
-        _leave_out(values, "max_steps", "num_train_epochs")
-    elif values.changed("num_train_epochs"):
-        _leave_out(values, "num_train_epochs", "max_steps")
+    for limit in ("max_steps", "max_tokens"):
+        if not values.changed(limit):
+            continue
+        if values.rank("num_train_epochs") > values.rank(limit):
+            _leave_out(values, limit, "num_train_epochs")
+        elif values.changed("num_train_epochs"):
+            _leave_out(values, "num_train_epochs", limit)
 
 
 def leave_out_overruled(values: SettingValues) -> None:
@@ -231,7 +246,7 @@ def derive_best_metric(values: SettingValues) -> None:
     """Derive what the best model is judged by, where there is one split, and which way round."""
     with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
-        judges = [name for name in ("save_best", "load_best_model_at_end") if values[name]]
+        judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
             why = f"{values.shown(judges[0])}, and the only split"
             values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)

@@ -138,7 +138,7 @@ LLAMA_FACTORY = Toolkit(
     },
     left=_EVERYWHERE | by_name({
         "max_tokens of a source limits it, weight takes a share": "max_samples",
-        "quantized with bitsandbytes": "quantization_method double_quantization",
+        "quantized with bitsandbytes": "quantization_method",
         "of the model's config.json": "rope_scaling",
     }),
 )  # fmt: skip
@@ -202,10 +202,7 @@ TRL = Toolkit(
         "sequence_length": 1024, "overlong": "truncate", "packing": False, "bf16": True,
         "checkpointing": True, "per_device_train_batch_size": 8, "learning_rate": 2e-5,
     },
-    left=_EVERYWHERE | by_name({
-        "final/ is complete; hf upload pushes it": "push_to_hub hub_model_id hub_strategy "
-        "hub_private_repo hub_model_revision",
-    }),
+    left=_EVERYWHERE,
 )  # fmt: skip
 
 TOOLKITS = {

@@ -16,8 +16,8 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
 REFUSED = by_name({
     "accelerate launch --config_file FILE sets the strategy": ""
     "deepspeed fsdp fsdp_config parallelism_config",
-    "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
-    "push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy",
+    "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
+    "hub_always_push hub_revision hub_strategy",
     "settings are printed and saved, tokens must not be: put HF_TOKEN into the environment or .env":
     "hub_token",
     "it makes a dense attention mask on packed sequences: --compile true compiles layer by layer":
@@ -27,7 +27,7 @@ REFUSED = by_name({
     "eval_do_concat_batches eval_use_gather_object include_for_metrics "
     "include_num_input_tokens_seen prediction_loss_only skip_memory_metrics",
     "a run saves all that it needs, as save_steps says and when it is stopped, and resumes by "
-    "itself": "enable_jit_checkpoint ignore_data_skip resume_from_checkpoint save_on_each_node "
+    "itself": "enable_jit_checkpoint ignore_data_skip save_on_each_node "
     "save_only_model",
     "it follows from global_batch_size, which is per_device_train_batch_size x gradient "
     "accumulation x ranks: give that": "auto_find_batch_size gradient_accumulation_steps",
@@ -48,8 +48,10 @@ REFUSED = by_name({
     "special tokens come from the tokenizer: --tokenizer_name_or_path": "eos_token pad_token",
     "set --sequence_length, and --on_overlong for longer documents": "max_length truncation_mode",
     "models are set by --model_name_or_path, --dtype and their like": "model_init_kwargs",
-    "quantized weights are not supported: use --dtype bfloat16 with --use_peft": ""
-    "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit use_bnb_nested_quant",
+    "8 bits are not supported: load_in_4bit: true takes half as much, dtype: bfloat16 twice": ""
+    "load_in_8bit",
+    "it shards weights in 4 bits, which is not supported: multi_gpu.yaml keeps them on each GPU": ""
+    "bnb_4bit_quant_storage",
     "LoRA here is for causal language models": "lora_task_type",
 })  # fmt: skip
 
@@ -59,6 +61,7 @@ OTHER_NAMES = by_name({
     "per_device_train_batch_size": "batch_size micro_batch_size per_device_batch_size",
     "num_train_epochs": "epochs num_epochs",
     "max_steps": "max_iters max_steps_per_epoch max_train_steps num_steps steps train_iters",
+    "max_tokens": "max_train_tokens token_budget total_tokens train_tokens training_tokens",
     "max_grad_norm": "clip_grad grad_clip gradient_clipping",
     "learning_rate": "lr",
     "lr_scheduler_type": "scheduler",
@@ -72,10 +75,16 @@ OTHER_NAMES = by_name({
     "init_from": "adapter_name_or_path",
     "model_name_or_path": "base_model model model_name model_path",
     "tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path",
+    "pad_embeddings_to_multiple_of": "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of "
+    "vocab_size_multiple",
     "dtype": "torch_dtype",
     "use_peft": "lora peft use_lora",
+    "load_in_4bit": "load_4bit qlora quantization_bit",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant double_quantization",
     "lora_target_modules": "lora_target",
     "per_device_eval_batch_size": "eval_batch_size",
+    "max_eval_sequences": "eval_batches eval_iters max_eval_samples max_val_batches",
+    "sample_prompts": "generation_prompts sample_prompt validation_prompts",
     "save_steps": "save_every save_interval",
     "eval_steps": "eval_every eval_interval",
     "logging_steps": "log_interval log_every_n_steps",

@@ -21,6 +21,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 BLOCK = 1024  # samples in which weighted sources are mixed
 BLOCK_KEYS = -1  # the key stream of blocks; those of sources count up from 0
+EVAL_KEYS = -2  # and that of evaluations
 CACHED_BLOCKS = 8
 
 PADDING_SEQUENCE = -1
@@ -208,13 +209,24 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def eval_batches(
-    sequences: int, micro_batch_size: int, rank: int, world_size: int
+    sequences: int,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    at_most: int | None = None,
 ) -> list[list[int]]:
     """Return the evaluation micro-batches of one rank: every sequence once, in order, over ranks.
 
-    All ranks get equally many micro-batches, since they reduce together; PADDING_SEQUENCE fills up.
+    `at_most` so many, drawn alike for every seed and world size: packing sorts by length, so the
+    first ones would not do. All ranks get equally many micro-batches, since they reduce together;
+    PADDING_SEQUENCE fills up.
     """
+    numbers = np.arange(sequences)
+    if at_most is not None and at_most < sequences:
+        numbers = numbers[:at_most]
+        keys = derive_keys(0, EVAL_KEYS, np.zeros(at_most, dtype=np.int64))
+        numbers = np.sort(permute(numbers, sequences, keys))
     together = micro_batch_size * world_size
-    numbers = np.arange(-(-sequences // together) * together)
-    numbers[sequences:] = PADDING_SEQUENCE
-    return numbers.reshape(-1, world_size, micro_batch_size)[:, rank].tolist()
+    filled = np.full(-(-len(numbers) // together) * together, PADDING_SEQUENCE)
+    filled[: len(numbers)] = numbers
+    return filled.reshape(-1, world_size, micro_batch_size)[:, rank].tolist()

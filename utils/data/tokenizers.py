@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
-def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
+def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrainedTokenizerBase":
     """Load a tokenizer from a folder, or by its Hub name where the machine is online.
 
-    No code from the folder or the Hub is run. Raises ConfigurationError when there is none, when
-    it needs its own code, or when it has no end-of-text token.
+    `is_cached`: the Hub is not asked for what is in the cache, or nowhere. No code from the folder
+    or the Hub is run. Raises ConfigurationError when there is none, when it needs its own code, or
+    when it has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
@@ -29,7 +30,7 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, local_files_only=is_folder, trust_remote_code=False
+            name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]

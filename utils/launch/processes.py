@@ -8,7 +8,8 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -122,6 +123,18 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
     if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         return "fsdp" + environment.get("FSDP_VERSION", "1")
     return "ddp" if processes > 1 else "single"
+
+
+def tune_strategy(accelerator: Any) -> None:
+    """Let accelerate's DDP copy no gradients and its FSDP2 round no sums, before it prepares."""
+    if accelerator.ddp_handler is not None:
+        accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
+        # accelerate's would round the loss, and the gradients' sums over ranks, to bf16.
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        )
 
 
 def check_strategy(facts: LaunchFacts) -> None:

@@ -24,7 +24,10 @@ TEARDOWN_LIMIT_S = 10.0
 SPEAK_FIRST_S = 3.0
 FAILED = 1  # an exception nobody foresaw, as Python itself ends
 # Libraries that tell at INFO what helps nobody in a training log.
-_NOISY = ("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "huggingface_hub")
+_NOISY = (
+    *("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "httpx2"),
+    "huggingface_hub",
+)
 
 _SWITCHES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL reports each trainer to the Hub otherwise
@@ -71,6 +74,8 @@ def configure_logging() -> None:
     logging.captureWarnings(True)
     # PEFT's, at every start with adapters, of what it asks transformers itself.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    # torch's, at each save of averaged weights by one process.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
     # Without the source line, which says little and makes two lines of one event.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"
@@ -87,11 +92,29 @@ def configure_environment() -> None:
     # go through them a thousand times, nor once more when the process ends.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
+    _stay_offline_in_jobs()
+    for name, value in _SWITCHES.items():
+        os.environ.setdefault(name, value)
+
+
+def configure_hub() -> None:
+    """Set the switches of the Hub's libraries alone, for a script that downloads; see above.
+
+    Bars of progress are shown on a terminal, and each request is not logged.
+    """
+    _stay_offline_in_jobs()
+    bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
+    for name in bars if not sys.stderr.isatty() else ():
+        os.environ.setdefault(name, _SWITCHES[name])
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", _SWITCHES["HF_HUB_DISABLE_TELEMETRY"])
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _stay_offline_in_jobs() -> None:
     if "SLURM_JOB_ID" in os.environ and "HF_HUB_OFFLINE" not in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "1"
         logger.info("Hugging Face Hub: offline (Slurm job); HF_HUB_OFFLINE=0 allows downloads")
-    for name, value in _SWITCHES.items():
-        os.environ.setdefault(name, value)
 
 
 def run_script(main: Callable[[], int | None]) -> int:

@@ -3,6 +3,7 @@
 config                  a configuration read strictly; the tokenizer beside the embedding
 weights, stages         what is loaded, and from which earlier run
 adapters                LoRA, and which weights train
+quantization            weights in 4 bits under LoRA
 architecture            a small random model of the same architecture, to try things on
 attention               the chosen kernel, and the proof that packed documents stay apart
 loss_head               the last layer with its loss, and the experts' load-balancing term

@@ -76,7 +76,7 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
         return None
     from peft.tuners.lora import LoraLayer
 
-    targets = _targets(_without_weights(config), model)
+    targets = _targets(without_weights(config), model)
     experts = _last_names(targets.parameters)
     if experts and model.lora_dropout:
         dropout, model.lora_dropout = model.lora_dropout, 0.0
@@ -98,7 +98,8 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
     return targets
 
 
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model on the meta device, to look at."""
     with torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
     return built
@@ -111,7 +112,7 @@ def _adapt(
     model.lora_target_modules = list(modules)
     model.lora_target_parameters = list(parameters) or None
     try:
-        return with_adapters(_without_weights(config), model)
+        return with_adapters(without_weights(config), model)
     except MISFITS as error:
         raise ConfigurationError(
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
@@ -125,7 +126,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
     known = [name for name, _ in built.named_modules() if name]
     asked, named = model.lora_target_modules, model.lora_target_parameters
     problems: list[str] = []
-    modules, parameters = _linear_and_experts(built)
+    modules, parameters = linear_and_experts(built)
     if asked is None and named is not None:
         modules = []
     elif asked is not None and asked != ALL:
@@ -173,7 +174,7 @@ def _matched(
     return [name for name in known if name in found]
 
 
-def _linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
+def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the text model's linear layers but the last, and the weights that hold all experts.
 
     The class alone would do for too many layers: some routers derive from it and return more than a

@@ -194,17 +194,21 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Give the configuration as many tokens as the new ones need, and log them.
+    """Give the configuration as many tokens as the new ones and the padding need, and log them.
 
     Of a tokenizer that had more tokens than its model when both were published (Gemma 3 1B) none
     are new: data that uses them is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
+    multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
+    needed = max(before, new[-1] + 1) if new else before
+    if multiple is not None or needed > before:
+        multiple = multiple or ROWS_MULTIPLE
+        text.vocab_size = -(-needed // multiple) * multiple
     if not new:
+        if text.vocab_size > before:
+            logger.info(f"embedding: {text.vocab_size:,} rows, {before:,} of them in use")
         return
-    before = text.vocab_size
-    if new[-1] >= before:
-        text.vocab_size = -(-(new[-1] + 1) // ROWS_MULTIPLE) * ROWS_MULTIPLE
     shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
     logger.info(
         f"embedding: {len(new)} new tokens ({shown}), {text.vocab_size:,} rows, {before:,} before; "

@@ -15,6 +15,7 @@ from utils.checkpoints.files import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
+from utils.data.tokenizers import vocabulary_size
 from utils.model.architecture import first_line
 from utils.model.stages import stage_of
 
@@ -43,9 +44,12 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
 
 
 def finished_generation(
-    model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset
+    model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the settings of a model that stops where this data taught it to, too."""
+    """Return the settings of a model that stops where this data taught it to, too.
+
+    `padded`: rows of its embedding were added that are no tokens; they are never generated.
+    """
     if not model.can_generate():
         return None
     made = copy.deepcopy(model.generation_config)
@@ -54,6 +58,10 @@ def finished_generation(
     ends = dict.fromkeys([*known, tokenizer.eos_token_id, *turns])
     if stops := [end for end in ends if end is not None]:
         made.eos_token_id = stops if len(stops) > 1 else stops[0]
+    if padded:
+        rows = model.config.get_text_config().vocab_size
+        spare = range(vocabulary_size(tokenizer), rows)
+        made.suppress_tokens = sorted({*(made.suppress_tokens or ()), *spare}) or None
     # transformers saves odd settings (a temperature without do_sample) if they are as loaded.
     made._original_object_hash = hash(made)
     return made

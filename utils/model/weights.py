@@ -30,6 +30,7 @@ from utils.model.architecture import causal_lm_class, first_line
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings
+from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.support.collectives import on_every_rank, on_rank_0
 
@@ -179,6 +180,22 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     return {name: value for name, value in read_config_file(path).items() if name not in notes}
 
 
+def published_rows(
+    settings: RunSettings, config: PreTrainedConfig, weights: str, new_tokens: Sequence[int]
+) -> PreTrainedConfig:
+    """Return the configuration as `weights` fit it: a copy, if rows are added once they are loaded.
+
+    With as many tokens as the weights have.
+    """
+    model = settings.model
+    if not new_tokens and model.pad_embeddings_to_multiple_of is None:
+        return config
+    published = copy.deepcopy(config)
+    own = AutoConfig.from_pretrained(weights, revision=model.model_revision)
+    published.get_text_config().vocab_size = own.get_text_config().vocab_size
+    return published
+
+
 def load_model(
     settings: RunSettings,
     config: PreTrainedConfig,
@@ -203,11 +220,7 @@ def load_model(
         made.set_attn_implementation(attention.name)
         made = made.to(dtype)
     else:
-        published = config
-        if new_tokens:  # with as many tokens as the weights have
-            published = copy.deepcopy(config)
-            own = AutoConfig.from_pretrained(weights, revision=model.model_revision)
-            published.get_text_config().vocab_size = own.get_text_config().vocab_size
+        published = published_rows(settings, config, weights, new_tokens)
         made = load_strictly(
             weights,
             exact=model.init_from is not None,
@@ -215,12 +228,15 @@ def load_model(
             config=published,
             dtype=dtype,
             attn_implementation=attention.name,
+            **quantized_loading(settings, config, dtype),
         )
-        if new_tokens:
+        if published is not config:
             add_rows(made, list(new_tokens), config.get_text_config().vocab_size)
+        if new_tokens:
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)
+            compute_alike(made)
     made.generation_config = generation_settings(settings, config)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))

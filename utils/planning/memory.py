@@ -19,7 +19,9 @@ from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
+from utils.model.finished_model import name_of
 from utils.model.loss_head import LossHeadChoice
+from utils.model.quantization import quantized_layers
 from utils.model.weights import weights_dtype
 from utils.planning.memory_trace import Workload, most_alive, trace
 from utils.support.collectives import gathered
@@ -110,8 +112,14 @@ def plan_memory(
         weights = mixed  # the strategy gathers or keeps what is computed with in this type
     rows, length = training.per_device_train_batch_size, settings.data.sequence_length
     device = "cuda" if launch.device == "cuda" else "cpu"
-    work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
+    quantized = quantized_layers(settings.model, config)
+    work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled, quantized)
     counts = count_parameters(settings.model, config)
+    if quantized is not None:
+        logger.info(
+            f"load_in_4bit: {quantized.weights:,} of {counts[0]:,} parameters are kept in "
+            f"{settings.model.bnb_4bit_quant_type}, the rest in {name_of(weights)}"
+        )
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice, counts)
         for choice in possible
@@ -267,8 +275,13 @@ def estimate_memory(
         activations += gathered_weights
     if work.device != "cpu" or work.attention is None:  # a GPU, or a dry run for one
         activations += WORKSPACE_BYTES
+    if work.quantized is not None:
+        # A layer's weights are dequantized while it computes, whichever is running at the peak.
+        activations += work.quantized.largest * dtype.itemsize
     if ddp and accumulates:
         made += gradients  # the first micro-batches' lie beside the buckets
+    if work.quantized is not None:
+        weights -= work.quantized.bytes_saved(settings.model, dtype)
     weights, states = weights // shards["weights"], states // shards["optimizer"]
     return MemoryEstimate(weights, made, states, activations, counted)
 
@@ -279,15 +292,17 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype
 
 
 def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, trained: torch.dtype) -> float:
-    """Return what the optimizer keeps for each weight; AdamW's two moments where not known."""
+    """Return what is kept for each weight: EMA, and moments, AdamW's two where not known."""
+    averages = 0 if settings.run.ema_decay is None else 4
     if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
         return 12  # float32 masters and two states ("ZeRO", arXiv 1910.02054, section 3.1)
     name = str(getattr(settings.training.optim, "value", settings.training.optim))
     if name in ("sgd", "adafactor", "lomo", "adalomo"):
-        return 0
+        return averages
     adamw = optimizer_bytes_per_parameter(settings.run.optim_states, trained)
     kept = 2 if "8bit" in name else adamw
-    return kept / 2 if "lion" in name or name in ("adagrad", "rmsprop") else kept
+    one = "lion" in name or name in ("adagrad", "rmsprop")
+    return averages + (kept / 2 if one else kept)
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:

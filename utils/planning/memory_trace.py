@@ -31,6 +31,7 @@ from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
+from utils.model.quantization import Quantized
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Workload:
     attention: AttentionChoice | None  # None: the compute node chooses, a flash kernel if any
     loss_head: LossHeadChoice
     compiled: bool = False
+    quantized: Quantized | None = None
 
 
 @dataclass

@@ -12,7 +12,12 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
-from utils.config.arguments import FineTuneConfig, accumulation_steps, batch_arithmetic
+from utils.config.arguments import (
+    FineTuneConfig,
+    accumulation_steps,
+    batch_arithmetic,
+    token_count,
+)
 from utils.config.errors import ConfigurationError
 from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN, is_true
 from utils.config.settings import RunSettings
@@ -31,6 +36,7 @@ from utils.model.attention import (
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
+from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
@@ -83,8 +89,12 @@ def plan_run(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: lower it, or add data."
         )
-    total_steps = training.max_steps
-    if total_steps <= 0:
+    length, total_steps = settings.data.sequence_length, training.max_steps
+    if run.max_tokens is not None:
+        tokens, in_step = token_count(run.max_tokens), run.global_batch_size * length
+        total_steps = math.ceil(tokens / in_step)
+        logger.info(f"max_tokens: {tokens:,} / {in_step:,} a step = {total_steps:,} steps")
+    elif total_steps <= 0:
         # The last global batch is filled from the epoch after the last one, never cut short.
         total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
     training.gradient_accumulation_steps = accumulation
@@ -94,12 +104,12 @@ def plan_run(
     sampler = GlobalBatchSampler(
         order, run.global_batch_size, micro_batch, launch.rank, launch.world_size, total_steps
     )
-    length = settings.data.sequence_length
     logger.info("batch: %s", batch_arithmetic(micro_batch, length, launch.world_size, accumulation))
     logger.info(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
+    check_quantization(settings, config, launch.strategy)
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))
     elsewhere = on_a_login_node(settings, launch)
@@ -180,6 +190,11 @@ def choose_optimizer_states(
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
     own = name_of(trained)
+    if run.ema_decay is not None and launch.strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"{settings.values.shown('ema_decay')} does not go with {launch.strategy}, which keeps "
+            "weights in its own way: use multi_gpu.yaml or fsdp2.yaml, or leave it out."
+        )
     if run.optim_states in (None, own) and not run.stochastic_rounding:
         return None
     asked = settings.values.shown("optim_states" if run.optim_states else "stochastic_rounding")

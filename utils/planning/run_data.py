@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -22,6 +23,9 @@ from utils.model.config import compare_with_model, new_token_ids
 from utils.model.stages import stage_tokenizer
 from utils.support.collectives import on_rank_0
 
+if TYPE_CHECKING:
+    from utils.data.prepare.prompts import Prompt
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +38,7 @@ class RunData:
     weights: list[float] | None
     tokenizer_sha256: str
     new_tokens: Sequence[int]  # ids that the model's weights have no row for
+    prompts: "Sequence[Prompt]"  # whose completions evaluations show
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of every split's datasets, for the provenance."""
@@ -87,8 +92,7 @@ def load_run_data(
     named = [("train", directory) for directory in sources] + list(splits.items())
     vocabulary = config.get_text_config().vocab_size
     sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
-    opened: list[TokenDataset] = []
-    problems: list[str] = []
+    opened, problems = list[TokenDataset](), list[str]()
     for split, directory in named:
         try:
             # An evaluation split of a folder of splits goes by its own name.
@@ -113,7 +117,8 @@ def load_run_data(
         for dataset in opened
     ]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
-        logger.info("%s: %s", name, packing_line(dataset, plan))
+        most = data.max_eval_sequences if name in splits else None
+        logger.info("%s: %s", name, packing_line(dataset, plan, most))
     # A token that the model has: it is not trained on, and no document sees it.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
@@ -126,7 +131,30 @@ def load_run_data(
         weights or None,
         sha256,
         new_token_ids(settings, tokenizer),
+        _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
+
+
+def _prompts(
+    settings: RunSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    examples: Sequence[TokenDataset],
+) -> "Sequence[Prompt]":
+    """Load `sample_prompts`, which have to fit with what the model adds to them; raises.
+
+    Where one of `examples` has chats, or nothing is known of it, they are chats.
+    """
+    run = settings.run
+    if not run.sample_prompts:
+        return ()
+    from utils.data.prepare.prompts import load_prompts
+
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+    most_tokens = positions - run.sample_max_new_tokens
+    known = [each.description for each in examples]
+    chats = any(each.chat_template_sha256 or not each.tokenizer for each in known)
+    return load_prompts(run.sample_prompts, tokenizer, chats=chats, most_tokens=most_tokens)
 
 
 def _tokenizer_problems(
@@ -158,8 +186,11 @@ def _open(directory: str, split: str = "train") -> TokenDataset:
     return opened[0] if opened else open_token_dataset(directory, split)
 
 
-def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
-    """Write out what packing made of a dataset: documents, tokens, rows, and what was left out."""
+def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
+    """Write out what packing made of a dataset: documents, tokens, rows, and what was left out.
+
+    `most`: of how many sequences an evaluation takes.
+    """
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
     trained = "every token trained on"
@@ -171,4 +202,8 @@ def packing_line(dataset: TokenDataset, plan: PackPlan) -> str:
     )
     if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
         line += f"; documents {', '.join(treated)}"
-    return f"{line}; {plan.left_out_tokens:,} tokens left out" if plan.left_out_tokens else line
+    if plan.left_out_tokens:
+        line += f"; {plan.left_out_tokens:,} tokens left out"
+    if most is not None and most < plan.sequences:
+        line += f"; evaluations take {most:,} of these sequences, always the same ones"
+    return line

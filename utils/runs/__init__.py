@@ -6,4 +6,7 @@ changes     what changed since the last start; what makes it another run is refu
 provenance  where each start comes from, in provenance.json; Weights & Biases
 finish      the run's callbacks, and its end
 export      final/ and adapter/
+model_card  their README.md
+publish     python -m utils.runs.publish: to the Hub; push_to_hub
+evaluate    python -m utils.runs.evaluate: lm-evaluation-harness; lm_eval_tasks
 """

@@ -33,7 +33,8 @@ IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
     "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
-    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding",
+    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant",
 })  # fmt: skip
 # Why checkpoints cannot continue with another value of these, accepted or not. torch puts the
 # param_groups of the saved optimizer back: a new learning rate would have no effect.
@@ -44,7 +45,8 @@ IN_THE_CHECKPOINT = {
         "adam_beta1 adam_beta2 adam_epsilon optim_args",
         "hold the optimizer's state as the old one has it": "optim optim_states",
         "hold other tensors than the run would have": "use_peft use_dora lora_r "
-        "lora_target_modules lora_target_parameters lora_modules_to_save",
+        "lora_target_modules lora_target_parameters lora_modules_to_save "
+        "pad_embeddings_to_multiple_of",
         "hold the best value of the old one, with which nothing else compares": ""
         "metric_for_best_model",
     }.items()
@@ -143,12 +145,13 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def accepted_changes(
-    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any]
+    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
     """Show what changed since the last start; return what this start has to record of it.
 
-    `facts` are those of `identity_facts`, and the script. Raises ConfigurationError for changes
-    that make another run and were not accepted, or that its checkpoints cannot continue with.
+    `facts` are those of `identity_facts`, and the script; `resumes`: from a checkpoint elsewhere.
+    Raises ConfigurationError for changes that make another run and were not accepted, or that its
+    checkpoints cannot continue with.
     """
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts:
@@ -160,7 +163,7 @@ def accepted_changes(
     # A setting that came with a later version of Stoker had its default before.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
     old, new = defaults | in_force(output_dir, starts), settings.resolved
-    resumes = own_checkpoint(str(output_dir)) is not None
+    resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
     before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
@@ -206,7 +209,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
             continue
         if name in NAMES_CONTENTS:
             note = _why_harmless(name, before, now, resumes=resumes)
-        elif name in ("max_steps", "num_train_epochs"):
+        elif name in ("max_steps", "max_tokens", "num_train_epochs"):
             note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
         elif resumes and not _as_before(name, old, new):
             impossible = IN_THE_CHECKPOINT.get(name, "")

@@ -17,15 +17,17 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.finished_model import name_of, set_generation_settings
+from utils.model.quantization import dequantized, packed_layers
+from utils.runs.model_card import shown_name, write_model_card
+from utils.runs.publish import ADAPTER, CARD
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "adapter"
 PREFIX = "base_model.model."
 
 
@@ -60,24 +62,34 @@ def merged_model(
     """Return a model without adapters and without memory, and its tensors with them merged.
 
     `state` are all tensors by PEFT's names. Those that adapters change are merged in float32 on the
-    CPU, a module at a time; tied ones that were trained apart are tied no longer.
+    CPU, a module at a time; tied ones that were trained apart are tied no longer. Weights in 4 bits
+    are merged as the adapters saw them, dequantized.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         clean: Any = type(live)(config)
-        wrapped: Any = type(model)(type(live)(live.config), copy.copy(model.peft_config["default"]))
+        wrapped: Any = type(model)(type(live)(config), copy.copy(model.peft_config["default"]))
     clean.generation_config = live.generation_config
     clean._weight_conversions = getattr(live, "_weight_conversions", None)
     cast = _caster(clean, dtype)
     merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
+    packed = packed_layers(live)
+    for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
+        del merged[name]  # the scales
     for key, module in list(_outermost(wrapped.base_model.model)):
         names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
         own = {name: merged.pop(f"{key}.{name}") for name in names}
+        if layer := packed.pop(f"{key}.base_layer", None):
+            own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
             continue  # it is tied to the module that it shares its adapter with
         for name, value in _merged(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
+    for key, layer in packed.items():
+        name = f"{key}.weight"
+        merged[name] = cast(name, dequantized(layer, merged[name]))
     _untie(clean, merged)
     return clean, merged
 
@@ -154,8 +166,8 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 
 @contextmanager
-def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
-    """Yield a directory to write into, which then gets a tokenizer, its modes and its name.
+def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
+    """Yield a directory to write into, which then gets a tokenizer, a card, its modes and its name.
 
     The tokenizer has the chat template of training, without what only training needs.
     """
@@ -170,6 +182,7 @@ def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
         tokenizer.chat_template = without_training_marks(template)
     tokenizer.save_pretrained(partial)
     tokenizer.chat_template = template
+    _write_card(partial, directory, trainer)
     os.umask(umask := os.umask(0o077))
     for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
         if file.is_file():
@@ -177,3 +190,15 @@ def _directory(directory: Path, trainer: Trainer) -> Iterator[Path]:
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
+
+
+def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
+    """Write README.md; PEFT's is a form to fill in. A model without one is better than no model."""
+    state, name = trainer.state, shown_name(directory.parent, directory.name)
+    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
+    (partial / CARD).unlink(missing_ok=True)
+    try:
+        write_model_card(partial, name, directory.parent, step, trainer.train_sequences.datasets)
+    except Exception as error:  # files of earlier starts, of other versions
+        logger.warning("%s: no model card could be made of the run's files: %r", directory, error)

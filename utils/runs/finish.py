@@ -1,5 +1,6 @@
 """The callbacks of a run, in the order in which they act, and its end."""
 
+import gc
 import logging
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
@@ -18,11 +20,14 @@ from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
+from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
-from utils.support.run_lock import leave_run_lock
+from utils.support.run_lock import leave_run_lock, wait_until_left
 from utils.training.optimizer import InheritedOptimizer
+from utils.training.smoothing import AveragedWeights
 from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
@@ -39,10 +44,16 @@ def run_callbacks(
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
     memory = MemoryMonitor()
+    asked_for: list[TrainerCallback] = []
+    if patience := settings.run.early_stopping_patience:
+        asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
+    if decay := settings.run.ema_decay:
+        asked_for.append(AveragedWeights(decay, run.resume_from))
     return [
         HangWatch(settings.run.hang_timeout_s, launch.hosts),
         *inherited,
         stop,
+        *asked_for,
         Throughput(),
         MixtureShares(),
         memory,
@@ -62,11 +73,13 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         if not trainer.watch.stopped:
             _evaluate_last_step(trainer)
             trainer.checkpoints.check_ownership()
+            if trainer.average is not None:
+                trainer.average.put_in_place()
             export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
-        leave_run_lock(output_dir)
         if trainer.watch.stopped:
+            leave_run_lock(output_dir)
             mark_wandb_stopped(ExitCode.STOPPED)
     finally:
         HangWatch.current = None
@@ -82,11 +95,36 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         metric = trainer.args.metric_for_best_model
         logger.info("best checkpoint: %s (%s = %.4f)", best, metric, state.best_metric)
     kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
+    if trainer.average is not None:
+        decay = f"ema_decay {trainer.average.decay:g}"
+        kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
     logger.info(
         "finished at step %d; %s holds the weights of %s in %s",
         step, output_dir / FINAL, kept, name_of(save_dtype),
     )  # fmt: skip
+    _use_the_result(trainer, output_dir)
+    leave_run_lock(output_dir)
     return ExitCode.DONE
+
+
+def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:
+    """Upload and benchmark ``final/`` if asked to, on rank 0; nothing of it fails the run."""
+    settings, is_first = trainer.settings, trainer.is_world_process_zero()
+    push, tasks = settings.values["push_to_hub"], settings.run.lm_eval_tasks
+    if not push and not tasks:
+        return
+    hub_name, private = trainer.args.hub_model_id, trainer.args.hub_private_repo
+    vars(trainer).clear()  # the model and the optimizer: benchmarks need the memory
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if not is_first:
+        wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
+        return
+    if push:
+        push_at_the_end(output_dir, hub_name, private)
+    if tasks:
+        evaluate_at_the_end(output_dir, tasks)
 
 
 def _evaluate_last_step(trainer: PackedTrainer) -> None:

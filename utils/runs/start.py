@@ -6,6 +6,7 @@ nor whether all bytes of a checkpoint are as they were committed.
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 import uuid
@@ -14,19 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub import get_token, is_offline_mode, try_to_load_from_cache
 from transformers import PreTrainedConfig
 
+from utils.callbacks.evaluation import UNIMPROVED
 from utils.callbacks.stop import remove_stale_requests
+from utils.checkpoints.adoption import adopt_checkpoint, foreign_checkpoint
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,
+    OWN_STATE,
     PROVENANCE,
     Manifest,
     check_layout,
     earlier_starts,
     known_run_id,
+    read_manifest,
 )
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
@@ -40,12 +45,13 @@ from utils.launch.signals import install_stop_signals
 from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
-from utils.model.weights import check_without_loading, weights_dtype
+from utils.model.weights import check_without_loading, published_rows, weights_dtype
 from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
 from utils.runs.provenance import prepare_wandb, slurm_job, write_provenance
+from utils.runs.publish import NO_TOKEN
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
@@ -90,10 +96,14 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()
+    if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
+        logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
     if not settings.run.dry_run:
         install_stop_signals()
         launch = check_launch()
         check_same_precision(settings, launch)
+        if settings.training.resume_from_checkpoint:
+            on_rank_0(lambda: _adopt(settings))  # before anything looks for what the run began with
         guard_loading(launch.strategy)
         return launch
     import torch
@@ -104,6 +114,16 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     device = "cpu" if accelerator is None else accelerator.type
     strategy = requested_strategy(os.environ, world_size)
     return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+
+
+def _adopt(settings: RunSettings) -> None:
+    args = settings.training
+    output_dir = Path(str(args.output_dir))
+    known_files(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    take_run_lock(output_dir)
+    named, needs_best = args.resume_from_checkpoint, bool(args.load_best_model_at_end)
+    adopt_checkpoint(named, output_dir, needs_best=needs_best)
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -212,7 +232,8 @@ def check_start(
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif run.resume_from is not None:
         logger.info("a start would resume from %s", run.resume_from)
-    _check_weights(settings, config, origin_directory(settings, launch.strategy, run.resume_from))
+    origin = origin_directory(settings, launch.strategy, run.resume_from)
+    _check_weights(settings, config, origin, data.new_tokens)
     return 0
 
 
@@ -220,12 +241,17 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     """Find where a start or dry run resumes, on rank 0; ConfigurationError where it cannot."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
+    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has taken it
+    foreign = foreign_checkpoint(named, output_dir)
+    record = output_dir if foreign is None else foreign.record
     facts: dict[str, Any] = {}
-    if known or not dry_run:
+    if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
-        facts |= accepted_changes(output_dir, settings, facts)
-    run_id = known_run_id(output_dir / PROVENANCE) or uuid.uuid4().hex
+        facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
+    run_id = known_run_id(record / PROVENANCE) or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
+    if foreign is not None:
+        checkpoint = foreign.directory
     has_final = (output_dir / FINAL).exists()
     if checkpoint is None:
         if has_final:  # a start would train over it
@@ -237,8 +263,17 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    return Run(run_id, str(checkpoint), has_final and step >= plan.total_steps, facts)
+    step = read_manifest(checkpoint).step
+    done = step >= plan.total_steps or _ended_early(settings, checkpoint)
+    return Run(run_id, str(checkpoint), has_final and done, facts)
+
+
+def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
+    """Whether early stopping, as it is set now, ended the run at this checkpoint."""
+    patience = settings.run.early_stopping_patience
+    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
+    return patience is not None and saved.get(UNIMPROVED, 0) >= patience
 
 
 def check_progress(
@@ -267,7 +302,9 @@ def check_progress(
         )
 
 
-def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path | None) -> None:
+def _check_weights(
+    settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
+) -> None:
     """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
 
     `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
@@ -286,14 +323,14 @@ def _check_weights(settings: RunSettings, config: PreTrainedConfig, origin: Path
             return
         raise ConfigurationError(
             f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
-            f"jobs are offline: `hf download {path}` where there is a network, with the HF_HOME "
-            "that the job has (slurm/cluster.env)."
+            f"jobs are offline: run prepare_data.py with your data recipe and --models {path} "
+            "where there is a network, with the HF_HOME that the job has (slurm/cluster.env)."
         )
     check_without_loading(
         path,
         exact=model.init_from is not None,
         revision=model.model_revision,
-        config=copy.deepcopy(config),
+        config=copy.deepcopy(published_rows(settings, config, path, new_tokens)),
         dtype=weights_dtype(model, config),
         local_files_only=True,
     )

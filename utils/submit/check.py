@@ -17,6 +17,7 @@ from pathlib import Path
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.preparation import check_preparation, parse_preparation
+from utils.data.prepare.hub import refuse_uncached
 from utils.launch.accelerate_command import choose_config, read_config, strategy_variables
 from utils.launch.script import run_script
 from utils.launch.slurm import SUBMITTING, Allocation, read_allocation
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "prepare_job.sh":
         settings = parse_preparation(arguments)
         check_preparation(settings)
+        if os.environ.get("HF_HUB_OFFLINE") != "0":
+            refuse_uncached(settings)
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         return 0
     command = _dry_run(kind, arguments)

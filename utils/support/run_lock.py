@@ -68,6 +68,16 @@ def known_loss(output_dir: Path) -> str | None:
     return lock.lost if lock else None
 
 
+def wait_until_left(output_dir: Path) -> None:
+    """Return when the process that has the directory leaves it, or is silent for WATCH_S."""
+    before, until = _newest(output_dir / FOLDER), time.monotonic() + WATCH_S
+    while not before[1].get("left") and time.monotonic() < until:
+        time.sleep(LOOK_S)
+        now = _newest(output_dir / FOLDER)
+        if now != before:
+            before, until = now, time.monotonic() + WATCH_S
+
+
 class RunLock:
     """The lock of one directory, this process's from the constructor to `leave_run_lock`."""
 
@@ -97,7 +107,7 @@ class RunLock:
 
     def new_owner(self) -> str | None:
         """Return who has the directory now; None: this process."""
-        _, content = self._newest()
+        _, content = _newest(self.folder)
         if content and content["owner"]["token"] == self.owner["token"]:
             return None
         return (
@@ -105,22 +115,12 @@ class RunLock:
             f"for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
 
-    def _newest(self) -> tuple[int, dict[str, Any]]:
-        """Return the highest number (0: none) and its file's content, empty if it has none."""
-        # Listed, not asked for by name: NFS remembers for a while that a file was not there.
-        names = [path.name.removeprefix("owner-") for path in self.folder.glob("owner-*")]
-        number = max((int(name) for name in names if name.isdecimal()), default=0)
-        try:
-            return number, json.loads((self.folder / f"owner-{number}").read_bytes())
-        except (FileNotFoundError, ValueError):
-            return number, {}
-
     def _wait_for_the_last_owner(self) -> int:
         """Return the number of the last owner once it is gone, 0 if there was none.
 
         Raises ConfigurationError if it shows a sign of life.
         """
-        number, before = self._newest()
+        number, before = _newest(self.folder)
         if number == 0 or before.get("left"):
             return number
         until = time.monotonic()
@@ -132,7 +132,7 @@ class RunLock:
             )  # fmt: skip
         while time.monotonic() < until:
             time.sleep(LOOK_S)
-            number, content = self._newest()
+            number, content = _newest(self.folder)
             if content.get("left"):
                 return number
             if content and content != before:
@@ -178,6 +178,17 @@ class RunLock:
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
             file.write((json.dumps(content).ljust(1023) + "\n").encode())
+
+
+def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Return the highest number (0: none) and its file's content, empty if it has none."""
+    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+    names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
+    number = max((int(name) for name in names if name.isdecimal()), default=0)
+    try:
+        return number, json.loads((folder / f"owner-{number}").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return number, {}
 
 
 def _named(content: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ trainer               PackedTrainer: batches, losses, evaluation, saves; pretrai
 fine_tune_trainer     the same before TRL's SFTTrainer, with LoRA's adapters
 resume_state          what a checkpoint holds beside weights and optimizer, saved and restored
 zero_resharding       DeepSpeed's checkpoints on another number of ranks
+smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)
 optimizer             which optimizer a run builds, and the state of an earlier stage
 low_precision_adam    AdamW with bf16 or 8-bit moments, on low_precision_states' rounding
 expert_balance        the load-balancing loss of experts over each global batch

@@ -39,6 +39,11 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         # SFTTrainer turned the experts' term on there: ours needs no setting of the model, whose
         # configuration is exported as it was.
         config.update(router)
+        if settings.model.load_in_4bit:
+            made: Any = self.model
+            for weight in made.parameters():
+                if weight.requires_grad:  # SFTTrainer has made them bfloat16, as QLoRA's authors
+                    weight.data = weight.data.float()
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -21,14 +21,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.checkpoints.files import read_manifest
+from utils.checkpoints.adoption import keep_record
+from utils.checkpoints.files import OWN_STATE, read_manifest
 from utils.data.order import PADDING_SEQUENCE
 from utils.support.collectives import gathered
 
 if TYPE_CHECKING:
     from utils.training.trainer import PackedTrainer
-
-KEY = "stoker"  # of ours in trainer_state.json
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +58,9 @@ class ResumeState(TrainerCallback):
                 state.best_model_checkpoint = str(checkpoints.directory(step))
             return
         write()
+        if trainer.args.should_save:
+            run_dir, name = checkpoints.run_dir, checkpoints.directory(step).name
+            keep_record(checkpoints.output_dir, run_dir / name)
         if checkpoints.staged:
             # Trainer looked for the best checkpoint in memory.
             if state.best_global_step:
@@ -91,7 +93,7 @@ class ResumeState(TrainerCallback):
         for callback in self._resumable():
             values |= callback.resume_state()
         states: Any = trainer.state.stateful_callbacks  # a dict, whatever its annotation says
-        states[KEY] = values
+        states[OWN_STATE] = values
 
     @override
     def on_train_begin(
@@ -149,7 +151,7 @@ class ResumeState(TrainerCallback):
 
 def _saved(state: TrainerState) -> dict[str, Any]:
     states: Any = state.stateful_callbacks
-    return states.get(KEY, {})
+    return states.get(OWN_STATE, {})
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:

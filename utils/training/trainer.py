@@ -1,9 +1,9 @@
 """The trainer of both scripts: packed sequences, token-weighted losses, committed checkpoints."""
 
-import dataclasses
 import gc
 import logging
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
 
+from utils.callbacks.evaluation import EarlyStopping, FinishedEarlyError, Samples
+from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MetricCallback
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.stop import EvaluationInterrupted, StopWatch
@@ -25,6 +27,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import eval_batches
+from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
 from utils.model.finished_model import finished_generation, set_generation_settings
@@ -38,6 +41,7 @@ from utils.training.resume_state import (
     load_random_states,
     save_random_states,
 )
+from utils.training.smoothing import AveragedWeights, EmbeddingNoise
 from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class PackedTrainer(Trainer):
         plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback], **kwargs: Any,
     ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
+        self.max_eval_sequences = settings.data.max_eval_sequences
         self.sampler, self.compiled = plan.sampler, plan.compiled
         attention, loss_head = plan.attention, plan.loss_head
         assert attention is not None, "only a dry run leaves it open"
@@ -66,9 +71,14 @@ class PackedTrainer(Trainer):
             keep_products(model)
         if self.compiled:
             compile_layers(model)  # before FSDP2 shards them
-        self.generation = finished_generation(model, tokenizer, data.train)
+        padded = settings.model.pad_embeddings_to_multiple_of is not None
+        self.generation = finished_generation(model, tokenizer, data.train, padded)
         (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
         (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
+        self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)
+        self.average = next((c for c in callbacks if isinstance(c, AveragedWeights)), None)
+        (journal,) = (each for each in callbacks if isinstance(each, Journal))
+        self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
         self.resume_state = ResumeState(self)
         self._flops_per_token = 0
@@ -76,6 +86,8 @@ class PackedTrainer(Trainer):
             # Trainer would cast the weights in place in the evaluation before the export.
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
             settings.training.bf16_full_eval = settings.training.fp16_full_eval = False
+        # Trainer would make the repository now, and upload at each save; the end of the run does.
+        self.settings, settings.training.push_to_hub = settings, False
         super().__init__(
             model=model,
             args=settings.training,
@@ -91,14 +103,10 @@ class PackedTrainer(Trainer):
         self.args.save_total_limit = None  # Checkpoints deletes old ones
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
         self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
-        if self.accelerator.ddp_handler is not None:
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
-            # accelerate's would round the loss, and the gradients' sums over ranks, to bf16.
-            plugin.mixed_precision_policy = dataclasses.replace(
-                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
-            )
+        tune_strategy(self.accelerator)
+        # Trainer's own noise goes by the length of packed sequences.
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
         self.balance: ExpertBalance | None = None
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self)
@@ -121,11 +129,11 @@ class PackedTrainer(Trainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader that visits each sequence of a split once, shared between the ranks."""
+        """Return a loader that visits each sequence of a split once, or those of the sample."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         batches = eval_batches(
             len(sequences), args.per_device_eval_batch_size,
-            rank=args.process_index, world_size=args.world_size,
+            rank=args.process_index, world_size=args.world_size, at_most=self.max_eval_sequences,
         )  # fmt: skip
         workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
         return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
@@ -137,6 +145,8 @@ class PackedTrainer(Trainer):
         needed = {"loss_positions": self.fused_head, "sequence_tokens": self.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         made = model_inputs(used, self.args.device)
+        if self.noise is not None:
+            self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].numel())
         if self.compiled:
             leave_length_open(made["cu_seq_lens_q"])
         return shape_inputs(made, self.batches)
@@ -213,6 +223,13 @@ class PackedTrainer(Trainer):
         return output
 
     @override
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate all splits, after samples: their time then counts as the evaluations'."""
+        if eval_dataset is None:
+            self.samples.take(self)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; whatever ends it, the checkpoint that is being written is finished."""
         gc.freeze()  # what was imported stays: each full collection would look through it, 0.25 s
@@ -220,6 +237,8 @@ class PackedTrainer(Trainer):
             return super().train(*args, **kwargs)
         except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
             self.callback_handler.on_train_end(self.args, self.state, self.control)
+        except FinishedEarlyError:
+            return self._finalize_training(None, 0, time.time())
         except BaseException:
             try:
                 self.checkpoints.finish()
@@ -265,7 +284,7 @@ class PackedTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate after finite steps alone, and ask for a checkpoint of a new best.
+        """Evaluate after finite steps alone; ask for a checkpoint of a new best, or the run's end.
 
         Trainer skips the scheduler at the start alone. If a stopped run owes this evaluation, what
         follows from its metrics follows there; the checkpoint of its step was written before it.
@@ -276,10 +295,13 @@ class PackedTrainer(Trainer):
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if skip_scheduler:
             return metrics
+        judge, given = self.early_stopping, (self.args, self.state, self.control, metrics)
+        ended = judge is not None and judge.take_evaluation(*given)
+        last = ended and self.args.save_strategy != SaveStrategy.NO
         # Trainer judges the same metrics again, which are no new best then.
         best = self._determine_best_metric(metrics=metrics, trial=trial)
         self.watch.evaluation_due = False
-        if best and not at_start and self.save_best:
+        if not at_start and (last or (best and self.save_best)):
             self.watch.save_the_best(self.control)
         elif best and at_start:
             self.resume_state.name_the_best()
@@ -328,8 +350,10 @@ class PackedTrainer(Trainer):
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states, of its own device alone."""
+        """Save this rank's random states, of its own device alone; and the averaged weights."""
         save_random_states(Path(output_dir), self.args)
+        if self.average is not None:
+            self.average.save(Path(output_dir))
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -356,6 +380,8 @@ class PackedTrainer(Trainer):
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable
             super()._load_best_model()
+        if self.average is not None:
+            self.average.load(best)
         self.state.best_model_checkpoint = str(best)
 
     @override

@@ -21,8 +21,12 @@ CONTRADICTIONS = [
     ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
     ({**LORA, "init_optimizer": "true", "model_name_or_path": None, "init_from": "runs/a"},
      "init_optimizer true .* has no effect: use_peft true"),
+    ({"hub_model_id": "me/x"}, r"hub_model_id me/x .* has no effect: push_to_hub false"),
+    ({"push_to_hub": "true", "hub_model_id": "me/x/y"}, "hub_model_id me/x/y .*: give OWNER/NAME"),
     ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "needs a GPU, this run"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
+    ({"load_in_4bit": "true"}, r"load_in_4bit true \(--load_in_4bit\): .* set use_peft: true"),
+    ({**LORA, "use_bnb_nested_quant": "true"}, "use_bnb_nested_quant true .* effect: load_in_4bit"),
     ({"bf16": "true", "use_cpu": None},
      "You need to assign use_cpu if you want to train the model on CPU"),
     ({"optim_states": "int8", "optim": "sgd"}, "optim_states int8 .* has no effect: optim sgd"),
@@ -42,6 +46,8 @@ CONTRADICTIONS = [
     ({"adam_beta2": "1"}, "adam_beta2 1 .*: it must be at least 0 and below 1"),
     ({"seed": "-1"}, "seed -1 .*: it must be at least 0 and below 2"),
     ({"save_total_limit": "1"}, "save_total_limit 1 .*: it must be at least 2"),
+    ({"max_tokens": "many"}, "max_tokens many: expected a number of tokens above 0, such as 500M"),
+    ({"max_tokens": "0"}, "max_tokens 0: expected a number of tokens above 0"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
     ({"lr_scheduler_kwargs": '{"min_lr": 1}'}, "linear does not take .*keyword argument 'min_lr'"),
     ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: expected one of linear, cosine, .* cosin"),
@@ -69,6 +75,12 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
         assert re.search(message, problem), problem
 
 
+def test_4_bits_need_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(contradictions, "is_installed", lambda name: name != "bitsandbytes")
+    (problem,) = problems_of(parse_fine_tuning, **LORA, load_in_4bit="true")
+    assert problem.endswith("needs bitsandbytes, which is not installed: pip install bitsandbytes")
+
+
 def test_weights_under_adapters_may_be_in_float16():
     parse(parse_fine_tuning, **LORA, lora_r="4", dtype="float16")
 
@@ -82,10 +94,11 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
 
 def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
-    plain = {"report_to": "none", "optim": "adamw_torch"}
+    plain = {"report_to": "none", "optim": "adamw_torch", "lm_eval_tasks": []}
     for changes, said in (
         ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),
         ({"report_to": "tensorbord"}, "report_to tensorbord: expected one of azure_ml,"),
+        ({"lm_eval_tasks": ["a"]}, "lm_eval_tasks needs lm_eval, .* pip install 'lm_eval>=0"),
         ({"optim": "paged_adamw_8bit"}, "needs bitsandbytes, .* optim_states: int8"),
     ):
         (problem,) = check_packages(plain | changes)

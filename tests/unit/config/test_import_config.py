@@ -7,7 +7,6 @@ from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.import_config import UNKNOWN, convert, main, recipe_texts
 from utils.config.preparation import (
-    ENTRY_KEYS,
     PreparationArguments,
     check_preparation,
     parse_preparation,
@@ -87,8 +86,8 @@ PUBLISHED = {
         AXOLOTL, {**LORA, "adapter": "qlora", "load_in_4bit": True, "datasets": ALPACA,
                   "fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True},
                   "lora_target_modules": ["q_proj", "v_proj"], "optimizer": "paged_adamw_32bit"},
-        {"load_in_4bit": True, "strategy": "fsdp2", "lora_target_modules": ["q_proj", "v_proj"],
-         "optim_states": None}, {},
+        {"load_in_4bit": True, "use_bnb_nested_quant": True, "strategy": "fsdp2",
+         "lora_target_modules": ["q_proj", "v_proj"], "optim_states": None}, {},
     ),
     "axolotl zero3": (
         AXOLOTL, {"datasets": [{"path": "json", "data_files": "my.jsonl", "type": "completion",
@@ -189,16 +188,12 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path):
             recipes[file.stem] = {key: value for key, (value, _) in load_file(file).items()}
     for recipe, expected in ((recipes["made"], run), (recipes["made_data"], data)):
         assert {key: recipe.get(key) for key in expected} == expected
-    for each in recipes["made_data"]["sources"]:
-        if isinstance(each, dict):
-            for key in {"subset", "revision"} - set(ENTRY_KEYS):
-                each.pop(key, None)
     (tmp_path / "data.yaml").write_text(yaml.safe_dump(recipes["made_data"]))
     check_preparation(given := parse_preparation(["--config", str(tmp_path / "data.yaml")]))
     assert sources_of(given)
     assert set(recipes["made_data"]) <= declared_settings((PreparationArguments,)).keys()
     known = {*found.declared}
-    assert set(recipes["made"]) - known <= {"strategy", "load_in_4bit"}
+    assert set(recipes["made"]) - known <= {"strategy"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(stand_in(recipes["made"], known)))
     parse = parse_pretraining if "pretraining" in name else parse_fine_tuning
     settings = parse(["--config", str(tmp_path / "run.yaml"), "--dry_run"], "")

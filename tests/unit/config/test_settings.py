@@ -72,6 +72,7 @@ def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started):
         "--lr_scheduler_type cosine": {"lr_scheduler_kwargs"},
         "--lr_scheduler_type constant": {"lr_scheduler_kwargs", "warmup_steps"},
         "--num_train_epochs 2": {"max_steps"},
+        "--max_tokens 1B": {"max_steps"},
         "--init_from runs/a": {"model_name_or_path"},
         "--save_strategy no --load_best_model_at_end false": {"save_steps", "save_best"},
     }.items():
@@ -81,6 +82,7 @@ def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started):
         flag = flags.split()[0]
         assert all(flag in note for note in values.notes if "no effect" in note)
     for recipe, flag in {
+        "max_tokens: 50e9": "--max_steps 5",
         "use_peft: true\nlora_r: 4": "--use_peft false",
         "dtype: bfloat16\nstochastic_rounding: true": "--dtype float32",
         "optim_states: int8": "--optim adafactor",
@@ -108,8 +110,11 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
     # Within one source it stays a contradiction.
     with pytest.raises(ConfigurationError, match=r"eval_steps 70 .* has no effect"):
         started(DEMO.replace("eval_strategy: steps", "eval_strategy: no"))
-    note = started("max_steps: 5\nnum_train_epochs: 2").notes[0]
-    assert re.search("num_train_epochs 2 .* has no effect: max_steps 5", note)
+    for limit in ("max_steps: 5", "max_tokens: 5B"):
+        note = started(f"{limit}\nnum_train_epochs: 2").notes[0]
+        assert re.search(f"num_train_epochs 2 .* has no effect: {limit.replace(':', '')}", note)
+    with pytest.raises(ConfigurationError, match=r"max_tokens 5B .* has no effect: max_steps 5 "):
+        started("max_steps: 5\nmax_tokens: 5B")
 
 
 def test_one_batch_size_follows_from_the_other(started, monkeypatch):

@@ -43,14 +43,18 @@ def names(argument_class):
 
 def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries():
     assert REFUSED.keys() <= names(SFTConfig) | names(ModelConfig)
-    own = {"compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"}
+    own = {
+        *("compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"),
+        "pad_embeddings_to_multiple_of",
+    }
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
     added = names(SFTConfig) - names(TrainingArguments) - REFUSED.keys() - {"packing"}  # is ours
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert KNOWN["packing"].owner is DataArguments
-    assert not [name for name in KNOWN if "token" in name and "tokenizer" not in name]
+    tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]
+    assert tokens == ["max_tokens", "sample_max_new_tokens"], "no Hub token is a setting"
     assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
     ours = {answer for answer in OTHER_NAMES.values() if answer.isidentifier()}
     assert ours <= KNOWN.keys()

@@ -141,13 +141,25 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one():
 
 
 @given(
-    rows=st.integers(1, 50), micro_batch=st.integers(1, 5), world_size=st.sampled_from([1, 2, 3, 4])
-)
+    rows=st.integers(1, 50), micro_batch=st.integers(1, 5),
+    world_size=st.sampled_from([1, 2, 3, 4]), most=st.none() | st.integers(1, 60),
+)  # fmt: skip
 def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
-    rows, micro_batch, world_size
+    rows, micro_batch, world_size, most
 ):
-    seen = [eval_batches(rows, micro_batch, rank, world_size) for rank in range(world_size)]
+    """Or `most` of the rows, the same for every micro-batch and world size."""
+    seen = [eval_batches(rows, micro_batch, rank, world_size, most) for rank in range(world_size)]
     assert len({len(batches) for batches in seen}) == 1
     flat = [row for turn in zip(*seen, strict=True) for batch in turn for row in batch]
-    assert flat == list(range(rows)) + [PADDING_SEQUENCE] * (len(flat) - rows)
-    assert len(flat) - rows < micro_batch * world_size
+    ((wanted,),) = [eval_batches(rows, rows, 0, 1, most)]
+    wanted = [row for row in wanted if row != PADDING_SEQUENCE]
+    assert flat == wanted + [PADDING_SEQUENCE] * (len(flat) - len(wanted))
+    assert len(flat) - len(wanted) < micro_batch * world_size
+    assert len(wanted) == len(set(wanted)) == min(rows, most or rows)
+    assert wanted == sorted(wanted)
+
+
+def test_the_rows_of_a_capped_evaluation_are_spread_over_the_split():
+    """best_fit puts long documents first."""
+    ((rows,),) = [eval_batches(1000, 100, 0, 1, at_most=100)]
+    assert 350 < np.mean(rows) < 650

@@ -141,6 +141,7 @@ def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert disk() == pytest.approx(written, rel=0.05)
     assert disk(save_strategy="no") == disk() / 3
+    assert disk(ema_decay="0.999") == disk() / 3 * 4
     lora = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
     adapters = disk(parse=parse_fine_tuning, lora_target_modules=".*q_proj", **lora)
     assert 0 < adapters < disk() / 5

@@ -4,14 +4,22 @@ import copy
 
 import pytest
 import torch
-from planned import GEMMA, LLAMA, MIXTRAL, settings, work
+from planned import GEMMA, LAUNCH, LLAMA, MIXTRAL, settings, work
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from utils.config.settings import parse_fine_tuning
+from utils.model.adapters import plan_adapters, with_adapters
+from utils.model.architecture import causal_lm_class
+from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
+from utils.model.loss_head import LossHeadChoice
+from utils.model.quantization import quantized_layers
+from utils.model.weights import load_model
 from utils.planning import memory_trace
+from utils.planning.memory import count_parameters, estimate_memory
 from utils.planning.memory_trace import LiveBytes, Stretch, cut_as_compiled, most_alive, trace
 
 
@@ -51,6 +59,36 @@ def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
 
     monkeypatch.setattr(memory_trace, "_go_through", both)
     assert most(config, choice, autocast=autocast) == pytest.approx(seen[0], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
+    """A layer dequantizes its weights when it computes: as much as the largest has is added."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=3, vocab_size=512,
+        num_attention_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    causal_lm_class(config)(config).save_pretrained(tmp_path)
+    lora = {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "lora_r": 4}
+    given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
+    plan_adapters(given, config)
+    head, quantized = LossHeadChoice("fused", ""), quantized_layers(given.model, config)
+    sizes = {"rows": 1, "sequence_length": 16}
+    job = work(weights=torch.bfloat16, loss_head=head, quantized=quantized, **sizes)
+    counts = count_parameters(given.model, config)
+    found = estimate_memory(given, config, LAUNCH, job, choice, counts)
+    attention = AttentionChoice("sdpa", "plain", "")
+    model = load_model(given, config, attention, [], None)
+    head.install(model)
+    if choice != "none":
+        model.activation_checkpointing_enable()
+    model = with_adapters(model, given.model).train()
+    inputs, live = memory_trace._fake_batch(job), LiveBytes([*model.parameters(), *model.buffers()])
+    with live:
+        model(**inputs).loss.backward()
+    measured = most_alive(live.stretches, 1, held=0)[0]
+    assert measured < found.activations + found.gradients < 1.25 * measured
 
 
 def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):

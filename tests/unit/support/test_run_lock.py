@@ -167,6 +167,22 @@ def test_the_heartbeat_logs_once_that_it_cannot_write_and_learns_of_a_loss(
     assert known_loss(tmp_path) is None
 
 
+def test_others_wait_until_the_owner_leaves_or_falls_silent(tmp_path):
+    def waits() -> float:
+        began = time.monotonic()
+        run_lock.wait_until_left(tmp_path)
+        return time.monotonic() - began
+
+    take_run_lock(tmp_path)
+    left = threading.Timer(1.0, leave_run_lock, [tmp_path])  # three times the silence allowed
+    left.start()
+    assert waits() > 0.9
+    left.join()
+    assert waits() < 0.1
+    owned_by(tmp_path, ELSEWHERE, number=2)  # whose beats never change
+    assert 0.2 < waits() < 0.9
+
+
 def test_a_removed_lock_is_lost(tmp_path):
     take_run_lock(tmp_path)
     (tmp_path / ".lock" / "owner-1").unlink()

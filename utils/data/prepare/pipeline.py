@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments, check_preparation, shard_of
+from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
-from utils.data.prepare.plan import TRAIN, plan_preparation
+from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.tokenization import choose_backend
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
 from utils.data.prepare.units import UnitWorker, run_units, token_features
@@ -53,7 +53,7 @@ class Preparation:
             "chat_template_sha256": chat_template_sha256(self.tokenizer),
         }
         self.digest = self.plan.digest(identity)
-        self.workspace = Workspace(self.output_dir, self.digest)
+        self.workspace = Workspace(self.output_dir, self.digest, self.plan.commits)
         self._is_finished = self.workspace.is_prepared()
 
     def run(self) -> None:
@@ -226,7 +226,8 @@ class Preparation:
         return {
             "files": len(files),
             "bytes": sum(file.size for file in files),
-            "first_files": {file.path: file.size for file in files[:SOURCES_LISTED]},
+            "first_files": {file.name: file.size for file in files[:SOURCES_LISTED]},
+            **({"hub": dict(self.plan.commits)} if self.plan.commits else {}),
             "dropped": dict(total.dropped),
             "dropped_examples": total.examples,
             **{note: total.notes[note] for note in NOTES},

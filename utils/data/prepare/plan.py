@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Any
 import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import PreparationArguments, Source, sources_of
+from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
 from utils.data.prepare.documents import parse_documents, refuse_bad_row
+from utils.data.prepare.hub import HubCache, cached_files
 from utils.data.prepare.records import BadRow, FilePart, Record, cut, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever the same sources and settings would give other bytes than before.
 OUTPUT_VERSION = 2
-TRAIN, VALIDATION = "train", "validation"
+VALIDATION = "validation"
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -76,12 +77,14 @@ class PreparationPlan:
 
     `sources` maps each split to its files, `train` first; `units` are cut from them.
     `needs_chat_template`: documents are messages, or prompts and completions made of messages.
+    `commits` are those of the Hub's datasets.
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
     units: Sequence[WorkUnit]
     settings: UnitSettings
     needs_chat_template: bool
+    commits: Mapping[str, str]
 
     @property
     def splits(self) -> list[str]:
@@ -96,7 +99,7 @@ class PreparationPlan:
         """
         content = {
             "output_version": OUTPUT_VERSION,
-            "sources": {name: [asdict(f) for f in files] for name, files in self.sources.items()},
+            "sources": {name: [f.identity for f in files] for name, files in self.sources.items()},
             "settings": asdict(self.settings),
             "tokenizer": tokenizer,
             "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},
@@ -109,7 +112,8 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
-    given = _find_sources(arguments)
+    cache = HubCache(arguments)
+    given = _find_sources(arguments, cache)
     units = cut_into_units(given)
     document_format, rows, is_chat = _decide_formats(given, units, arguments.on_bad_row)
     sources: dict[str, list[SourceFile]] = {}
@@ -130,13 +134,15 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     )
     size_mib = sum(unit.size for unit in units) / 2**20
     logger.info(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
-    return PreparationPlan(sources, units, settings, is_chat)
+    return PreparationPlan(sources, units, settings, is_chat, cache.read)
 
 
 # --- which files
 
 
-def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[SourceFile]]]:
+def _find_sources(
+    arguments: PreparationArguments, cache: HubCache
+) -> list[tuple[Source, list[SourceFile]]]:
     """Return each source with its files; a file given twice is refused, it would train twice."""
     problems = []
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
@@ -145,8 +151,12 @@ def _find_sources(arguments: PreparationArguments) -> list[tuple[Source, list[So
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
         split, is_named = source.from_split or source.split, source.from_split is not None
-        files, faults = list_sources(source.paths, source.format, split, is_named=is_named)
-        problems.extend(f"{source.split}: {fault}" for fault in faults)
+        paths, of_hub, faults = cached_files(cache, source)
+        files, more = list_sources(paths, source.format, split, is_named=is_named)
+        for number, file in enumerate(files):
+            url, mtime_ns = of_hub.get(file.path, (None, file.mtime_ns))
+            files[number] = replace(file, url=url, mtime_ns=mtime_ns)
+        problems.extend(f"{source.split}: {fault}" for fault in faults + more)
         found.append((source, files))
         for file in files:
             other = owner.setdefault(str(Path(file.path).resolve()), source)

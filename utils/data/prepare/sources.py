@@ -8,9 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
 
@@ -46,7 +46,6 @@ _ABOUT_A_FOLDER = re.compile(
     r"|(dataset_(infos?|dict)|config|metadata)\.json",
     re.IGNORECASE,
 )
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 logger = logging.getLogger(__name__)
@@ -54,13 +53,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One readable file, or one datasets folder; size in bytes on disk (all its files)."""
+    """One readable file, or one datasets folder; size in bytes on disk (all its files).
+
+    url: of a file of the Hub, which names it wherever its cache is.
+    """
 
     path: str
     kind: SourceKind
     compression: Compression | None
     size: int
     mtime_ns: int
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that is recorded."""
+        return self.url or self.path
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this file from others, and from itself after a change."""
+        own = {key: value for key, value in asdict(self).items() if key != "url"}
+        return {**own, "path": self.name}
 
 
 def list_sources(
@@ -76,7 +90,7 @@ def list_sources(
     problems: list[str] = []
     skipped: Counter[str] = Counter()
     for given in paths:
-        before = len(files) + len(problems)
+        before = len(files) + len(problems) + skipped["given twice"]
         try:
             found = _without_readmes(given, list(_expand(given)), skipped)
             found = _of_split(given, found, split, is_named)
@@ -95,14 +109,14 @@ def list_sources(
                 skipped["given twice"] += 1
             else:
                 files[os.path.realpath(path)] = file
-        if len(files) + len(problems) == before:
+        if len(files) + len(problems) + skipped["given twice"] == before:
             problems.append(
                 f"{given}: empty source, no file in it can be read (skipped: "
                 f"{', '.join(sorted(skipped)) or 'nothing'}); give --format text to read any "
                 "suffix as text"
             )
-    if skipped:
-        counts = ", ".join(f"{number} x {what}" for what, number in sorted(skipped.items()))
+    if skipped.total():
+        counts = ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items()))
         logger.warning("%s: files skipped: %s", ", ".join(paths), counts)
     return list(files.values()), problems
 
@@ -130,11 +144,7 @@ def _expand(given: str) -> Iterator[str]:
             if not Path(match).is_dir() or "**" not in given:
                 yield from _walk(match)
     else:
-        hint = ""
-        if _HUB_NAME.fullmatch(given):
-            hint = f"; download a dataset of the Hub first: hf download --repo-type dataset {given}"
-            hint += f" --local-dir data/{given.split('/')[1]}, and give that folder"
-        raise ValueError(f"no such file or folder{hint}")
+        raise ValueError("no such file or folder")
 
 
 def _walk(path: str) -> Iterator[str]:
@@ -258,7 +268,8 @@ def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile |
         raise ValueError(
             "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet; JSON holds an array of "
             'records, {"data": [...]} or one record a line); give --format text to read the whole '
-            "file as one document"
+            "file as one document; a dataset of the Hub may have it as Parquet too, in a recipe "
+            "{path: OWNER/NAME, revision: refs/convert/parquet}"
         )
     stats = [file.stat() for file in files]
     size = sum(stat.st_size for stat in stats)

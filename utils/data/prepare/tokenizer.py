@@ -36,8 +36,8 @@ PROBES = (ChatDocument([*TURN, *TURN], PROBE), ChatDocument(TURN, PROBE))
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that the user names, with the chat template in use."""
-    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path)
+    """Load the tokenizer that the user names and `fetch` got, with the chat template in use."""
+    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
     _add_tokens(tokenizer, arguments.add_tokens)
     if plan.needs_chat_template or arguments.chat_template is not None:
         attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
+from utils.config.preparation import TRAIN
 from utils.data.prepare.documents import (
     Document,
     TextDocument,
@@ -26,7 +27,7 @@ from utils.data.prepare.documents import (
     refuse_bad_row,
     texts_of,
 )
-from utils.data.prepare.plan import TRAIN, VALIDATION, UnitSettings, WorkUnit
+from utils.data.prepare.plan import VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.workspace import UnitCounts, Workspace, partial_name

@@ -9,13 +9,15 @@ import logging
 import os
 import shutil
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError
+from utils.config.preparation import TRAIN
 from utils.data.description import read_description
 from utils.data.prepare.documents import FILTERED
-from utils.data.prepare.plan import TRAIN
 from utils.data.prepare.records import BadRow
 from utils.support.files import replace_text
 from utils.support.host import host_name
@@ -23,6 +25,7 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
+SETTINGS = "settings.json"
 EXAMPLES_KEPT = 5
 # What else is counted of documents, and what it means.
 NOTES = {
@@ -61,11 +64,24 @@ class UnitCounts:
         return UnitCounts(**total | {"examples": total["examples"][:EXAMPLES_KEPT]})
 
 
-class Workspace:
-    """Files of one preparation; `digest` identifies its sources and settings."""
+def commits_begun_with(output_dir: Path) -> dict[str, str]:
+    """Return the commits of the Hub's datasets that an output directory is or was made from."""
+    with suppress(OSError, ValueError):
+        settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
+        return dict(settings.get("hub", {}))
+    described = read_description(output_dir / TRAIN)
+    return dict(described.preparation.get("sources", {}).get("hub", {})) if described else {}
 
-    def __init__(self, output_dir: Path, digest: str):
+
+class Workspace:
+    """Files of one preparation; `digest` identifies its sources and settings.
+
+    `commits` are those of the Hub's datasets among the sources.
+    """
+
+    def __init__(self, output_dir: Path, digest: str, commits: Mapping[str, str] | None = None):
         self.output_dir = output_dir
+        self.commits = dict(commits or {})
         self.root = output_dir / WORKSPACE
         self.digest = digest
 
@@ -95,8 +111,9 @@ class Workspace:
         Units of other settings or sources are discarded, if `may_discard` and their assembly has
         not begun; else ConfigurationError is raised.
         """
-        settings = self.root / "settings.json"
-        content = json.dumps({"digest": self.digest}, indent=1)
+        settings = self.root / SETTINGS
+        of_hub = {"hub": self.commits} if self.commits else {}
+        content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
         if settings.exists():
             if settings.read_text(encoding="utf-8") == content:
                 return

@@ -2,6 +2,7 @@
 
 import preparation_samples as samples
 import pytest
+from stand_in_hub import Preparer, publish_all, stand_in_hub
 
 from utils.data.prepare import plan, units
 
@@ -51,3 +52,21 @@ def workers_for_little(monkeypatch):
     """Let the few documents here be enough work for worker processes."""
     worth = dict.fromkeys(units.LEAST_BYTES_A_WORKER, 1)
     monkeypatch.setattr(units, "LEAST_BYTES_A_WORKER", worth)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A stand-in for the Hub with the datasets of the recipes."""
+    with stand_in_hub() as served:
+        publish_all(served, tmp_path_factory.mktemp("qwen3"))
+        yield served
+
+
+@pytest.fixture(scope="module")
+def preparer(hub, tmp_path_factory):
+    """A process that runs prepare_data.py against it; its HF_HOME is `preparer.home`."""
+    home = tmp_path_factory.mktemp("home")
+    process = Preparer(hub.url, home)
+    process.home = home
+    yield process
+    process.close()

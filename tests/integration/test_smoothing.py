@@ -1,0 +1,140 @@
+"""Averaged weights and noisy embeddings: by the formula under every strategy, resumed exactly."""
+
+import shutil
+
+import pytest
+import tiny
+import torch
+from launching import run_processes, run_two_processes
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig
+
+import sft_train
+from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_fine_tuning
+from utils.launch.processes import LaunchFacts
+from utils.planning.plan import choose_optimizer_states
+from utils.training.smoothing import EmbeddingNoise
+
+pytestmark = pytest.mark.slow
+
+DECAY = 0.5
+EVERY_STEP = {"save_steps": 1, "save_total_limit": "null"}
+LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1}
+BF16 = {"dtype": "bfloat16", "stochastic_rounding": True}
+
+
+def trained(argv) -> None:
+    assert sft_train.main(argv) == 0
+
+
+def averaged(start, run, steps: int) -> dict[str, torch.Tensor]:
+    """The oracle: the average of the weights at the ends of all steps, in float64."""
+    first = load_file(start / "model.safetensors")
+    average = {name: value.double() for name, value in first.items()}
+    for step in range(1, steps + 1):
+        weights = load_file(run / f"checkpoint-{step}" / "model.safetensors")
+        decay = min(DECAY, (1 + step) / (10 + step))
+        for name, value in average.items():
+            value.mul_(decay).add_(weights[name].double(), alpha=1 - decay)
+    return average
+
+
+def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
+    fine_tuning, base_model, tmp_path, capsys
+):
+    alone, steps = tmp_path / "alone", 6
+    settings = {"ema_decay": DECAY, "per_device_train_batch_size": 1, **EVERY_STEP}
+    trained(fine_tuning(alone, **settings))
+    said = "step 6, averaged (ema_decay 0.5; checkpoints have the others), in float32"
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "WARNING" not in shown
+    expected = averaged(base_model, alone, steps)
+    found = load_file(alone / "final" / "model.safetensors")
+    last = load_file(alone / "checkpoint-6" / "model.safetensors")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(found["model.norm.weight"], last["model.norm.weight"], atol=1e-4)
+    for strategy in ("multi_gpu", "fsdp2"):
+        whole, cut = tmp_path / strategy, tmp_path / f"{strategy}-cut"
+        done = run_two_processes(strategy, "sft_train.py", fine_tuning(whole, **settings))
+        assert done.returncode == 0, done.stdout[-6000:]
+        sharded = load_file(whole / "final" / "model.safetensors")
+        for name, value in found.items():
+            torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-4)
+        for processes in (2, 4):
+            shutil.rmtree(cut, ignore_errors=True)
+            tiny.cut(shutil.copytree(whole, cut), step=3)
+            argv = fine_tuning(cut, **settings)
+            done = run_processes(strategy, "sft_train.py", argv, processes=processes)
+            assert done.returncode == 0, done.stdout[-6000:]
+            if processes == 2:
+                tiny.assert_same_run(cut, whole)
+        resharded = load_file(cut / "final" / "model.safetensors")
+        for name, value in sharded.items():
+            torch.testing.assert_close(resharded[name], value, rtol=0, atol=1e-4)
+    zero = LaunchFacts(0, 2, "zero2", (), "cpu")
+    refused = parse_fine_tuning(fine_tuning(tmp_path / "zero", **settings), "")
+    with pytest.raises(ConfigurationError, match=r"ema_decay 0\.5 .* use multi_gpu\.yaml or fsdp2"):
+        choose_optimizer_states(refused, AutoConfig.from_pretrained(base_model), zero)
+
+
+@pytest.mark.parametrize("kind", [LORA, BF16], ids=["lora", "bf16"])
+def test_a_resumed_run_averages_and_adds_noise_as_the_uninterrupted_one(
+    kind, fine_tuning, workspace, tmp_path
+):
+    """Of the best checkpoint, too; saved in the background."""
+    settings = {
+        **kind, "ema_decay": 0.9, "neftune_noise_alpha": 5, "async_save": True,
+        "eval_data": f"heldout={workspace / 'chats_heldout'}", "eval_steps": 3,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    whole, cut, plain = (tmp_path / name for name in ("whole", "cut", "plain"))
+    trained(fine_tuning(whole, **settings))
+    tiny.cut(shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock")), step=3)
+    trained(fine_tuning(cut, **settings))
+    tiny.assert_same_run(cut, whole)
+    trained(fine_tuning(plain, **settings | {"ema_decay": "null"}))
+    assert tiny.losses(plain) == tiny.losses(whole), "evaluated and trained are the weights"
+    assert tiny.weights(plain) != tiny.weights(whole)
+
+
+def test_noise_goes_with_compiled_layers_and_leaves_no_trace(fine_tuning, tmp_path):
+    silent, noisy, compiled = (tmp_path / name for name in ("silent", "noisy", "compiled"))
+    settings = {"max_steps": 3, "learning_rate": 1e-3}
+    trained(fine_tuning(silent, **settings))
+    settings |= {"neftune_noise_alpha": 15, "activation_checkpointing": "selective"}
+    trained(fine_tuning(noisy, **settings))
+    trained(fine_tuning(compiled, **settings, compile=True))
+    assert tiny.losses(noisy) == pytest.approx(tiny.losses(compiled), abs=1e-4)
+    assert tiny.losses(noisy) != pytest.approx(tiny.losses(silent), abs=1e-3)
+    tensors = [load_file(run / "final" / "model.safetensors").keys() for run in (silent, noisy)]
+    assert tensors[0] == tensors[1]
+    configs = [(run / "final" / "config.json").read_text() for run in (silent, noisy)]
+    assert configs[0] == configs[1]
+
+
+def test_noise_is_as_loud_as_the_document_is_short():
+    """As in a batch of that document alone, where transformers' hook is the paper's."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(4, 1024)
+
+        def get_input_embeddings(self):
+            return self.embedding
+
+    model = Model()
+    noise = EmbeddingNoise(model, alpha=5)
+    ids, ends = torch.zeros(2, 8, dtype=torch.int64), torch.tensor([0, 2, 8, 16], dtype=torch.int32)
+    noise.take_boundaries(ends, 16)
+    added = (model.embedding(ids) - model.embedding.weight[0]).detach().abs().view(16, -1)
+    for start, stop in ((0, 2), (2, 8), (8, 16)):
+        loudest = 5 / ((stop - start) * 1024) ** 0.5
+        assert 0.98 * loudest < added[start:stop].max() <= loudest * 1.001
+        assert added[start:stop].mean().item() == pytest.approx(loudest / 2, rel=0.05)
+    model.eval()
+    assert torch.equal(model.embedding(ids)[0, 0], model.embedding.weight[0])

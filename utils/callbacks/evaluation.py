@@ -1,0 +1,154 @@
+"""What goes with evaluations: the run ends when they improve no more; samples of what it says."""
+
+import copy
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from typing_extensions import override
+
+from utils.callbacks.journal import Journal
+
+if TYPE_CHECKING:
+    from utils.data.prepare.prompts import Prompt
+
+UNIMPROVED = "unimproved_evaluations"  # in our part of a checkpoint's trainer_state.json
+
+# Of a generation configuration: what has no effect on the most likely token.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+logger = logging.getLogger(__name__)
+
+
+class FinishedEarlyError(Exception):
+    """Raised on all ranks before a step: the checkpoint is one at which the run has ended."""
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
+
+    transformers' callback judges. It is not one of Trainer's: there it would judge splits one by
+    one, count evaluations that a stop interrupts and forget its count on resume. The trainer passes
+    on the metrics of all splits instead (`take_evaluation`).
+    """
+
+    def __init__(self, patience: int, threshold: float):
+        self.judge = EarlyStoppingCallback(patience, threshold)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
+
+    def resume_from(self, saved: dict[str, Any]) -> None:
+        """Take over what the checkpoint holds."""
+        self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
+
+    def resume_state(self) -> dict[str, Any]:
+        """Return what the checkpoint that is about to be written must hold."""
+        return {UNIMPROVED: self.judge.early_stopping_patience_counter}
+
+    def take_evaluation(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+        metrics: dict[str, float],
+    ) -> bool:  # fmt: skip
+        """Judge an evaluation, before it may become the best; True: it ends the run."""
+        self.judge.on_evaluate(args, state, control, metrics)
+        if self.ended and state.is_world_process_zero:
+            logger.info(
+                "early stopping after step %d: %s was %.4f at best, no better in %d evaluations",
+                state.global_step, args.metric_for_best_model, state.best_metric,
+                self.judge.early_stopping_patience,
+            )  # fmt: skip
+        return self.ended
+
+    @override
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """End a run that resumes where it had ended, or whose owed evaluation was the last."""
+        if self.ended:
+            raise FinishedEarlyError
+
+    @override
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing more: Trainer takes leaving its loop for the end of an epoch."""
+        if self.ended:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+
+class Samples:
+    """Completions of fixed prompts at each evaluation, for people to read: log, journal and wandb.
+
+    The most likely token each time, by plain attention. All ranks generate the same: under FSDP2
+    and ZeRO-3 they have to gather the weights together. Training is left as it was: no random
+    number is used up, compiled layers run as written, and the model gets its attention back.
+    """
+
+    def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):
+        self.prompts, self.max_new_tokens, self.journal = prompts, max_new_tokens, journal
+
+    def take(self, trainer: Any) -> None:
+        """Generate, and write down what came out; collective over ranks."""
+        if not self.prompts:
+            return
+        tokenizer, rows = trainer.processing_class, []
+        with _generating(trainer, self.max_new_tokens):
+            for prompt in self.prompts:
+                ids = torch.tensor([prompt.token_ids], device=trainer.args.device)
+                output = trainer.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+                completion = tokenizer.decode(output[0, ids.shape[1] :])
+                rows.append({"prompt": prompt.text, "completion": completion})
+        if not trainer.is_world_process_zero():
+            return
+        step = trainer.state.global_step
+        for row in rows:
+            shown = {name: json.dumps(text, ensure_ascii=False) for name, text in row.items()}
+            logger.info("sample (step %d): %s -> %s", step, shown["prompt"], shown["completion"])
+        self.journal.write({"event": "samples", "step": step, "samples": rows})
+        wandb = sys.modules.get("wandb")
+        run = getattr(wandb, "run", None)
+        if wandb is not None and run is not None:
+            data = [[step, *row.values()] for row in rows]
+            table = wandb.Table(columns=["step", "prompt", "completion"], data=data)
+            run.log({"samples": table, "train/global_step": step})
+
+
+@contextmanager
+def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
+    """Let the trainer's model generate for a while, and put back what that takes."""
+    model, device = trainer.model, trainer.args.device
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    before, attention = base.generation_config, base.config._attn_implementation
+    trains, packed = model.training, attention not in ("sdpa", "eager")
+    settings = copy.deepcopy(trainer.generation)
+    settings.update(**dict.fromkeys(SAMPLING), max_length=None, max_new_tokens=max_new_tokens)
+    settings.do_sample, settings.use_cache = False, True  # both off or on in published settings
+    tokenizer = trainer.processing_class
+    settings.pad_token_id = next(
+        (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
+    )
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        try:
+            base.generation_config = settings
+            if packed:
+                base.set_attn_implementation("eager")
+            model.eval()
+            yield
+        finally:
+            if packed:
+                base.set_attn_implementation(attention)
+            base.generation_config = before
+            model.train(trains)

@@ -1,0 +1,105 @@
+r"""Benchmark the finished model of a run with lm-evaluation-harness (`pip install lm_eval`).
+
+    python -m utils.runs.evaluate runs/my-run --tasks hellaswag,arc_easy
+    python -m utils.runs.evaluate runs/my-run --tasks gsm8k --limit 100 --apply_chat_template
+
+`lm_eval` runs on final/ in a process of its own, on one GPU where there is one; all further flags
+are its own. The results come to lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]`
+in a recipe does the same once final/ is written.
+"""
+
+import argparse
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from utils.checkpoints.files import FINAL
+from utils.config.checks import LM_EVAL, is_installed
+from utils.config.errors import ConfigurationError
+from utils.config.precision import LAUNCHER_VARIABLES
+from utils.launch.script import configure_logging, run_script
+from utils.runs.publish import RESULTS
+from utils.support.files import replace_text
+from utils.support.redaction import load_env_file
+
+logger = logging.getLogger(__name__)
+
+# What tells a process that it is one of several: lm_eval would wait for the others.
+OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate what the command line names; returns the exit code."""
+    configure_logging()
+    load_env_file()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "evaluate", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
+    parser.add_argument("--tasks", nargs="+", required=True, help="of lm_eval, by blanks or commas")
+    given, flags = parser.parse_known_args(argv)
+    evaluate(given.run, given.tasks, flags)
+    return 0
+
+
+def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
+    """Run lm_eval on final/ and keep its results; its table goes to stdout.
+
+    Raises ConfigurationError with what to type where it cannot be run, or fails.
+    """
+    import torch
+
+    if not (run / FINAL).is_dir():
+        raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
+    if not is_installed("lm_eval"):
+        raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
+    command += ["--model_args", f"pretrained={run / FINAL}", "--tasks", *tasks]
+    if torch.cuda.is_available() and not {"--batch_size", "-b"} & set(flags):
+        command += ["--batch_size", "auto"]  # its default is 1
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(OF_THE_LAUNCH)
+    }
+    with tempfile.TemporaryDirectory() as made:
+        command += ["--output_path", made, *flags]
+        logger.info("benchmarks: %s", shlex.join(command))
+        sys.stdout.flush()
+        done = subprocess.run(command, env=environment, check=False)
+        written = sorted(Path(made).rglob("results_*.json"))
+        if done.returncode or not written:
+            raise ConfigurationError(_failed(done.returncode, tasks))
+        replace_text(run / RESULTS, written[-1].read_text(encoding="utf-8"))
+    logger.info("benchmarks: %s has all figures; publishing adds them to the card", run / RESULTS)
+
+
+def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
+    """Evaluate a run that has ended well; a failure is a warning with what to type."""
+    try:
+        evaluate(run, tasks)
+    except ConfigurationError as error:
+        command = ["python", "-m", "utils.runs.evaluate", str(run), "--tasks", *tasks]
+        logger.warning(
+            "lm_eval_tasks: %s is complete but not evaluated: %s Again: %s",
+            run / FINAL, "; ".join(error.problems), shlex.join(command),
+        )  # fmt: skip
+
+
+def _failed(code: int, tasks: Sequence[str]) -> str:
+    fetch = ["python", "-m", "lm_eval", "run", "--model", "dummy", "--tasks", *tasks]
+    return (
+        f"lm_eval ended with {code}; what it wrote above says why. Without a network the tasks' "
+        "data has to be in the cache (HF_HOME): where there is one, as on the login node, "
+        f"`{shlex.join([*fetch, '--limit', '1'])}` fetches it, and finds names that are no task's."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,116 @@
+"""What makes training smoother: an average of the weights, and noise on the embeddings."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint, is_initialized
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+FOLDER = "ema"  # in a checkpoint
+AVERAGED = "averaged_steps"  # in our part of a checkpoint's trainer_state.json
+
+logger = logging.getLogger(__name__)
+
+
+class AveragedWeights(TrainerCallback):
+    """The exponential moving average of the trained weights (EMA), float32, which final/ holds.
+
+    After the n-th step it moves by 1 - d towards the weights, d being `decay` or, early on, what is
+    less: (1 + n) / (10 + n), so that the first weights are soon forgotten. Under FSDP2 each rank
+    averages its shards. Any number of ranks can read what checkpoints hold of it.
+    """
+
+    def __init__(self, decay: float, resume_from: str | None):
+        self.decay, self.resumed, self.steps = decay, resume_from, 0
+
+    def resume_from(self, saved: Mapping[str, Any]) -> None:
+        """Take over what the checkpoint holds beside the average."""
+        self.steps = saved.get(AVERAGED, 0)
+
+    def resume_state(self) -> dict[str, Any]:
+        """Return what the checkpoint that is about to be written must hold beside the average."""
+        return {AVERAGED: self.steps}
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin with the weights as they are, or continue the checkpoint's average."""
+        trained = [each for each in kwargs["model"].named_parameters() if each[1].requires_grad]
+        self.weights = [_local(weight) for _, weight in trained]
+        self.average = {name: weight.detach().float().clone() for name, weight in trained}
+        if self.resumed is not None:
+            self.load(Path(self.resumed))
+
+    @override
+    @torch.no_grad()
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Follow the weights."""
+        self.steps += 1
+        share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        averages = [_local(value) for value in self.average.values()]
+        if all(weight.dtype == torch.float32 for weight in self.weights):
+            torch._foreach_lerp_(averages, self.weights, share)
+        else:  # one by one: a copy in float32 of all would take as much memory again
+            for average, weight in zip(averages, self.weights, strict=True):
+                average.lerp_(weight.float(), share)
+
+    def save(self, directory: Path) -> None:
+        """Write the average into a checkpoint; collective over ranks."""
+        folder = str(directory / FOLDER)
+        checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
+
+    def load(self, directory: Path) -> None:
+        """Read a checkpoint's average; collective. One without leaves it at the weights."""
+        folder = directory / FOLDER
+        if not folder.is_dir():
+            logger.info("ema: %s holds no average; it begins with the weights there", directory)
+            return
+        state = {FOLDER: self.average}
+        checkpoint.load(state, checkpoint_id=str(folder), no_dist=not is_initialized())
+
+    @torch.no_grad()
+    def put_in_place(self) -> None:
+        """Let the model have the averaged weights; training is over."""
+        for weight, average in zip(self.weights, self.average.values(), strict=True):
+            weight.copy_(_local(average))
+
+
+def _local(value: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or all of it; shares its memory."""
+    value = value.detach()
+    local: Any = getattr(value, "to_local", None)
+    return value if local is None else local()
+
+
+class EmbeddingNoise:
+    """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
+
+    Uniform between +-alpha / sqrt(length * width), length being that of the token's document, as
+    its authors' code has it.
+    transformers' hook takes that of the packed sequence: for 14 documents in each, a quarter.
+    """
+
+    def __init__(self, model: Any, alpha: float):
+        self.alpha = alpha
+        self.lengths: Tensor | None = None  # of the document of each token, (B * T,)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base.get_input_embeddings().register_forward_hook(self._add)
+
+    def take_boundaries(self, cu_seq_lens: Tensor, tokens: int) -> None:
+        """Note where the documents of the next micro-batch begin, and then its tokens end."""
+        lengths = cu_seq_lens.diff()
+        self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)
+
+    def _add(self, embedding: nn.Module, _: Any, output: Tensor) -> Tensor | None:
+        if not embedding.training:
+            return None
+        assert self.lengths is not None, "take_boundaries comes first"
+        scale = self.alpha * (self.lengths * output.shape[-1]).float().rsqrt()
+        noise = torch.empty_like(output).uniform_(-1, 1)
+        return output + noise * scale.view(*output.shape[:-1], 1).to(output.dtype)
