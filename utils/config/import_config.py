@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config.checks import check_packages
+from utils.config.checks import check_packages, check_run
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.foreign_data import convert_data
@@ -256,7 +256,7 @@ def _settle(given: Conversion) -> None:
             if name in values.given and values[name] and applies(values[cause]):
                 del values.given[name], given.run[name]
                 given.note(name, f"no effect, as {cause} is {shown(values[cause])}")
-    for fault in check_packages(values):
+    for fault in (*check_packages(values), *check_run(values)):
         name = fault.partition(" ")[0]
         given.run.pop(name, None)
         given.note(name, fault)
