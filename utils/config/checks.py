@@ -14,6 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from utils.config.arguments import eval_splits, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
+from utils.config.strategy import check_strategy
 from utils.config.unknown_names import unknown_name
 
 # They need a metric_for_best_model.
@@ -217,6 +218,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
+    check_strategy,
     check_precision,
     check_quantization,
     check_train_data,

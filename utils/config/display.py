@@ -23,7 +23,7 @@ SHORT_LIST = {
     "Data": "train_data eval_data sequence_length packing on_overlong",
     "Batch and schedule": "global_batch_size per_device_train_batch_size num_train_epochs "
     "max_steps learning_rate lr_scheduler_type warmup_steps weight_decay seed",
-    "Precision and memory": "bf16 dtype optim_states activation_checkpointing compile",
+    "Precision and memory": "strategy bf16 dtype optim_states activation_checkpointing compile",
     "Checkpoints": "output_dir save_steps save_minutes save_total_limit save_best",
     "Evaluation and logging": "eval_steps logging_steps report_to run_name",
 }
@@ -32,11 +32,13 @@ FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_over
 OWN_FLAGS = {
     "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "
     "flags over all",
-    "dry_run": "check everything, print arithmetic and memory, start nothing",
+    "dry_run": "check everything, print arithmetic and memory, start nothing (--assume "
+    "8xH100-80GB: as on those GPUs; --suggest: what fits them)",
     "print_config [all]": "print the settings that are not defaults and where each comes from, as "
     "a recipe; all: every one",
     "help NAME ...": "all about one setting; --help all: every setting in short",
 }
+OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings that no recipe is about
 EXAMPLES = {bool: "true", int: "8", float: "0.1", dict: "'{\"KEY\": 1}'", list: "VALUE"}
 LIBRARIES = {
     "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",
@@ -51,8 +53,10 @@ def help_text(
 
     Raises ConfigurationError for a word that is no setting, with the nearest.
     """
-    head = f"usage: {prog} [--config RECIPE.yaml ...] [--SETTING VALUE ...]\n\n{description}\n"
     is_run = "train_data" in declared
+    if is_run and not words:
+        description = description.partition("\n")[0]
+    head = f"usage: {prog} [--config RECIPE.yaml ...] [--SETTING VALUE ...]\n\n{description}\n"
     if list(words) == ["all"] or not (words or is_run):
         return head + "\n".join(_all(declared)) + "\n"
     if not words:
@@ -202,7 +206,7 @@ def config_text(values: SettingValues, every: bool) -> str:
     """
     lines, derived, defaults = [], [], []
     for name in values:
-        if name == "dry_run":  # of a command, not of a recipe
+        if name in OF_A_COMMAND:
             continue
         source, changed = values.source(name), values.changed(name)
         if values.rank(name) > 0:

@@ -14,7 +14,7 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
 
 # Fields of the libraries that keep their defaults; the reason completes "... cannot be set here:".
 REFUSED = by_name({
-    "accelerate launch --config_file FILE sets the strategy": ""
+    "strategy says how processes share the model, as in strategy: fsdp2": ""
     "deepspeed fsdp fsdp_config parallelism_config",
     "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
     "hub_always_push hub_revision hub_strategy",
