@@ -33,7 +33,7 @@ $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 	touch $@
 
 install: $(VENV)/.runtime
-	@echo 'Installed. Next: source $(BIN)/activate'
+	@echo 'Installed. Next: source $(BIN)/activate; check: python -m utils.doctor'
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/run_demo.py

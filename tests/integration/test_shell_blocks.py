@@ -120,6 +120,10 @@ def read_script(words: Sequence[str]) -> None:
         assert sources_of(given)
     elif script in ("pretrain.py", "sft_train.py"):
         parse = parse_pretraining if script == "pretrain.py" else parse_fine_tuning
+        if {"--help", "--print_config"} & {*arguments}:
+            with pytest.raises(SystemExit, match="0"):
+                parse(arguments, description=None)
+            return
         elsewhere = [] if "--dry_run" in arguments else ["--dry_run"]  # bf16 needs a GPU here
         assert parse([*arguments, *elsewhere], description=None).training.output_dir
     else:
@@ -143,7 +147,9 @@ def read_module(name: str, *arguments: str) -> None:
             raise UnderstoodError
 
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
-        module = importlib.import_module("benchmarks.__main__" if name == "benchmarks" else name)
+        module = importlib.import_module(name)
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"{name}.__main__")
         patch.setattr(sys, "argv", [name, *arguments])
         given = [list(arguments)] if inspect.signature(module.main).parameters else []
         with suppress(UnderstoodError):
@@ -209,6 +215,7 @@ def read_make(words: list[str]) -> None:
 READERS = {
     "python": read_script,
     "launch_node.sh": read_script,
+    "run_python.sh": read_script,
     "submit.sh": read_job,
     "sbatch": read_job,
     "srun": read_srun,

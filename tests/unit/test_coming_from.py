@@ -4,15 +4,31 @@ import re
 
 import pytest
 import yaml
-from test_repository import ROOT, SCRIPTS, known_settings
+from test_repository import ROOT
 
-from utils.config.preparation import ENTRY_KEYS, check_preparation, parse_preparation, sources_of
+from utils.config.arguments import (
+    DataArguments,
+    FineTuneConfig,
+    ModelArguments,
+    RunArguments,
+)
+from utils.config.declarations import declared_settings
+from utils.config.preparation import (
+    ENTRY_KEYS,
+    PreparationArguments,
+    check_preparation,
+    parse_preparation,
+    sources_of,
+)
 from utils.config.settings import parse_fine_tuning
+from utils.config.toolkits import TOOLKITS
 from utils.config.unknown_names import OTHER_NAMES
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
 RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
-KNOWN = {*ENTRY_KEYS, *(name for script in SCRIPTS for name in known_settings(script))}
+CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
+SETTINGS = {*declared_settings(CLASSES), *declared_settings((PreparationArguments,))}
+KNOWN = {"config", *ENTRY_KEYS, *SETTINGS}
 
 
 def names(cell: str) -> set[str]:
@@ -32,6 +48,21 @@ def test_what_tables_and_refusals_call_ours_is_a_setting():
             advice = OTHER_NAMES.get(name, "")
             assert not advice.isidentifier() or advice in names(here), f"{name}: {advice}, {here}"
     assert {advice for advice in OTHER_NAMES.values() if advice.isidentifier()} <= KNOWN
+
+
+@pytest.mark.parametrize("title", ["TRL", "axolotl", "LLaMA-Factory", "torchtune"])
+def test_what_the_importer_calls_ours_is_what_the_tables_say(title):
+    toolkit = TOOLKITS[title.lower().replace("-", "")]
+    section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    compared = 0
+    for theirs, here in rows:
+        for name in names(theirs):
+            ours = toolkit.names.get(name) or OTHER_NAMES.get(name, "")
+            if ours in KNOWN and name not in toolkit.left:
+                assert ours in names(here), f"{name}: {ours}, {here}"
+                compared += 1
+    assert compared >= 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["output_dir"])

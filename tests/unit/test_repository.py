@@ -16,6 +16,7 @@ TRAINING_RECIPES = sorted([*ROOT.glob("recipes/pretrain/*.yaml"), *ROOT.glob("re
 # Each package may import the packages named here, and itself.
 ALLOWED = {
     "submit": {"callbacks", "data", "launch", "config", "support"},
+    "doctor": {"kernels", "config", "support"},
     "runs": {
         "training", "planning", "model", "callbacks", "checkpoints", "data", "launch", "config",
         "support",

@@ -1,8 +1,6 @@
-"""Reads recipes and flags into setting values, all faults at once; prints `--help`."""
+"""Reads recipes and flags into setting values, all faults at once."""
 
-import itertools
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,13 +15,15 @@ from utils.config.declarations import (
     UnusableSettingError,
     checked_value,
     declared_settings,
-    shown,
+    placeholder,
 )
-from utils.config.errors import ConfigurationError
+from utils.config.display import config_text, help_text
+from utils.config.errors import Answer, ConfigurationError
 from utils.config.recipes import read_recipes
 from utils.config.unknown_names import unknown_name
 
 CONFIG_FLAG = "config"
+PRINT_FLAG = "print_config"
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -48,25 +48,23 @@ def read_settings(
     this process's). `settle` leaves out what is moot and derives what nobody gave. Then each check
     yields a line for each contradiction; one that reads a missing or faulty setting ends there.
 
-    Raises ConfigurationError with every fault. `--help` prints and leaves the process with 0.
+    Raises ConfigurationError with every fault. `--help` prints and leaves the process with 0, and
+    `--print_config` raises Answer once all is found sound, as for a dry run: nothing is started.
     """
     declared = declared_settings(argument_classes)
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(help_text(declared, prog, description or ""))
-        raise SystemExit(0)
+    argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
     flags, problems = read_flags(argv)
+    if "help" in flags:
+        sys.stdout.write(help_text(declared, prog, description or "", flags["help"]))
+        raise SystemExit(0)
+    printed = flags.pop(PRINT_FLAG, None)
+    if printed is not None and "dry_run" in declared:
+        flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
     complete = not problems  # or a file or word is missing that may have said more
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
-    values = SettingValues(declared, {})
-    for name, entry in entries.items():
-        try:
-            values.given[name] = _checked(name, entry, declared)
-        except ValueError as error:
-            problems.append(str(error))
-            values.unusable.add(name)
+    values = _checked_values(entries, declared, problems)
     for settlement in settle:
         with suppress(UnusableSettingError):  # a fault above says why
             settlement(values)
@@ -74,8 +72,12 @@ def read_settings(
         for check in (check_required, *checks):
             with suppress(UnusableSettingError):  # a fault above says why
                 problems.extend(check(values))
+    if printed not in (None, [], ["all"]):
+        problems.append(f"--{PRINT_FLAG}: expected nothing or all, got {' '.join(printed)}")
     if problems:
         raise ConfigurationError(problems)
+    if printed is not None:
+        raise Answer(config_text(values, every=bool(printed)))
     return values
 
 
@@ -85,6 +87,20 @@ def check_required(values: SettingValues) -> Iterator[str]:
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
             yield f"{name} is required: {declaration.help}"
+
+
+def _checked_values(
+    entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
+) -> SettingValues:
+    """Return what was given, with the settings' types; adds a line for each fault."""
+    values = SettingValues(declared, {})
+    for name, entry in entries.items():
+        try:
+            values.given[name] = _checked(name, entry, declared)
+        except ValueError as error:
+            problems.append(str(error))
+            values.unusable.add(name)
+    return values
 
 
 def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Given:
@@ -127,7 +143,7 @@ def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
     if not words and bool in declaration.types:
         return True
     if not words:
-        raise ValueError(f"expected {_placeholder(declaration)}")
+        raise ValueError(f"expected {placeholder(declaration)}")
     if len(words) > 1 and list not in declaration.origins:
         raise ValueError(f"unexpected argument {words[1]!r} after its value")
     if len(words) > 1:
@@ -142,29 +158,3 @@ def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
             with suppress(ValueError):
                 return number(word)
     return word
-
-
-def help_text(declared: Mapping[str, Declaration], prog: str, description: str) -> str:
-    """Return every setting under the docstring of its class, with type, help and default."""
-    lines = [
-        f"usage: {prog} [--{CONFIG_FLAG} RECIPE.yaml ...] [--SETTING VALUE ...]\n",
-        description,
-        "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all.",
-    ]
-    for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
-        lines.append(f"\n{owner.__doc__}")
-        for declaration in declarations:
-            text = declaration.help + (" (required)" if declaration.required else "")
-            if declaration.default not in (None, [], {}):
-                text += f" (default: {shown(declaration.default)})"
-            lines.append(f"  --{declaration.name} {_placeholder(declaration)}")
-            indent = " " * 6
-            lines.append(textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent))
-    return "\n".join(lines) + "\n"
-
-
-def _placeholder(declaration: Declaration) -> str:
-    if declaration.choices is not None:
-        return "|".join(map(shown, declaration.choices))
-    words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
-    return next((word for each, word in words.items() if each in declaration.origins), "TEXT")

@@ -141,6 +141,14 @@ def shown(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
+def placeholder(declaration: Declaration) -> str:
+    """Return what stands for a setting's value in a command line: its choices, or its type."""
+    if declaration.choices is not None:
+        return "|".join(map(shown, declaration.choices))
+    words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
+    return next((word for each, word in words.items() if each in declaration.origins), "TEXT")
+
+
 @dataclass(frozen=True)
 class Given:
     """A value that is not the default, and its source: "recipes/demo.yaml:3", "--seed" or why.

@@ -36,6 +36,14 @@ class ConfigurationError(ValueError):
         super().__init__("\n".join(f"- {problem}" for problem in self.problems))
 
 
+class Answer(SystemExit):
+    """Text that the command line asked for, `--print_config`; run_script prints it, redacted."""
+
+    def __init__(self, text: str):
+        self.text = text
+        super().__init__(0)
+
+
 class UnfitClusterError(ConfigurationError):
     """Nodes, devices or network that cannot run what was asked; names the host."""
 

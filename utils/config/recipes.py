@@ -91,6 +91,18 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def entry_text(name: str, value: Any, comment: str = "") -> str:
+    """Write one setting as a line of a recipe with a comment, above it where it takes several."""
+    mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
+    text = dump_yaml({name: value})
+    if isinstance(value, (list, dict)) and not mappings:
+        flow = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
+        text = f"{name}: {flow}"
+    if not comment or text.count("\n") > 1:
+        return f"# {comment}\n{text}" if comment else text
+    return f"{text.rstrip():<40} # {comment}\n"
+
+
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     """Return the settings of the recipes, later over earlier, and the faults of the files."""
     values: dict[str, Given] = {}

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Return the answer of each name, of a table of answers with their names."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
 # Fields of the libraries that keep their defaults; the reason completes "... cannot be set here:".
-REFUSED = _by_name({
+REFUSED = by_name({
     "strategy says how processes share the model, as in strategy: fsdp2": ""
     "deepspeed fsdp fsdp_config parallelism_config",
     "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
@@ -56,7 +57,7 @@ REFUSED = _by_name({
 
 # What TRL, axolotl, LLaMA-Factory, torchtune and argparse scripts call a setting: our name of it,
 # or what to do instead.
-OTHER_NAMES = _by_name({
+OTHER_NAMES = by_name({
     "per_device_train_batch_size": "batch_size micro_batch_size per_device_batch_size",
     "num_train_epochs": "epochs num_epochs",
     "max_steps": "max_iters max_steps_per_epoch max_train_steps num_steps steps train_iters",
@@ -124,5 +125,7 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
         advice = f"here it is {dashes}{advice}"
     elif advice is None or advice.isidentifier():
         nearest = get_close_matches(name, known, n=1, cutoff=0.8)
-        advice = f"did you mean {dashes}{nearest[0]}?" if nearest else "--help lists all settings"
+        advice = (
+            f"did you mean {dashes}{nearest[0]}?" if nearest else "--help all lists all settings"
+        )
     return f"unknown setting {written}: {advice}"

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
 from utils.support.notes import last_line, leave_note, storage_error
@@ -123,7 +123,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
     all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
     Any other exception is shown with its traceback, host and rank in front, and becomes 1. Both
-    leave a note for the launcher. SystemExit and KeyboardInterrupt pass through.
+    leave a note for the launcher. SystemExit and KeyboardInterrupt pass through, but for Answer.
 
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
@@ -155,6 +155,10 @@ def run_script(main: Callable[[], int | None]) -> int:
 def _run(main: Callable[[], int | None]) -> int:
     try:
         code = main() or 0
+    except Answer as answer:
+        if global_rank() == 0:
+            sys.stdout.write(redact(answer.text))
+        return 0
     except ConfigurationError as error:
         return _refuse(error)
     except Exception as error:

@@ -106,7 +106,7 @@ def test_every_fault_of_recipes_and_flags_comes_at_once(recipe):
         "unknown setting --sed: did you mean --seed?",
         '--options: expected a mapping or null, got "[1]"',
         "--limit: unexpected argument '2' after its value",
-        "unknown setting --zzz: --help lists all settings",
+        "unknown setting --zzz: --help all lists all settings",
         "--name: expected TEXT",
     ]  # fmt: skip
     assert problems_of("--sources", "a", "--seed", "1", "--seed", "2", "--config") == [
@@ -124,7 +124,7 @@ def test_checks_see_all_values_and_their_faults_join_the_others(recipe):
 
     checks = (check_seed, check_sources)
     assert problems_of("--seed", "3", "--zzz", "x", checks=checks) == [
-        "unknown setting --zzz: --help lists all settings",
+        "unknown setting --zzz: --help all lists all settings",
         "sources is required: what to read, 5% of it",
         "seed 3 (--seed) is above learning_rate 0.001 (default)",
     ]

@@ -164,7 +164,7 @@ def test_null_empties_what_has_a_default_of_nothing(started):
 
 
 @BOTH
-def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv, capsys):
+def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training = parse(parse_argv).training
@@ -178,14 +178,6 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv, c
     if parse_argv is parse_fine_tuning:  # TRL neither truncates nor packs nor prepares data
         assert (training.max_length, training.packing) == (None, False)
         assert training.dataset_kwargs == {"skip_prepare_dataset": True}
-    with pytest.raises(SystemExit) as left:
-        parse_argv(["--seed", "x", "--help"], "What it does.")
-    assert left.value.code == 0
-    text = capsys.readouterr().out
-    for part in ("What it does.", "(required)", "(default: 42)", "--config RECIPE.yaml", "--bf16 "):
-        assert part in text
-    assert text.index("--global_batch_size") < text.index("--learning_rate")
-    assert not re.search(r"--(gradient_accumulation_steps|hub_token|deepspeed|max_length)\b", text)
 
 
 DRY = {"use_cpu": None, "dry_run": "true"}

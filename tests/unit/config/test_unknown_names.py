@@ -30,11 +30,11 @@ def test_what_was_meant_is_named():
         "warmup_ratio": "warmup_steps (below 1 it is a share of all steps)",
         "learning_rte": "did you mean --learning_rate?",
         "no_bf16": "give --bf16 false",
-        "device_eval_size": "--help lists all settings",  # likeness alone suggests nothing
+        "device_eval_size": "--help all lists all settings",  # likeness alone suggests nothing
     }.items():
         assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", KNOWN)
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
-    assert "--help lists all" in unknown_name("--lr", preparation)
+    assert "--help all lists all" in unknown_name("--lr", preparation)
 
 
 def names(argument_class):

@@ -1,0 +1,259 @@
+"""Published configs of other toolkits, as key and value, become recipes that our parsers take."""
+
+import pytest
+import yaml
+
+from utils.config.declarations import declared_settings
+from utils.config.errors import ConfigurationError
+from utils.config.import_config import UNKNOWN, convert, main, recipe_texts
+from utils.config.preparation import (
+    PreparationArguments,
+    check_preparation,
+    parse_preparation,
+    sources_of,
+)
+from utils.config.recipes import load_file
+from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.config.toolkits import TOOLKITS
+from utils.config.unknown_names import OTHER_NAMES
+
+ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
+MESSAGES = [{
+    "path": "mlabonne/FineTome-100k", "type": "chat_template", "field_messages": "conversations",
+    "message_property_mappings": {"role": "from", "content": "value"}, "name": "default",
+    "revision": "refs/convert/parquet",
+}]  # fmt: skip
+AXOLOTL = {
+    "base_model": "NousResearch/Meta-Llama-3-8B", "micro_batch_size": 2, "sequence_len": 4096,
+    "gradient_accumulation_steps": 4, "num_epochs": 4, "learning_rate": 2e-4, "bf16": "auto",
+    "lr_scheduler": "cosine", "warmup_ratio": 0.1, "gradient_checkpointing": True,
+    "optimizer": "adamw_bnb_8bit", "weight_decay": 0.0, "evals_per_epoch": 4, "tf32": False,
+    "saves_per_epoch": 1, "output_dir": "./outputs/out", "val_set_size": 0.05,
+    "wandb_project": None, "special_tokens": {"pad_token": "<|end_of_text|>"},
+}  # fmt: skip
+FACTORY = {
+    "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507", "stage": "sft", "cutoff_len": 2048,
+    "template": "qwen3_nothink", "dataset": "identity,alpaca_en", "bf16": True,
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
+    "num_train_epochs": 3.0, "warmup_ratio": 0.1, "save_steps": 500, "report_to": "none",
+    "output_dir": "saves/qwen3-4b/sft", "preprocessing_num_workers": 16, "plot_loss": True,
+}  # fmt: skip
+TUNE = {
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": None},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer",
+                     "checkpoint_dir": "/tmp/Meta-Llama-3.1-8B-Instruct/"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "packed": False,
+                "split": "train[:95%]"},
+    "dataset_val": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset",
+                    "split": "train[95%:]"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 2e-5},
+    "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+    "batch_size": 2, "gradient_accumulation_steps": 1, "epochs": 1, "clip_grad_norm": None,
+    "dtype": "bf16", "enable_activation_checkpointing": True, "output_dir": "/tmp/full",
+}  # fmt: skip
+TRL = {
+    "model_name_or_path": "HuggingFaceTB/SmolLM3-3B-Base", "torch_dtype": "bfloat16",
+    "dataset_mixture": {"datasets": [
+        {"id": "HuggingFaceTB/smoltalk2", "config": "Mid", "split": "reasoning_r1", "weight": 1.0},
+        {"id": "HuggingFaceTB/smoltalk2", "config": "SFT", "split": "everyday", "weight": 0.5},
+    ]}, "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+    "max_length": 32768, "packing": True, "gradient_accumulation_steps": 2, "save_total_limit": 1,
+    "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "per_device_train_batch_size": 1, "push_to_hub": True, "output_dir": "data/mid", "bf16": True,
+}  # fmt: skip
+LORA = {"adapter": "lora", "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
+SAME = {"packing": "none", "activation_checkpointing": "full", "bf16": True}
+
+# What is changed, then lines of the training recipe (None: it has none) and of the data recipe.
+PUBLISHED = {
+    "axolotl full": (
+        AXOLOTL, {"datasets": ALPACA, "sample_packing": True},
+        {"global_batch_size": 64, "packing": None, "eval_steps": 0.0625, "save_strategy": "epoch",
+         "optim_states": "int8", "bf16": True, "dtype": None, "use_peft": None, "lora_r": None,
+         "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 4.0,
+         "eval_data": ["data/made/validation"], "report_to": None},
+        {"sources": [{"path": "tatsu-lab/alpaca", "format": "alpaca", "weight": 0.2}],
+         "validation_fraction": 0.05, "sequence_length": 4096, "on_overlong": "drop"},
+    ),
+    "axolotl lora": (
+        AXOLOTL, {**LORA, "datasets": MESSAGES, "load_in_8bit": True, "evals_per_epoch": None},
+        {**SAME, "use_peft": True, "dtype": "bfloat16", "lora_r": 32, "lora_dropout": 0.0,
+         "load_in_4bit": None},
+        {"sources": [{"path": "mlabonne/FineTome-100k", "subset": "default",
+                      "revision": "refs/convert/parquet"}]},
+    ),
+    "axolotl qlora fsdp": (
+        AXOLOTL, {**LORA, "adapter": "qlora", "load_in_4bit": True, "datasets": ALPACA,
+                  "fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True},
+                  "lora_target_modules": ["q_proj", "v_proj"], "optimizer": "paged_adamw_32bit"},
+        {"load_in_4bit": True, "use_bnb_nested_quant": True, "strategy": "fsdp2",
+         "lora_target_modules": ["q_proj", "v_proj"], "optim_states": None}, {},
+    ),
+    "axolotl zero3": (
+        AXOLOTL, {"datasets": [{"path": "json", "data_files": "my.jsonl", "type": "completion",
+                                "field": "body"}],
+                  "deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json",
+                  "cosine_min_lr_ratio": 0.1, "val_set_size": 0},
+        {"strategy": "zero3", "optim_states": None, "lr_scheduler_type": "cosine_with_min_lr",
+         "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "eval_data": None, "eval_steps": None},
+        {"sources": [{"path": "my.jsonl", "format": "text", "columns": {"body": "text"}}]},
+    ),
+    "axolotl pretraining": (
+        AXOLOTL, {"pretraining_dataset": [{"path": "allenai/c4", "name": "en", "type": "pretrain"}],
+                  "max_steps": 100, "wandb_project": "mine", "val_set_size": None},
+        {"report_to": ["wandb"], "max_steps": 100, "packing": None},
+        {"sources": [{"path": "allenai/c4", "subset": "en", "format": "text"}],
+         "sequence_length": None, "on_overlong": None},
+    ),
+    "llamafactory lora": (
+        FACTORY, {"lora_rank": 8, "lora_target": "q_proj,v_proj", "quantization_bit": 4},
+        {**SAME, "use_peft": True, "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True,
+         "lora_target_modules": ["q_proj", "v_proj"], "save_steps": 500, "eval_data": None},
+        {"sources": ["sources/identity", {"path": "llamafactory/alpaca_en", "format": "alpaca"}],
+         "on_overlong": "truncate", "num_proc": 16},
+    ),
+    "llamafactory full": (
+        FACTORY, {"finetuning_type": "full", "deepspeed": "examples/deepspeed/ds_z0_config.json",
+                  "pure_bf16": True, "bf16": None, "disable_gradient_checkpointing": True},
+        {"strategy": "multi_gpu", "dtype": "bfloat16", "stochastic_rounding": True, "bf16": None,
+         "activation_checkpointing": None, "use_peft": None}, {},
+    ),
+    "torchtune full": (
+        TUNE, {},
+        {"model_name_or_path": "Meta-Llama-3.1-8B-Instruct", "dtype": "bfloat16",
+         "stochastic_rounding": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+         "weight_decay": 0.01, "eval_data": ["data/made/validation"], "bf16": None},
+        {"sources": ["yahma/alpaca-cleaned"], "validation_fraction": 0.05},
+    ),
+    "torchtune qlora": (
+        TUNE, {"model": {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b",
+                         "lora_rank": 8, "lora_attn_modules": ["q_proj", "output_proj"]},
+               "lr_scheduler": {"_component_": "torchtune.get_cosine_schedule_with_warmup",
+                                "num_warmup_steps": 100}},
+        {"load_in_4bit": True, "lora_r": 8, "lora_target_modules": ["q_proj", "o_proj"],
+         "lr_scheduler_type": "cosine", "warmup_steps": 100.0}, {},
+    ),
+    "trl mixture": (
+        TRL, {"report_to": ["wandb"]},
+        {"packing": None, "dtype": "bfloat16", "save_total_limit": 2, "global_batch_size": 16,
+         "activation_checkpointing": "full"},
+        {"sources": [
+            {"path": "HuggingFaceTB/smoltalk2", "subset": "Mid", "split": "reasoning_r1"},
+            {"path": "HuggingFaceTB/smoltalk2", "subset": "SFT", "split": "everyday",
+             "weight": 0.5}]},
+    ),
+    "trl splits": (
+        {**TRL, "dataset_mixture": None},
+        {"dataset_name": "trl-lib/Capybara", "dataset_test_split": "test", "eval_strategy": "epoch",
+         "optim": "paged_adamw_8bit", "load_in_4bit": True, "use_peft": True},
+        {"eval_data": ["data/made/heldout"], "optim_states": "int8", "load_in_4bit": True},
+        {"sources": ["trl-lib/Capybara"],
+         "eval_sources": [{"name": "heldout", "path": "trl-lib/Capybara", "split": "test"}]},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(
+        '{"alpaca_en": {"hf_hub_url": "llamafactory/alpaca_en"}}'
+    )
+
+    def write(config):
+        (tmp_path / "made.yaml").write_text(yaml.safe_dump(config))
+        return tmp_path / "made.yaml"
+
+    return write
+
+
+@pytest.mark.usefixtures("no_accelerator")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_becomes_two_recipes(name, made, tmp_path):
+    base, changes, run, data = PUBLISHED[name]
+    found = convert(made({**base, **changes}), gpus=8)
+    assert found.kind == name.split()[0]
+    texts = recipe_texts(found, tmp_path / "made.yaml", tmp_path / "ours")
+    (tmp_path / "ours").mkdir()
+    recipes = {}
+    for file, text in texts.items():
+        file.write_text(text)
+        if file.suffix == ".yaml":
+            recipes[file.stem] = {key: value for key, (value, _) in load_file(file).items()}
+    for recipe, expected in ((recipes["made"], run), (recipes["made_data"], data)):
+        assert {key: recipe.get(key) for key in expected} == expected
+    path = str(tmp_path / "ours/made_data.yaml")
+    check_preparation(given := parse_preparation(["--config", path]))
+    assert sources_of(given)
+    assert set(recipes["made_data"]) <= declared_settings((PreparationArguments,)).keys()
+    assert set(recipes["made"]) <= set(found.declared)
+    parse = parse_pretraining if "pretraining" in name else parse_fine_tuning
+    settings = parse(["--config", str(tmp_path / "ours/made.yaml"), "--dry_run"], "")
+    assert settings.values.rank("global_batch_size") == 1
+
+
+def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
+    config = {**AXOLOTL, **LORA, "datasets": ALPACA, "made_up": 3, "off_here": False,
+              "qat": {"a": 1}, "trust_remote_code": True,
+              "fsdp_config": {"offload_params": True}}  # fmt: skip
+    found = convert(made(config))
+    reasons = {key: why for why, keys in found.notes.items() for key in keys}
+    assert reasons["made_up"] == UNKNOWN
+    assert "off_here" not in reasons
+    assert reasons["trust_remote_code"] == "code that comes with a model is not run"
+    assert reasons["qat"] == "another method: this run trains without it"
+    assert {"lora_target_linear", "special_tokens", "offload"} <= reasons.keys()
+    text = recipe_texts(found, tmp_path / "a.yaml", tmp_path)[tmp_path / "a.yaml"]
+    assert f"#   made_up: {UNKNOWN}\n" in text
+    assert "global_batch_size: 8 " in text
+    assert "# 2 x 4 accumulation x 1 GPU(s)" in text
+    assert "# base_model\n" in text
+    template = recipe_texts(convert(made(TRL)), tmp_path / "t.yaml", tmp_path)
+    assert template[tmp_path / "t.jinja"] == TRL["chat_template"]
+    assert "chat_template: " in template[tmp_path / "t_data.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**AXOLOTL, "datasets": ALPACA, "rl": "dpo"}, "rl: dpo: supervised"),
+        ({**AXOLOTL, "datasets": ALPACA, "reward_model": True}, "reward_model: supervised"),
+        (AXOLOTL, "no dataset is named"),
+        ({**FACTORY, "finetuning_type": "oft"}, "finetuning_type: oft: supervised"),
+        ({**FACTORY, "stage": "pt"}, "pretrain.py trains every weight"),
+        ({**TUNE, "teacher_model": {"_component_": "x"}}, "teacher_model"),
+        ({**TRL, "beta": 0.1}, "beta: supervised"),
+        ({"a": 1}, "none of the keys that"),
+    ],
+)
+def test_another_kind_of_training_is_refused(config, said, made, capsys):
+    with pytest.raises(ConfigurationError, match=said):
+        convert(path := made(config))
+    assert main([str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, capsys):
+    path = str(made(FACTORY))
+    assert main([path]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# ---- made_data.yaml\n# Made from made.yaml of llamafactory:\n")
+    assert "# ---- made.yaml\n" in out
+    arguments = [path, "--output_dir", str(tmp_path / "new"), "--gpus", "2"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "new/made_data.yaml"), str(tmp_path / "new/made.yaml"),
+    ]  # fmt: skip
+    text = (tmp_path / "new/made.yaml").read_text()
+    assert f"python sft_train.py --config {tmp_path / 'new/made.yaml'}\n" in text
+    assert "global_batch_size: 16 " in text
+    assert main(arguments) == 2
+    assert "is there" in capsys.readouterr().err
+
+
+def test_the_tables_say_nothing_twice():
+    for toolkit in TOOLKITS.values():
+        assert not {name for name, ours in toolkit.names.items() if OTHER_NAMES.get(name) == ours}
+        assert not toolkit.names.keys() & {n for n, why in toolkit.left.items() if why == UNKNOWN}
+        assert set(toolkit.marks)

@@ -1,0 +1,212 @@
+"""The doctor on machines made of stand-ins: each fault is a line with what to type, none throws."""
+
+import fcntl
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.doctor import __main__ as doctor
+from utils.doctor import machine, surroundings
+from utils.doctor.machine import Finding
+
+SECRETS = {"HF_TOKEN": "hf_" + "q" * 30, "WANDB_API_KEY": "wandb-secret-value"}
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """No network, no GPU, no Slurm, a HF_HOME and a repository of its own; PATH of stubs."""
+    import requests
+    from huggingface_hub import constants
+
+    def unreachable(*_, **__):
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(requests, "head", unreachable)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in (*SECRETS, "HF_WRITE_TOKEN", "SLURM_JOB_ID", "CXX", "CC"):
+        monkeypatch.setenv(name, "")  # not deleted: what .env brings is undone
+    (tmp_path / "root/slurm").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shutil.copy(machine.ROOT / "pyproject.toml", tmp_path / "root")
+    for module in (machine, surroundings):
+        monkeypatch.setattr(module, "ROOT", tmp_path / "root")
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    for name in ("bash", "sh"):
+        (stubs / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(stubs))
+    return tmp_path
+
+
+def stub(folder, name, text="", code=0):
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/sh\nprintf '%b' '{text}'\nexit {code}\n")
+    path.chmod(0o755)
+
+
+def lines_of(check, *arguments):
+    return [f"{level} {what} -> {mend}" for level, what, mend in check(*arguments)]
+
+
+def with_gpu(monkeypatch, capability=(9, 0), free=70):
+    gpu = SimpleNamespace(name="NVIDIA H100", major=capability[0], minor=capability[1])
+    for name, value in {
+        "is_available": True, "device_count": 1, "get_arch_list": ["sm_75", "sm_90"],
+        "get_device_capability": capability,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+
+
+def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main(["--output_dir", str(alone / "runs/deep")]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "packages are as pyproject.toml has them", "no GPU here: training is on the CPU",
+        "auto takes per-document SDPA", "no g++ here", "no Slurm here", "no .env",
+        "wandb: a key is there", "is not reached (ConnectionError)", "HF_HOME", "/dev/shm",
+        "output_dir", "0 missing",
+    ):  # fmt: skip
+        assert part in out, part
+    assert "could not be checked" not in out
+    assert not [value for value in SECRETS.values() if value in out]
+    assert not (alone / "runs").exists(), "nothing is left behind"
+
+
+def test_a_check_that_fails_or_hangs_is_a_line(capsys):
+    def failing():
+        yield Finding("ok", "before")
+        raise ValueError("disk\nis gone")
+
+    found = doctor.found_by("it", failing, 5)
+    assert [line[:2] for line in found] == [
+        ("ok", "before"), ("warning", "it could not be checked (ValueError: disk)"),
+    ]  # fmt: skip
+    begin = time.monotonic()
+    assert "no answer within" in doctor.found_by("it", lambda: time.sleep(9), 0.2)[0].what
+    assert time.monotonic() - begin < 3
+    assert doctor.conclude([Finding("missing", "torch")]) == 1
+    assert doctor.conclude([Finding("warning", "no GPU", machine.INTERACTIVE)]) == 0
+    assert "jobs can be submitted" in capsys.readouterr().out
+
+
+def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
+    stub(alone, "srun")
+    assert machine.INTERACTIVE in lines_of(machine.check_gpus)[0]
+    stub(alone, "nvidia-smi", "NVIDIA H100, 81559 MiB, 570.86\\nCUDA Version: 12.8\\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "missing" in lines_of(machine.check_gpus)[0]
+    assert "built for CPUs, and 1 x NVIDIA H100" in lines_of(machine.check_gpus)[0]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    old, unusable = lines_of(machine.check_gpus)
+    assert "missing driver 570.86 knows CUDA 12.8" in old
+    assert "missing torch" in unusable
+    with_gpu(monkeypatch)
+    torch_line, gpu = lines_of(machine.check_gpus)
+    assert "CUDA 12.9, driver 570.86" in torch_line
+    assert gpu.startswith("ok GPU 0: NVIDIA H100, 80 GiB, 70 free, compute capability 9.0, bf16")
+    for capability, free, part in (
+        ((7, 5), 70, "70 free, compute capability 7.5: no bf16"),
+        ((7, 0), 70, "missing"), ((9, 0), 3, "another process uses it"),
+    ):  # fmt: skip
+        with_gpu(monkeypatch, capability, free)
+        assert part in lines_of(machine.check_gpus)[1]
+
+
+def test_packages_out_of_range_and_missing_ones_are_named_with_the_command(alone, monkeypatch):
+    versions = {"torch": "2.4.0", "trl": None, "bitsandbytes": None, "deepspeed": "0.1"}
+    real = machine.installed
+    monkeypatch.setattr(machine, "installed", lambda name: versions.get(name, real(name)))
+    text = "\n".join(lines_of(machine.check_python))
+    assert "warning torch 2.4.0 is outside of" in text
+    assert "missing trl is not installed -> pip install 'trl>=" in text
+    assert "option bitsandbytes is not installed: load_in_4bit" in text
+    assert "warning deepspeed 0.1 is not deepspeed>=" in text
+
+
+def test_slurm_and_its_settings(alone):
+    stub(alone, "sinfo", "gpu* 1-00:00:00 4 nodes gpu:h100:8\\n")
+    for name in ("sbatch", "srun", "squeue"):
+        stub(alone, name)
+    lines = lines_of(surroundings.check_slurm)
+    assert "Slurm lacks scontrol" in lines[0]
+    assert "partitions: gpu* 1-00:00:00 4 nodes gpu:h100:8" in lines[1]
+    assert "cp slurm/cluster.env.example" in lines[2]
+    stub(alone, "sinfo", "no controller", code=1)
+    (alone / "root/slurm/cluster.env").write_text("export HF_HOME=(\n")
+    broken = doctor.found_by("Slurm", surroundings.check_slurm, 9)
+    assert [line.level for line in broken] == ["warning"] * 3
+    assert "no controller" in broken[1].what
+    assert "Slurm could not be checked (OSError: bash" in broken[2].what
+
+
+def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone, monkeypatch):
+    env = alone / "root/.env"
+    env.write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
+    env.chmod(0o644)
+    line = lines_of(surroundings.check_tokens)[0]
+    assert line.startswith("missing")
+    assert line.endswith(f"chmod 600 {env}")
+    env.chmod(0o600)
+    line = lines_of(surroundings.check_tokens)[0]
+    assert line.startswith("ok .env has HF_TOKEN")
+    assert SECRETS["HF_TOKEN"] not in line
+    (alone / "home/.netrc").write_text("machine api.wandb.ai login user password x\n")
+    (alone / "home/.netrc").chmod(0o600)
+    assert "wandb: a key is there" in lines_of(surroundings.check_tokens)[1]
+
+
+def test_the_hub_says_whose_token_it_is(alone, monkeypatch):
+    import huggingface_hub
+    import requests
+
+    monkeypatch.setattr(requests, "head", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert "option" in lines_of(surroundings.check_hub)[1]
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: SECRETS["HF_TOKEN"])
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _: {"name": "ada"})
+    assert "the token is ada's" in lines_of(surroundings.check_hub)[1]
+
+    def refused(self):
+        raise PermissionError(SECRETS["HF_TOKEN"])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refused)
+    line = lines_of(surroundings.check_hub)[1]
+    assert "does not take the token (PermissionError)" in line
+    assert SECRETS["HF_TOKEN"] not in line
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "offline" in lines_of(surroundings.check_hub)[1]
+
+
+def test_disks_without_room_locks_or_writes(alone, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    hub = "\n".join(lines_of(surroundings.check_hub))
+    assert "warning HF_HOME" in hub
+    assert "no file locks (No locks available)" in hub
+    assert "runs do without" in lines_of(surroundings.check_output, alone / "runs")[1]
+    monkeypatch.setattr(surroundings, "LEAST_FREE_GIB", 10**9)
+    assert "GiB and" in lines_of(surroundings.check_output, alone / "runs")[0]
+    stub(alone, "quota", "Disk quotas for user\\n/home 90G 100G 100G\\n")
+    assert "quota: /home 90G 100G 100G" in lines_of(surroundings.check_output, alone)[-1]
+    monkeypatch.setattr(surroundings.tempfile, "NamedTemporaryFile", fail)
+    assert "missing output_dir" in lines_of(surroundings.check_output, alone / "runs")[0]
+
+
+@pytest.mark.slow
+def test_two_processes_add_up():
+    found = list(doctor.check_all_reduce())
+    assert [line.level for line in found] == ["ok"], found
+    assert "all_reduce: " in found[0].what

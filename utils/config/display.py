@@ -1,0 +1,225 @@
+"""What the command line shows of settings: `--help`, one setting's story, `--print_config`."""
+
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from utils.config.declarations import Declaration, SettingValues, placeholder, shown
+from utils.config.errors import ConfigurationError
+from utils.config.recipes import entry_text
+from utils.config.unknown_names import REFUSED, unknown_name
+
+WIDTH = 98  # two columns are left of a hundred
+ROOT = Path(__file__).resolve().parents[2]
+
+# What most runs set; the rest is behind `--help all`. A test checks that each exists.
+SHORT_LIST = {
+    "Model": "model_name_or_path model_config init_from use_peft lora_r lora_alpha load_in_4bit "
+    "attn_implementation",
+    "Data": "train_data eval_data sequence_length packing on_overlong",
+    "Batch and schedule": "global_batch_size per_device_train_batch_size num_train_epochs "
+    "max_steps learning_rate lr_scheduler_type warmup_steps weight_decay seed",
+    "Precision and memory": "strategy bf16 dtype optim_states activation_checkpointing compile",
+    "Checkpoints": "output_dir save_steps save_minutes save_total_limit save_best",
+    "Evaluation and logging": "eval_steps logging_steps report_to run_name",
+}
+FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong")
+# What the command line itself takes beside settings.
+OWN_FLAGS = {
+    "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "
+    "flags over all",
+    "dry_run": "check everything, print arithmetic and memory, start nothing (--assume "
+    "8xH100-80GB: as on those GPUs; --suggest: what fits them)",
+    "print_config [all]": "print the settings that are not defaults and where each comes from, as "
+    "a recipe; all: every one",
+    "help NAME ...": "all about one setting; --help all: every setting in short",
+}
+OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings that no recipe is about
+EXAMPLES = {bool: "true", int: "8", float: "0.1", dict: "'{\"KEY\": 1}'", list: "VALUE"}
+LIBRARIES = {
+    "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",
+    "trl": "https://huggingface.co/docs/trl/sft_trainer",
+}
+
+
+def help_text(
+    declared: Mapping[str, Declaration], prog: str, description: str, words: Sequence[str] = ()
+) -> str:
+    """Return what `--help WORDS` prints: the settings most set, all, or some with their story.
+
+    Raises ConfigurationError for a word that is no setting, with the nearest.
+    """
+    is_run = "train_data" in declared
+    if is_run and not words:
+        description = description.partition("\n")[0]
+    head = f"usage: {prog} [--config RECIPE.yaml ...] [--SETTING VALUE ...]\n\n{description}\n"
+    if list(words) == ["all"] or not (words or is_run):
+        return head + "\n".join(_all(declared)) + "\n"
+    if not words:
+        return head + "\n".join(_short(declared, prog)) + "\n"
+    names = [word.lstrip("-").replace("-", "_") for word in words]
+    if unknown := [_unknown(name, declared) for name in names if name not in declared]:
+        raise ConfigurationError(unknown)
+    return "\n\n".join("\n".join(_story(name, declared, prog)) for name in names) + "\n"
+
+
+def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
+    for title, names in SHORT_LIST.items():
+        yield f"\n{title}"
+        for name in names.split():
+            if prog == "pretrain.py" and name in FINE_TUNING_ONLY:
+                continue
+            declaration = declared[name]
+            sentence = re.split(r"(?<=[a-z`)])\. ", declaration.help)[0].rstrip(".")
+            text = textwrap.shorten(sentence, 160, placeholder=" ...") + _default(declaration)
+            yield from _columns(f"--{name} {placeholder(declaration)}", text)
+    yield "\nThe command"
+    for flag, text in OWN_FLAGS.items():
+        yield from _columns(f"--{flag}", text)
+    yield (
+        f"\nAll {len(declared)} settings: --help all. One with its story: --help learning_rate. "
+        "To read: docs/running.md"
+    )
+
+
+def _columns(left: str, right: str, at: int = 38) -> list[str]:
+    """Return a flag and its help side by side, the help on lines of its own column."""
+    name, _, value = left.partition(" ")
+    if len(value) > (room := at - len(name) - 4):
+        value = f"{value[: max(0, room - 3)].rpartition('|')[0]}|...".lstrip("|")
+    left = f"  {name} {value}".ljust(at)
+    return textwrap.wrap(left + right, WIDTH, subsequent_indent=" " * at, break_on_hyphens=False)
+
+
+def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
+    """Yield every setting under the docstring of its class, with type, help and default."""
+    yield "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all."
+    for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
+        yield f"\n{owner.__doc__}"
+        for declaration in declarations:
+            yield f"  --{declaration.name} {placeholder(declaration)}"
+            indent = " " * 6
+            text = declaration.help + _default(declaration)
+            yield textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
+
+
+def _default(declaration: Declaration) -> str:
+    if declaration.required:
+        return " (required)"
+    nothing = declaration.default in (None, [], {}, "")
+    return "" if nothing else f" (default: {shown(declaration.default)})"
+
+
+def _story(name: str, declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
+    """Yield all that is known of one setting."""
+    declaration = declared[name]
+    value = placeholder(declaration)
+    yield f"--{name} {value if len(value) < 80 else 'CHOICE'}"
+    default = shown(declaration.default)
+    text = "none: it is required" if declaration.required else default
+    facts = {"": declaration.help, "default": f"{text} {_whose_default(declaration)}"}
+    if declaration.choices is not None:
+        facts["choices"] = ", ".join(map(shown, declaration.choices))
+    if "train_data" in declared and (conflicts := list(_conflicts(name, declared))):
+        facts["no effect"] = "; ".join(conflicts)
+    facts["documents"] = ", ".join(_documents(declaration))
+    is_number = isinstance(declaration.default, float | int) and declaration.default > 0
+    value = default if is_number else EXAMPLES.get(declaration.origins[0], "TEXT")
+    if declaration.choices is not None:
+        value = shown(next(each for each in declaration.choices if each != declaration.default))
+    facts["example"] = f"python {prog} --config my_run.yaml --{name} {value}"
+    for fact, text in facts.items():
+        yield from _columns(fact, text, at=13)
+
+
+def _whose_default(declaration: Declaration) -> str:
+    """Say who chose the default; where that is not the library it comes from, also its own."""
+    if declaration.required:
+        return ""
+    sources: dict[str, type] = {}
+    for each in declaration.owner.__mro__:
+        if declaration.name in inspect.get_annotations(each):
+            sources.setdefault(each.__module__.partition(".")[0], each)
+    first, *others = sources
+    text = f"({'Stoker' if first == 'utils' else first}"
+    for library in others[:1]:
+        field = next(
+            each for each in dataclasses.fields(sources[library]) if each.name == declaration.name
+        )
+        made = field.default_factory
+        value = field.default if made is dataclasses.MISSING else made()
+        theirs = shown(getattr(value, "value", value))
+        text += f"; {library} has {theirs}" if theirs != shown(declaration.default) else ""
+    return text + ")"
+
+
+def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
+    """Yield "while X is Y" for each rule by which a setting has no effect."""
+    from utils.config.settings import RULES  # which imports the reader of flags, and that this
+
+    for cause, applies, names in RULES:
+        if name in names.split():
+            known = declared[cause].choices or (
+                (True, False) if bool in declared[cause].types else ()
+            )
+            values = [shown(value) for value in known if applies(value)]
+            if not values or applies(None):
+                values = ["not given"] if applies(declared[cause].default) else values or ["given"]
+            if len(values) < 4:
+                yield f"while {cause} is {' or '.join(values)}"
+            else:
+                rest = [shown(value) for value in known if not applies(value)]
+                yield f"unless {cause} is {' or '.join(rest)}"
+
+
+def _documents(declaration: Declaration) -> Iterator[str]:
+    """Yield where a setting is written about: our documents by file and line, then a library's."""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if path.name not in ("architecture.md", "coming-from.md"):
+            text = path.read_text(encoding="utf-8").partition("<!-- all settings")[0]
+            if found := re.search(rf"(`|--){declaration.name}\b", text):
+                yield f"docs/{path.name}:{text.count(chr(10), 0, found.start()) + 1}"
+    for each in declaration.owner.__mro__:
+        address = LIBRARIES.get(each.__module__.partition(".")[0])
+        if address and declaration.name in inspect.get_annotations(each):
+            yield address
+            break
+    yield "docs/settings.md"
+
+
+def _unknown(name: str, declared: Mapping[str, Declaration]) -> str:
+    """Say what a word after `--help` may have meant."""
+    text = unknown_name(name, declared)
+    alike = [each for each in declared if name in each] if name not in REFUSED else []
+    return f"{text}; settings with {name} in their name: {', '.join(alike)}" if alike else text
+
+
+def config_text(values: SettingValues, every: bool) -> str:
+    """Return settings as a recipe with a comment on where each came from.
+
+    What was given is YAML; what was derived, and defaults (all of them with `every`), are comments:
+    another launch derives anew.
+    """
+    lines, derived, defaults = [], [], []
+    for name in values:
+        if name in OF_A_COMMAND:
+            continue
+        source, changed = values.source(name), values.changed(name)
+        if values.rank(name) > 0:
+            if every or changed:
+                lines.append(entry_text(name, values[name], source))
+        elif name in values.given and changed:
+            derived.append(entry_text(name, values[name], source))
+        elif every:
+            whose = _whose_default(values.declared[name])
+            defaults.append(entry_text(name, values[name], f"default {whose}"))
+    moot = [f"# {note}" for note in values.notes if " has no effect: " in note]
+    parts = ["".join(lines), "\n".join(moot)]
+    for title, texts in {"Derived, and again at each start": derived, "Defaults": defaults}.items():
+        if texts:
+            parts.append(textwrap.indent(f"{title}:\n{''.join(texts)}", "# "))
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
