@@ -10,6 +10,7 @@ such as a sweep's. The page is one file: it opens anywhere, without a network. A
 when it ends.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that the command line asks for, and say where it is."""
     from utils.report.page import parse_arguments, run_directories, write_pages
 
+    gc.disable()  # it would walk through a million parsed lines again and again
     given = parse_arguments(argv, __doc__)
     page = write_pages(run_directories(given), given.output, given.png)
     sys.stdout.write(f"{page}\n" + (f"{given.png}\n" if given.png else ""))

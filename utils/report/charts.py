@@ -10,7 +10,7 @@ import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.report.findings import Spike
-from utils.report.history import History, number
+from utils.report.history import History, column
 
 POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
 SMOOTH_FROM = 200  # logs: fewer are shown as they are
@@ -55,29 +55,31 @@ class Curves:
         for line in run.lines:
             if line["event"] == "eval":
                 self.evaluated.setdefault(line.get("split"), []).append(line)
-        seen = [
-            (line["step"], at) for line in self.trained if (at := number(line.get("tokens_seen")))
-        ]
-        self.seen = np.array([(0, 0.0), *seen]).T if seen else None
+        seen = np.stack([column(self.trained, "step"), column(self.trained, "tokens_seen")])
+        self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
 
-    def tokens(self, step: float) -> float | None:
-        """Return the tokens seen at a step, from the training logs; None without any."""
-        return None if self.seen is None else _short(float(np.interp(step, *self.seen)))
+    def tokens(self, steps: Sequence[float]) -> list[float | None]:
+        """Return the tokens seen at steps, from the training logs; None without any."""
+        if self.seen.shape[1] == 1:
+            return [None] * len(steps)
+        return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
 
     def series(
         self, label: str, lines: Sequence[Line], key: str, style: str = "line", note: str = ""
     ) -> Chart | None:
         """Return one series with its place on each axis; None without a finite value of `key`."""
-        kept = [(line, value) for line in lines if (value := number(line.get(key))) is not None]
-        values = np.array([value if math.isfinite(value) else math.nan for _, value in kept])
-        if not len(values) or np.isnan(values).all():
+        kept = [line for line in lines if line.get(key) is not None]
+        values = column(kept, key)
+        values[~np.isfinite(values)] = math.nan
+        if np.isnan(values).all():
             return None
-        indices = thinned(values, self.points)
-        chosen = [kept[index][0] for index in indices]
+        indices = thinned(values, self.points).tolist()
+        chosen = [kept[index] for index in indices]
+        steps = [line["step"] for line in chosen]
         return {
             "label": label, "style": style, "note": note, "colour": self.colour,
-            "step": [line["step"] for line in chosen],
-            "tokens": [self.tokens(line["step"]) for line in chosen],
+            "step": steps,
+            "tokens": self.tokens(steps),
             "hours": [_short(line["hours"]) for line in chosen],
             "y": [_short(values[index]) for index in indices],
         }  # fmt: skip
@@ -90,10 +92,9 @@ class Curves:
     def smoothed(self) -> tuple[list[Line], int]:
         """Return lines with the mean loss of so many logs up to each: noise hides what changes."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
-        kept = [
-            line for line in self.trained if math.isfinite(number(line.get("loss")) or math.nan)
-        ]
-        sums = np.cumsum([0.0, *(line["loss"] for line in kept)])
+        losses = column(self.trained, "loss")
+        kept = [self.trained[index] for index in np.flatnonzero(np.isfinite(losses)).tolist()]
+        sums = np.cumsum(np.insert(losses[np.isfinite(losses)], 0, 0.0))
         means = (sums[count:] - sums[:-count]) / count
         return [
             {"step": line["step"], "hours": line["hours"], "loss": float(mean)}
@@ -160,7 +161,7 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
         if index and start.trained is not None:
             step = max(start.done, 0)
             marks.append(
-                {"label": f"start {index + 1}", "step": step, "tokens": curves.tokens(step),
+                {"label": f"start {index + 1}", "step": step, "tokens": curves.tokens([step])[0],
                  "hours": ran / 3600}
             )  # fmt: skip
         ran += start.ended - start.began

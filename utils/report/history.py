@@ -9,10 +9,12 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from utils.checkpoints.discovery import numbered_checkpoints
 from utils.checkpoints.files import (
@@ -100,11 +102,6 @@ class History:
         """Return the training logs that count."""
         return [line for line in self.lines if line["event"] == "train"]
 
-    def lost_lines(self) -> list[dict[str, Any]]:
-        """Return the training logs that a later start undid."""
-        found = (line for start in self.starts for line in start.lines)
-        return [line for line in found if line["lost"] and line["event"] == "train"]
-
 
 def read_run(path: Path, now: float) -> History:
     """Read a run directory; raises ConfigurationError where nothing of a run is there."""
@@ -144,6 +141,15 @@ def number(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return NOT_FINITE.get(value) if isinstance(value, str) else None
+
+
+def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """Return a figure of each line as float64; NaN where a line has none."""
+    values = [line.get(key) for line in lines]
+    try:
+        return np.array(values, dtype=float)  # it reads None, "NaN" and "Infinity" too
+    except (TypeError, ValueError):
+        return np.array([number(value) for value in values], dtype=float)
 
 
 def redacted(value: Any) -> Any:
