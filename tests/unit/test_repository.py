@@ -201,7 +201,8 @@ def test_the_readmes_counts_hold():
     )
     counts = [len(list(ROOT.glob(f"recipes/{kind}/*.yaml"))) - 1 for kind in ("sft", "pretrain")]
     assert "{} recipes for fine-tuning and {} for pretraining".format(*counts) in readme
-    lengths = {(ROOT / script).read_text().count("\n") for script in ("pretrain.py", "sft_train.py")}
+    scripts = ("pretrain.py", "sft_train.py")
+    lengths = {(ROOT / script).read_text().count("\n") for script in scripts}
     assert lengths == {int(re.findall(r"Two scripts of (\d+) lines", readme)[0])}
 
 

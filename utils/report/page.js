@@ -24,10 +24,10 @@ function text(value, kind) {
   if (kind === "step") return Math.round(value).toLocaleString("en");
   if (kind === "hours") return value < 1 ? +(value * 60).toPrecision(3) + " min" : +value.toPrecision(3) + " h";
   const size = Math.abs(value);
-  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
-    if (size >= unit * (unit === 1e4 ? 1 : 0.9999)) return +(value / (letter === "k" ? 1e3 : unit)).toPrecision(4) + letter;
+  for (const [from, unit, letter] of [[1e12, 1e12, "T"], [1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (size >= from) return +(value / unit).toPrecision(4) + letter;
   }
-  return size && size < 1e-3 ? value.toExponential(2).replace("e-", "e-") : String(+value.toPrecision(4));
+  return size && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
 }
 
 function ticks(low, high, about) {
@@ -143,7 +143,7 @@ class Chart {
     const add = (x, y, words, anchor) => {
       svg("text", { x, y, "text-anchor": anchor }, root).textContent = words;
     };
-    let levels = ticks(bottom - (log ? 0 : pad), top + (log ? 0 : pad), 4);
+    let levels = ticks(bottom - (log ? 0 : pad), top + (log ? 0 : pad), this.height / 50);
     if (log && top / bottom > 30) {
       const powers = ticks(Math.floor(Math.log10(bottom)), Math.ceil(Math.log10(top)), 4).filter(Number.isInteger);
       levels = powers.map((power) => 10 ** power);
@@ -154,7 +154,7 @@ class Chart {
       svg("path", { class: "grid", d: `M${LEFT},${y}H${this.width - RIGHT}` }, root);
       add(LEFT - 8, y + 4, text(level), "end");
     }
-    for (const at of ticks(this.low, this.high, Math.max(2, Math.floor(this.width / 110)))) {
+    for (const at of ticks(this.low, this.high, Math.max(2, Math.floor(this.width / 90)))) {
       if (view.axis === "step" && !Number.isInteger(+at.toFixed(6))) continue;
       svg("path", { class: "axis", d: `M${this.x(at)},${this.height - BOTTOM}v4` }, root);
       add(this.x(at), this.height - 8, text(at, view.axis), "middle");

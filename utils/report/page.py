@@ -14,7 +14,7 @@ from utils.checkpoints.files import PROVENANCE, readable
 from utils.config.errors import ConfigurationError
 from utils.report import findings
 from utils.report.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
-from utils.report.history import JOURNAL, History, read_run, redacted
+from utils.report.history import JOURNAL, History, read_run
 from utils.support.files import replace_text
 from utils.support.redaction import redact
 
@@ -110,7 +110,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
         "size": readable,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
-    text = json.dumps(redacted(data), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     page = environment.get_template("page.html")
     return redact(page.render(data=text.replace("<", "\\u003c"), script=script, **facts))

@@ -12,7 +12,8 @@ from utils.report.history import read_run
 
 def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run):
     run = read_run(made_up_run, now=0)
-    assert [(start.done, start.last_step) for start in run.starts] == [(-1, 60), (40, 100), (100, 160)]
+    steps = [(start.done, start.last_step) for start in run.starts]
+    assert steps == [(-1, 60), (40, 100), (100, 160)]
     assert [start.lost_steps for start in run.starts] == [20, 0, 0]
     assert [start.left for start in run.starts] == [False, True, True]
     assert [line["step"] for line in run.train_lines()] == list(range(1, 161))
