@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from made_up_run import write_run
 
 from utils.report import findings
 from utils.report.charts import charts_of, charts_of_several, starts_on_axes, thinned
@@ -74,14 +75,12 @@ def test_spikes_are_found_and_noise_is_not():
 
 
 def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
-    import conftest
-
     run = read_run(made_up_run, now=0)
     figures = findings.figures(run)
     assert figures["tokens"] == 160 * 4096
     assert figures["evals"]["web"]["best"][0] == 160
     assert [row["name"] for row in findings.set_settings(run)] == ["learning_rate", "max_steps"]
-    path = conftest.write_run(tmp_path / "other")
+    path = write_run(tmp_path / "other")
     (path / "config.yaml").write_text("learning_rate: 0.002\nmax_steps: 160\ntrain_data:\n- web\n")
     other = read_run(path, now=0)
     assert findings.settings_that_differ([run, other]) == [("learning_rate", [0.001, 0.002])]

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from made_up_run import BEGIN, train_line, write_run
 
 import report
 from utils.config.errors import ConfigurationError
@@ -31,9 +32,7 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
 
 
 def test_several_runs_or_a_folder_of_them_are_compared(made_up_run, tmp_path, monkeypatch):
-    import conftest
-
-    other = conftest.write_run(made_up_run.parent / "other")
+    other = write_run(made_up_run.parent / "other")
     monkeypatch.chdir(tmp_path)
     report.main([str(other)])
     pages = []
@@ -46,11 +45,9 @@ def test_several_runs_or_a_folder_of_them_are_compared(made_up_run, tmp_path, mo
 
 
 def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
-    import conftest
-
-    lines = [conftest.train_line(step, conftest.BEGIN + step) for step in range(1, 100_001)]
+    lines = [train_line(step, BEGIN + step) for step in range(1, 100_001)]
     lines[77_777]["loss"] = 123.0
-    head = {"event": "started", "step": 0, "max_steps": 100_000, "time": conftest.BEGIN}
+    head = {"event": "started", "step": 0, "max_steps": 100_000, "time": BEGIN}
     texts = [json.dumps(line) for line in (head, *lines)]
     (made_up_run / "metrics.jsonl").write_text("\n".join(texts))
     report.main([str(made_up_run)])
