@@ -1,6 +1,5 @@
 """The charts of a page: which series they show, thinned out, as JSON for page.js or a picture."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,8 +67,10 @@ class Curves:
         self, label: str, lines: Sequence[Line], key: str, style: str = "line", note: str = ""
     ) -> Chart | None:
         """Return one series with its place on each axis; None without a finite value of `key`."""
-        kept = [line for line in lines if line.get(key) is not None]
-        values = column(kept, key)
+        kept, values = lines, column(lines, key)
+        if np.isnan(values).any():  # what is not there leaves no gap, what is NaN does
+            kept = [line for line in lines if line.get(key) is not None]
+            values = column(kept, key)
         values[~np.isfinite(values)] = math.nan
         if np.isnan(values).all():
             return None
@@ -209,13 +210,13 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
     """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
     if len(values) <= points:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), points // 2 + 1).astype(int)
-    kept = {0, len(values) - 1}
-    for first, end in itertools.pairwise(edges):
-        part = values[first:end]
-        if not np.isnan(part).all():
-            kept |= {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
-    return np.array(sorted(kept))
+    size = -(-len(values) * 2 // points)
+    parts = np.full((-(-len(values) // size), size), np.nan)
+    parts.flat[: len(values)] = values
+    first, missing = np.arange(len(parts)) * size, np.isnan(parts)
+    lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
+    highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
+    return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
 
 
 def _chart(

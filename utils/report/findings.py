@@ -138,24 +138,23 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 
 def _seconds_of(start: Start) -> dict[str, float]:
     """Return what one start's lines say of its time."""
-    spent = dict.fromkeys(("compute", "wait", "first", "eval", "save", "lost", "startup"), 0.0)
-    step = max(start.done, 0)
-    for line in start.lines:
-        own: list[tuple[str, float]] = []
-        if line["event"] == "train":
-            first = number(line.get("first_step_time_s")) or 0.0
-            steps = line["step"] - step - (1 if first else 0)
-            wait = (number(line.get("data_wait_s")) or 0.0) * steps
-            compute = (number(line.get("step_time_s")) or 0.0) * steps - wait
-            own = [("first", first), ("wait", wait), ("compute", compute)]
-            step = line["step"]
-        elif line["event"] == "eval":
-            own = [("eval", number(line[key]) or 0.0) for key in line if key.endswith("_runtime")]
-        elif line["event"] == "save":
-            own = [("save", number(line.get("stall_s")) or 0.0)]
-        for key, seconds in own:
-            spent["lost" if line["lost"] else key] += seconds
-    return spent
+    trained = [line for line in start.lines if line["event"] == "train"]
+    first, step_time, wait, lost = (
+        np.nan_to_num(column(trained, key))
+        for key in ("first_step_time_s", "step_time_s", "data_wait_s", "lost")
+    )
+    # The figures of a step are those of all steps since the last log, but for the very first.
+    steps = np.diff(column(trained, "step"), prepend=max(start.done, 0)) - (first > 0)
+    found = [("first", first, lost), ("wait", wait * steps, lost)]
+    found.append(("compute", (step_time - wait) * steps, lost))
+    for event, ending in (("eval", "_runtime"), ("save", "stall_s")):
+        lines = [line for line in start.lines if line["event"] == event]
+        seconds = [
+            sum(number(line[key]) or 0.0 for key in line if key.endswith(ending)) for line in lines
+        ]
+        found.append((event, np.array(seconds), column(lines, "lost")))
+    spent = {key: float(np.sum(times * (1 - undone))) for key, times, undone in found}
+    return spent | {"lost": sum(float(np.sum(times * undone)) for _, times, undone in found)}
 
 
 def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
