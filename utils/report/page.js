@@ -154,7 +154,9 @@ class Chart {
       svg("path", { class: "grid", d: `M${LEFT},${y}H${this.width - RIGHT}` }, root);
       add(LEFT - 8, y + 4, text(level), "end");
     }
-    for (const at of ticks(this.low, this.high, Math.max(2, Math.floor(this.width / 90)))) {
+    const unit = view.axis === "hours" && this.high <= 1 ? 60 : 1; // round minutes, not round parts of an hour
+    for (const place of ticks(this.low * unit, this.high * unit, Math.max(2, Math.floor(this.width / 90)))) {
+      const at = place / unit;
       if (view.axis === "step" && !Number.isInteger(+at.toFixed(6))) continue;
       svg("path", { class: "axis", d: `M${this.x(at)},${this.height - BOTTOM}v4` }, root);
       add(this.x(at), this.height - 8, text(at, view.axis), "middle");

@@ -18,6 +18,8 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
     monkeypatch.setenv("SOME_API_KEY", "secret-in-a-value")
     path = made_up_run / "provenance.json"
     path.write_text(path.read_text().replace("made-up", "secret-in-a-value</script>"))
+    journal = made_up_run / "metrics.jsonl"
+    journal.write_text(journal.read_text().replace("share/code", "share/secret-in-a-value"))
     assert report.main([str(made_up_run)]) == 0
     page = (made_up_run / "report.html").read_text()
     assert capsys.readouterr().out == f"{made_up_run}/report.html\n"
