@@ -68,9 +68,9 @@ def start_ending(run: History, start: Start) -> Ending:
             start.left and start.trained is None and run.finished,
             lambda: Ending("finished", "nothing was left to do"),
         ),
-        (start.left, lambda: Ending("failed", f"ended {at} with an error, which its log shows")),
+        (start.left, lambda: Ending("failed", "ended with an error, which its log shows")),
     )
-    cut_off = Ending("interrupted", f"no last word {at}: it was killed, or its node was lost")
+    cut_off = Ending("interrupted", "no last word: it was killed, or its node was lost")
     return next((ending() for holds, ending in rules if holds), cut_off)
 
 
@@ -87,7 +87,7 @@ def run_ending(run: History) -> Ending:
     if ending.kind == "stopped":
         return Ending("stopped", f"Stopped at {where}.", resume(run))
     word = "Failed" if ending.kind == "failed" else "Interrupted"
-    return Ending(ending.kind, f"{word}: {ending.text} ({where}).", resume(run))
+    return Ending(ending.kind, f"{word} at {where}: {ending.text}.", resume(run))
 
 
 def resume(run: History) -> str:
