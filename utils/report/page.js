@@ -27,7 +27,7 @@ function text(value, kind) {
   for (const [from, unit, letter] of [[1e12, 1e12, "T"], [1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
     if (size >= from) return +(value / unit).toPrecision(4) + letter;
   }
-  return size && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
+  return size && size < 1e-4 ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(4));
 }
 
 function ticks(low, high, about) {
