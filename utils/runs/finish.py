@@ -20,6 +20,7 @@ from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
+from utils.report.page import write_at_the_end
 from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
@@ -84,6 +85,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     finally:
         HangWatch.current = None
     step = state.global_step
+    if state.is_world_process_zero:
+        write_at_the_end(output_dir)
     if trainer.watch.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"

@@ -221,6 +221,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         compiled=plan.compiled,
         float32_products=plan.float32_products,
         save_dtype=name_of(plan.save_dtype),
+        given={name: each.source for name, each in settings.values.given.items()},
         **run.facts,
     )
     if run.finished:

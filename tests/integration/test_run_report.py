@@ -1,0 +1,168 @@
+"""The page of a real run, resumed after a kill, in a real browser from file://."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from launching import ROOT
+
+import pretrain
+import report
+
+pytestmark = pytest.mark.slow
+
+BROWSER = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def run(pretraining, workspace, tmp_path_factory) -> Path:
+    """Six steps, then as if killed after the checkpoint of the third, then the rest again."""
+    directory = tmp_path_factory.mktemp("runs") / "resumed"
+    argv = pretraining(directory, eval_data=f"heldout={workspace / 'heldout'}", eval_steps=3)
+    assert pretrain.main(argv) == 0
+    tiny.cut(directory, 3)
+    assert pretrain.main(argv) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if BROWSER is None:
+        pytest.skip("there is no chromium here (Debian: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium):
+    """Return what opens a page; at the end, nothing but the file was asked for, nothing failed."""
+    asked, failed = [], []
+
+    def open_page(path: Path, **options):
+        page = chromium.new_page(viewport={"width": 1200, "height": 900}, **options)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: failed.append(message.text))
+        page.on("pageerror", lambda error: failed.append(str(error)))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    assert failed == []
+    assert all(url.startswith("file://") and url.endswith(".html") for url in asked)
+
+
+def test_a_run_writes_its_page_when_it_ends(run):
+    page = (run / "report.html").read_text()
+    assert "Finished at step 6 of 6." in page
+    assert f"{tiny.losses(run)[-1]:.4g}" in page
+    assert f"{tiny.evaluations(run, 'heldout')[6]:.4g}" in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    train, lost = ({line["style"]: line for line in data["charts"][0]["lines"]}[each]
+                   for each in ("line", "lost"))  # fmt: skip
+    assert train["y"] == [float(f"{loss:.6g}") for loss in tiny.losses(run)]
+    assert lost["step"] == [4, 5, 6, 6], "done again by the second start"
+    assert lost["y"][:3] == train["y"][3:], "with the same losses"
+    given = tiny.starts(run)[0]["given"]
+    assert given["learning_rate"] == "--learning_rate"
+    assert "seed" not in given
+
+
+def test_the_command_needs_neither_torch_nor_transformers(run):
+    program = (
+        "import sys, report; report.main([sys.argv[1]]); "
+        "sys.exit(bool({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def ticks(page) -> list[str]:
+    """What the horizontal axis of the first chart says."""
+    chart = page.locator("#charts figure").first
+    return chart.locator("text[text-anchor=middle]").all_text_contents()
+
+
+def test_the_page_zooms_toggles_and_follows_keys(opened, run):
+    page = opened(run / "report.html", color_scheme="light")
+    whole, plot = ticks(page), page.locator(".plot").first
+    assert page.locator("#charts figure").count() >= 5
+    assert page.locator("#charts path.series").count() >= 6
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 100)
+    assert page.locator("#place").inner_text().startswith("step ")
+    page.mouse.up()
+    assert ticks(page) != whole
+    assert page.locator("#reset").is_enabled()
+    page.keyboard.press("Escape")
+    assert ticks(page) == whole
+    assert page.locator("#reset").is_disabled()
+    plot.focus()
+    page.keyboard.press("+")
+    assert ticks(page) != whole
+    page.keyboard.press("-")
+    page.keyboard.press("ArrowRight")
+    assert ticks(page) == whole
+    assert plot.locator("line.cursor").get_attribute("visibility") == "visible"
+    key = page.locator(".keys button", has_text="train").first
+    drawn = plot.locator("path.series").count()
+    key.click()
+    assert plot.locator("path.series").count() == drawn - 1
+    assert key.get_attribute("aria-pressed") == "false"
+    key.click()
+    for axis, unit in (("tokens", ""), ("hours", "min"), ("step", "")):
+        page.locator(f"input[value={axis}]").check()
+        assert ticks(page), axis
+        assert all(unit in each for each in ticks(page))
+    assert ticks(page) == whole
+    page.get_by_role("button", name="log").first.click()
+
+
+def background(page) -> str:
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
+    page = opened(run / "report.html", color_scheme="dark")
+    dark = background(page)
+    page.locator("#theme").click()
+    light = background(page)
+    assert [dark, light] == ["rgb(20, 22, 26)", "rgb(255, 255, 255)"]
+    page.locator("#theme").click()
+    assert background(page) == dark
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert background(page) == light
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.pdf(path=tmp_path / "page.pdf", print_background=True)
+    assert (tmp_path / "page.pdf").stat().st_size > 10_000
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.locator(".plot svg").first.bounding_box()["width"] <= 400
+    bare = opened(run / "report.html", java_script_enabled=False)
+    assert "Finished at step 6 of 6." in bare.locator("body").inner_text()
+
+
+def test_runs_are_compared(opened, run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    settings = other / "config.yaml"
+    settings.write_text(settings.read_text().replace("learning_rate: 0.01", "learning_rate: 0.02"))
+    report.main([str(run), str(other), "--output", str(tmp_path / "compared.html")])
+    page = opened(tmp_path / "compared.html")
+    assert page.locator("table >> nth=0").locator("tr").count() == 3
+    assert page.locator("#charts figure >> nth=0").locator("path.series").count() == 2
+    assert "learning_rate\t0.01\t0.02" in page.locator("body").inner_text()
+    (other / "metrics.jsonl").write_text("{half a li")
+    report.main([str(other)])
+    damaged = opened(other / "report.html")
+    assert "1 of 1 lines are cut off or damaged" in damaged.locator("body").inner_text()
+    assert damaged.locator("#charts figure").count() == 0

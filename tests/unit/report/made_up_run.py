@@ -1,0 +1,95 @@
+"""A made-up run directory: killed, stopped, finished, with a loss spike and a step of NaN."""
+
+import datetime
+import json
+import math
+import os
+from pathlib import Path
+
+BEGIN = 1_800_000_000.0
+# Of each start: when it begins, the step it resumes at (None: anew), its last step, its last event.
+STARTS = ((0, None, 60, None), (1000, 40, 100, "stopped"), (2000, 100, 160, "summary"))
+SPIKE = 130
+
+
+def loss(step: int) -> float:
+    """A falling loss with a little noise, and one spike."""
+    return 9.0 if step == SPIKE else 2 + 3 * math.exp(-step / 40) + 0.01 * math.sin(7 * step)
+
+
+def train_line(step: int, time: float, **more: object) -> dict[str, object]:
+    return {
+        "event": "train", "step": step, "time": time, "loss": loss(step), "grad_norm": 1.0,
+        "learning_rate": 1e-3, "tokens_seen": 4096 * step, "tokens_per_s": 2048.0,
+        "step_time_s": 2.0, "data_wait_s": 0.5, "memory_peak_gib": 11.0,
+        "tokens_share/web": 0.75, "tokens_share/code": 0.25,
+        "memory_by_rank": [{"rank": 0, "host": "n1", "memory_peak_gib": 11.0}],
+    } | more  # fmt: skip
+
+
+def lines_of(begin: float, done: int | None, last: int, end: str | None) -> list[dict]:
+    """The lines of one start: a step takes 2 s, the first 5 s, an evaluation 7 s, a save 1 s."""
+    event = "started" if done is None else "resumed"
+    lines = [{"event": event, "step": done or 0, "max_steps": 160, "time": begin + 10}]
+    time = begin + 10
+    for step in range((done or 0) + 1, last + 1):
+        first = step == (done or 0) + 1
+        time += 5 if first else 2
+        lines.append(train_line(step, time, **({"first_step_time_s": 5.0} if first else {})))
+        if step % 20 == 0:
+            time += 7
+            lines += [
+                {"event": "eval", "split": "web", "step": step, "eval_web_loss": loss(step) + 0.1,
+                 "eval_web_runtime": 7.0, "time": time},
+                {"event": "samples", "step": step, "time": time,
+                 "samples": [{"prompt": "Is 1 < 2?", "completion": "<script>alert(1)</script>"}]},
+                {"event": "save", "step": step, "size_bytes": 1000, "stall_s": 1.0,
+                 "write_s": 0.0, "time": time + 1},
+            ]  # fmt: skip
+            time += 1
+    if end:
+        lines.append({"event": end, "step": last, "train_runtime": 1.0, "time": time + 1})
+    return lines
+
+
+def iso(time: float) -> str:
+    return datetime.datetime.fromtimestamp(time, datetime.UTC).isoformat(timespec="seconds")
+
+
+def write_run(run: Path) -> Path:
+    """Write what a run leaves, as its three starts would have."""
+    (run / ".lock").mkdir(parents=True)
+    (run / "final").mkdir()
+    entries, text = [], ""
+    for index, (after, done, last, end) in enumerate(STARTS):
+        lines = lines_of(BEGIN + after, done, last, end)
+        text += "".join(json.dumps(line) + "\n" for line in lines)
+        entries.append(
+            {
+                "time": iso(BEGIN + after), "resumed_from": done and f"{run}/checkpoint-{done}",
+                "script": "pretrain.py", "argv": ["pretrain.py", "--run_name", "made-up"],
+                "python": "3.11.7", "git": {"commit": "c0ffee", "dirty": False},
+                "launch": {"strategy": "ddp", "world_size": 2, "hosts": ["n1"],
+                           "devices": ["H100", "H100"]},
+                "slurm": {"job_id": "77", "job_name": "train", "restart_count": str(index)},
+                "versions": {"torch": "2.13.0", "flash-attn": None},
+                "given": {"learning_rate": "recipes/mine.yaml:3", "max_steps": "--max_steps"},
+            }
+        )  # fmt: skip
+        owner = {"owner": {"since": iso(BEGIN + after)}, "beat": 1, "left": end is not None}
+        lock = run / ".lock" / f"owner-{index + 1}"
+        lock.write_text(json.dumps(owner))
+        beat = lines[-1]["time"] + 4
+        os.utime(lock, (beat, beat))
+    (run / "metrics.jsonl").write_text(text)
+    (run / "provenance.json").write_text(json.dumps({"run_id": "r", "starts": entries}))
+    (run / "config.yaml").write_text("learning_rate: 0.001\nmax_steps: 160\ntrain_data:\n- web\n")
+    spoilt = {
+        "step": 61, "losses": [{"rank": 1, "micro_batch": 0, "loss": "NaN"}],
+        "gradient_norm": None, "weights": [], "documents_of": "the micro-batches",
+        "documents": [{"dataset": "web", "document": 4711, "start": 0, "stop": 99}],
+    }  # fmt: skip
+    path = run / "nonfinite-step-61.json"
+    path.write_text(json.dumps(spoilt))
+    os.utime(path, (BEGIN + 160, BEGIN + 160))
+    return run

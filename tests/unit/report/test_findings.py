@@ -1,0 +1,118 @@
+"""How a run ended, where its hours went, what stands out, which settings differ."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from made_up_run import write_run
+
+from utils.report import findings
+from utils.report.charts import charts_of, charts_of_several, starts_on_axes, thinned
+from utils.report.history import read_run
+
+
+def end(run):
+    return findings.run_ending(read_run(run, now=run.stat().st_mtime))
+
+
+def test_the_ends_of_starts_and_of_the_run(made_up_run):
+    run = read_run(made_up_run, now=0)
+    endings = [findings.start_ending(run, start) for start in run.starts]
+    assert [ending.kind for ending in endings] == ["failed", "stopped", "finished"]
+    assert endings[0].text == "step 61 was not finite"
+    (made_up_run / "nonfinite-step-61.json").unlink()
+    run = read_run(made_up_run, now=0)
+    killed = findings.start_ending(run, run.starts[0])
+    assert killed.kind == "interrupted"
+    assert "no last word" in killed.text
+    assert end(made_up_run).text == "Finished at step 160 of 160."
+    (made_up_run / "final").rmdir()
+    assert "final/ is not there" in end(made_up_run).text
+    journal = made_up_run / "metrics.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
+    left = end(made_up_run)
+    assert (left.kind, left.then.split(":")[0]) == ("failed", "There is no committed checkpoint")
+    lock = made_up_run / ".lock" / "owner-3"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "left": False}))
+    assert end(made_up_run).kind == "running", "its lock has just been written"
+    os.utime(lock, (1, 1))
+    assert end(made_up_run).kind == "interrupted"
+
+
+def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
+    run = read_run(made_up_run, now=0)
+    spent = findings.where_the_hours_went(run)
+    whole = run.starts[-1].ended - run.starts[0].began
+    assert sum(spent.values()) == pytest.approx(whole)
+    # 160 steps that count, of which three were the first of a start: 2 s each, 0.5 s of it waiting.
+    assert spent["compute"] == pytest.approx(157 * 1.5)
+    assert spent["wait"] == pytest.approx(157 * 0.5)
+    assert spent["first"] == pytest.approx(3 * 5)
+    assert spent["eval"] == pytest.approx(8 * 7)
+    assert spent["save"] == pytest.approx(8 * 1)
+    assert spent["startup"] == pytest.approx(3 * 10)
+    # Steps 41 to 60 of the first start with its evaluation and save, and 4 s until it was gone.
+    assert spent["lost"] == pytest.approx(20 * 2 + 7 + 1 + 4)
+
+
+def test_spikes_are_found_and_noise_is_not():
+    noise = np.random.default_rng(0)
+    losses = 2 + 3 * np.exp(-np.arange(3000) / 300) + 0.05 * noise.standard_normal(3000)
+    lines = [{"step": 10 * place, "loss": float(loss)} for place, loss in enumerate(losses)]
+    assert findings.spikes(lines) == []
+    for place in (700, 701, 702, 1500):
+        lines[place] = {"step": 10 * place, "loss": 4.0 + (place == 701), "grad_norm": 7.0}
+    lines[2000] = {"step": 20000, "loss": "NaN"}
+    found = findings.spikes(lines)
+    assert [(one.step, one.last_step) for one in found] == [
+        (7000, 7020), (15000, 15000), (20000, 20000),
+    ]  # fmt: skip
+    assert found[0].loss == 5.0
+    assert found[0].grad_norm == 7.0
+    assert found[0].before == pytest.approx(2.3, abs=0.1)
+    assert findings.spikes(lines[:10]) == []
+
+
+def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
+    run = read_run(made_up_run, now=0)
+    figures = findings.figures(run)
+    assert figures["tokens"] == 160 * 4096
+    assert figures["evals"]["web"]["best"][0] == 160
+    assert [row["name"] for row in findings.set_settings(run)] == ["learning_rate", "max_steps"]
+    path = write_run(tmp_path / "other")
+    (path / "config.yaml").write_text("learning_rate: 0.002\nmax_steps: 160\ntrain_data:\n- web\n")
+    other = read_run(path, now=0)
+    assert findings.settings_that_differ([run, other]) == [("learning_rate", [0.001, 0.002])]
+    assert findings.settings_that_differ([run, run]) == []
+
+
+def test_thinning_keeps_every_extreme_and_gaps():
+    values = np.random.default_rng(0).standard_normal(100_000)
+    values[[12_345, 70_000]] = 50, -50
+    values[500:20_000:7] = np.nan
+    kept = thinned(values, 1000)
+    assert len(kept) <= 1002
+    assert list(kept) == sorted(set(kept))
+    assert {0, 12_345, 70_000, 99_999} <= set(kept.tolist())
+    assert list(thinned(values[:9], 1000)) == list(range(9))
+
+
+def test_each_chart_has_its_series_on_three_axes(made_up_run):
+    run = read_run(made_up_run, now=0)
+    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.train_lines()))}
+    loss = {line["label"]: line for line in charts["Loss"]["lines"] if line["style"] != "lost"}
+    assert loss["train"]["step"] == list(range(1, 161))
+    assert loss["train"]["tokens"][-1] == 160 * 4096
+    assert loss["train"]["hours"] == sorted(loss["train"]["hours"])
+    assert loss["eval web"]["tokens"] == [4096.0 * step for step in range(20, 161, 20)]
+    assert loss["spike"]["step"] == [130]
+    (lost,) = (line for line in charts["Loss"]["lines"] if line["style"] == "lost")
+    assert lost["step"] == [*range(41, 61), 60]
+    assert lost["y"][-1] is None, "a gap before what another start did again"
+    assert {line["label"] for line in charts["Mixture"]["lines"]} == {"web", "code"}
+    assert "Host memory" not in charts, "nothing was logged of it"
+    assert [mark["step"] for mark in starts_on_axes(run)] == [40, 100]
+    several = {chart["title"]: chart for chart in charts_of_several([run, run])}
+    assert [line["colour"] for line in several["Loss"]["lines"]] == [0, 1]
+    assert "Evaluation web" in several

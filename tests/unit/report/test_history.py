@@ -1,0 +1,97 @@
+"""What is read from a run directory, and what is left out, whatever is missing or damaged."""
+
+import json
+import random
+
+import pytest
+
+from utils.callbacks.journal import read_journal
+from utils.config.errors import ConfigurationError
+from utils.report.history import read_run
+
+
+def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run):
+    run = read_run(made_up_run, now=0)
+    steps = [(start.done, start.last_step) for start in run.starts]
+    assert steps == [(-1, 60), (40, 100), (100, 160)]
+    assert [start.lost_steps for start in run.starts] == [20, 0, 0]
+    assert [start.left for start in run.starts] == [False, True, True]
+    assert [line["step"] for line in run.train_lines()] == list(range(1, 161))
+    first, second, _ = run.starts
+    assert first.ended == first.lines[-1]["time"] + 4, "its lock beat after its last line"
+    assert first.trained == first.began + 10
+    # 9 s between the first line of the first start and its begin; the pause is not counted.
+    assert second.lines[0]["hours"] * 3600 == first.ended - first.began + 15
+    assert run.missing == []
+    assert run.max_steps == 160
+    assert not run.alive
+    assert run.finished
+
+
+def without_marks(lines):
+    return [{key: line[key] for key in line if key not in ("lost", "hours")} for line in lines]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
+    """Starts at random steps, torn lines and repeated evaluations."""
+    chance = random.Random(seed)
+    lines, step, time = [], 0, 100.0
+    for start in range(chance.randint(1, 5)):
+        step = chance.randint(0, step)
+        anew = start == 0 or chance.random() < 0.2
+        step = 0 if anew else step
+        lines.append({"event": "started" if anew else "resumed", "step": step, "time": time})
+        for _ in range(chance.randint(0, 9)):
+            step, time = step + 1, time + 1
+            lines.append({"event": "train", "step": step, "loss": chance.random(), "time": time})
+            if chance.random() < 0.4:
+                evaluation = {"event": "eval", "split": "web", "step": step, "time": time}
+                lines += [evaluation, {**evaluation, "eval_web_loss": chance.random()}]
+        if chance.random() < 0.5:
+            lines.append('{"event": "train", "st')
+        time += 60
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(texts) + "\n")
+    expected = read_journal(path)
+
+    def order(line):
+        return line["event"], line["step"]
+
+    found = without_marks(read_run(tmp_path, now=0).lines)
+    assert sorted(found, key=order) == sorted(expected, key=order)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "provenance.json", "config.yaml"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "binary"])
+def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, damage):
+    path = made_up_run / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
+    run = read_run(made_up_run, now=0)
+    if (name, damage) != ("config.yaml", "cut"):  # what is left of it is valid
+        assert any(each.startswith(name) for each in run.missing)
+    steps = [line["step"] for line in run.train_lines()]
+    assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))
+    assert len(run.starts) == 3
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        read_run(tmp_path, now=0)
+
+
+def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
+    log = made_up_run.parent / "train-77.log"
+    log.write_text(
+        "12:00:00  step 60/160  loss 3\n"
+        "12:00:01  job 77: rank 1 on n1 was killed by SIGKILL; requeued, start 2 will resume\n"
+        "12:00:02  job 78: another job; requeued, start 3 will resume\n"
+    )
+    lock = made_up_run / ".lock" / "owner-3"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": "no space left"}))
+    errors = [start.error for start in read_run(made_up_run, now=0).starts]
+    assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]

@@ -1,0 +1,240 @@
+"""The charts of a page: which series they show, thinned out, as JSON for page.js or a picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.report.findings import Spike
+from utils.report.history import History, column
+
+POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
+SMOOTH_FROM = 200  # logs: fewer are shown as they are
+Line = Mapping[str, Any]
+Chart = dict[str, Any]
+
+# Charts of training logs: title, unit, series by key, whether the scale is logarithmic at first.
+_TRAIN = (
+    ("Learning rate", "", {"learning_rate": "learning rate"}, False),
+    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True),
+    ("Throughput", "tokens/s", {"tokens_per_s": "all devices"}, False),
+    ("Model FLOPs utilization", "share of the peak", {"mfu": "MFU"}, False),
+    ("Time of a step", "s", {"step_time_s": "step", "data_wait_s": "waiting for data"}, False),
+    (
+        "Device memory", "GiB, the fullest rank",
+        {
+            "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
+            "memory_allocated_gib": "allocated", "memory_free_gib": "free",
+        }, False,
+    ),
+    (
+        "Host memory", "GiB, the largest process",
+        {"host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False,
+    ),
+    ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
+)  # fmt: skip
+_COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
+# Shown elsewhere on the page, or a part of what is.
+_NO_CHART = {
+    "event", "step", "time", "hours", "lost", "epoch", "loss", "tokens_seen", "memory_by_rank",
+    "tokens_per_s_per_device", "first_step_time_s", "total_flos",
+}  # fmt: skip
+
+
+class Curves:
+    """The series of one run, with at most so many points and, where runs are compared, a colour."""
+
+    def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
+        self.run, self.points, self.colour = run, points, colour
+        self.trained: list[Line] = list(run.train_lines())
+        self.evaluated: dict[str | None, list[Line]] = {}  # by split
+        for line in run.lines:
+            if line["event"] == "eval":
+                self.evaluated.setdefault(line.get("split"), []).append(line)
+        seen = np.stack([column(self.trained, "step"), column(self.trained, "tokens_seen")])
+        self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
+
+    def tokens(self, steps: Sequence[float]) -> list[float | None]:
+        """Return the tokens seen at steps, from the training logs; None without any."""
+        if self.seen.shape[1] == 1:
+            return [None] * len(steps)
+        return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
+
+    def series(
+        self, label: str, lines: Sequence[Line], key: str, style: str = "line", note: str = ""
+    ) -> Chart | None:
+        """Return one series with its place on each axis; None without a finite value of `key`."""
+        kept, values = lines, column(lines, key)
+        if np.isnan(values).any():  # what is not there leaves no gap, what is NaN does
+            kept = [line for line in lines if line.get(key) is not None]
+            values = column(kept, key)
+        values[~np.isfinite(values)] = math.nan
+        if np.isnan(values).all():
+            return None
+        indices = thinned(values, self.points).tolist()
+        chosen = [kept[index] for index in indices]
+        steps = [line["step"] for line in chosen]
+        return {
+            "label": label, "style": style, "note": note, "colour": self.colour,
+            "step": steps,
+            "tokens": self.tokens(steps),
+            "hours": [_short(line["hours"]) for line in chosen],
+            "y": [_short(values[index]) for index in indices],
+        }  # fmt: skip
+
+    def evaluations(self, split: str | None, label: str) -> Chart | None:
+        """Return the losses of a split."""
+        key = f"eval_{split}_loss" if split else "eval_loss"
+        return self.series(label, self.evaluated.get(split, []), key, "dots")
+
+    def smoothed(self) -> tuple[list[Line], int]:
+        """Return lines with the mean loss of so many logs up to each: noise hides what changes."""
+        count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
+        losses = column(self.trained, "loss")
+        kept = [self.trained[index] for index in np.flatnonzero(np.isfinite(losses)).tolist()]
+        sums = np.cumsum(np.insert(losses[np.isfinite(losses)], 0, 0.0))
+        means = (sums[count:] - sums[:-count]) / count
+        return [
+            {"step": line["step"], "hours": line["hours"], "loss": float(mean)}
+            for line, mean in zip(kept[count - 1 :], means, strict=True)
+        ], count
+
+    def undone(self) -> list[Line]:
+        """Return the logs that a later start did again, with a gap (NaN) after each start."""
+        found: list[Line] = []
+        for start in self.run.starts:
+            lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
+            found += [*lines, *({**line, "loss": "NaN"} for line in lines[-1:])]
+        return found
+
+
+def charts_of(run: History, found: Sequence[Spike]) -> list[Chart]:
+    """Return the charts of one run."""
+    curves = Curves(run)
+    trained, (smooth, count) = curves.trained, curves.smoothed()
+    at = {line["step"]: line for line in trained}
+    losses = [
+        curves.series("train", curves.undone(), "loss", "lost", "done again later"),
+        curves.series("train", trained, "loss", "faint" if count > 1 else "line"),
+        curves.series(f"mean of {count} logs", smooth, "loss") if count > 1 else None,
+        *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
+        curves.series("spike", [at[one.step] for one in found], "loss", "marks"),
+    ]
+    keys = dict.fromkeys(key for line in trained[:1] + trained[-20:] for key in line)
+    shares = {key: key.removeprefix("tokens_share/") for key in keys if "tokens_share/" in key}
+    known = {key for _, _, names, _ in _TRAIN for key in names} | _NO_CHART
+    groups = [
+        *_TRAIN,
+        ("Mixture", "share of all tokens seen", shares, False),
+        *((key, "", {key: key}, False) for key in keys if key not in known and "/" not in key),
+    ]
+    charts = [_chart("Loss", "nats per token", losses, wide=True)]
+    for title, unit, names, log in groups:
+        lines = [curves.series(name, trained, key) for key, name in names.items()]
+        charts.append(_chart(title, unit, lines, log=log))
+    return [chart for chart in charts if chart["lines"]]
+
+
+def charts_of_several(runs: Sequence[History]) -> list[Chart]:
+    """Return the charts in which runs are laid over each other, a colour for each."""
+    points = max(100, 2 * POINTS // len(runs))
+    each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
+    smooth = [curves.series(name, curves.smoothed()[0], "loss") for name, curves in each]
+    charts = [_chart("Loss", "nats per token", smooth, wide=True)]
+    for split in dict.fromkeys(split for _, curves in each for split in curves.evaluated):
+        lines = [curves.evaluations(split, name) for name, curves in each]
+        charts.append(_chart(f"Evaluation {split or ''}", "nats per token", lines))
+    for title, unit, names, log in _TRAIN:
+        if title in _COMPARED:
+            key = next(iter(names))
+            lines = [curves.series(name, curves.trained, key) for name, curves in each]
+            charts.append(_chart(title, unit, lines, log=log))
+    return [chart for chart in charts if chart["lines"]]
+
+
+def starts_on_axes(run: History) -> list[dict[str, Any]]:
+    """Return where starts after the first resumed, on each axis, for lines across the charts."""
+    curves, ran, marks = Curves(run), 0.0, []
+    for index, start in enumerate(run.starts):
+        if index and start.trained is not None:
+            step = max(start.done, 0)
+            marks.append(
+                {"label": f"start {index + 1}", "step": step, "tokens": curves.tokens([step])[0],
+                 "hours": ran / 3600}
+            )  # fmt: skip
+        ran += start.ended - start.began
+    return marks
+
+
+def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
+    """Draw the first four charts by step into a file, whose name says its kind (.png, .pdf, .svg).
+
+    Raises ConfigurationError where matplotlib is not installed or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "--png needs matplotlib, which is not installed here: pip install matplotlib"
+        ) from error
+    shown = list(charts[:4])
+    figure = Figure(figsize=(10, 3.2 * math.ceil(len(shown) / 2)), layout="constrained")
+    figure.suptitle(title)
+    for index, chart in enumerate(shown):
+        axes = figure.add_subplot(math.ceil(len(shown) / 2), 2 if len(shown) > 1 else 1, index + 1)
+        for line in chart["lines"]:
+            y = [math.nan if value is None else value for value in line["y"]]
+            colour = "0.7" if line["style"] == "lost" else f"C{line['colour'] % 10}"
+            marker = {"dots": "o", "marks": "v"}.get(line["style"], "")
+            label = line["label"] if line["style"] != "lost" else line["note"]
+            axes.plot(
+                line["step"], y, color=colour, label=label, marker=marker, markersize=3,
+                linestyle="none" if line["style"] == "marks" else "-", linewidth=1.2,
+                alpha=0.35 if line["style"] == "faint" else 1,
+            )  # fmt: skip
+        axes.set(title=chart["title"], xlabel="step", ylabel=chart["unit"])
+        axes.set_yscale("log" if chart["log"] else "linear")
+        axes.grid(alpha=0.3)
+        if len(chart["lines"]) > 1:
+            axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, dpi=200)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
+
+
+def thinned(values: np.ndarray, points: int) -> np.ndarray:
+    """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
+    if len(values) <= points:
+        return np.arange(len(values))
+    size = -(-len(values) * 2 // points)
+    parts = np.full((-(-len(values) // size), size), np.nan)
+    parts.flat[: len(values)] = values
+    first, missing = np.arange(len(parts)) * size, np.isnan(parts)
+    lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
+    highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
+    return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
+
+
+def _chart(
+    title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
+) -> Chart:
+    """Put series together; None are those without a value. Colours follow the order."""
+    kept = [line for line in lines if line is not None]
+    own = [line for line in kept if line["colour"] is None]
+    fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]
+    for line in own:
+        line["colour"] = fresh.index(line) if line in fresh else 0
+    positive = all(value is None or value > 0 for line in kept for value in line["y"])
+    return {
+        "title": title, "unit": unit, "lines": kept, "wide": wide,
+        "log": log and positive, "positive": positive,
+    }  # fmt: skip
+
+
+def _short(value: float) -> float | None:
+    """Return a number with six digits, which is what a picture can show."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

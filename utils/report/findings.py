@@ -1,0 +1,273 @@
+"""What a person wants to know of a run: how it ended, where its hours went, what stands out."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from utils.report.history import History, Start, column, number
+
+SPIKE_SCORE = 8.0  # robust standard deviations over the logs before
+WINDOW, BLOCK, SHORTEST = 64, 16, 16  # logs that a loss is compared with; how often anew
+# Of one run alone, wherever runs are compared.
+OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
+HOURS = (
+    ("compute", "Training steps"),
+    ("wait", "Waiting for data"),
+    ("first", "First steps (compilation, warm-up)"),
+    ("eval", "Evaluation"),
+    ("save", "Saving"),
+    ("startup", "Starting up"),
+    ("lost", "Lost to interruptions"),
+    ("between", "Between starts (queue)"),
+    ("other", "Everything else"),
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start or a run ended: a word for a mark, a sentence, and what to do next."""
+
+    kind: str  # finished, running, stopped, failed, interrupted
+    text: str
+    then: str = ""
+
+
+@dataclass
+class Spike:
+    """A loss far above those before it: from step to step, its peak, and what came with it."""
+
+    step: int
+    last_step: int
+    loss: float
+    before: float  # median of the logs before
+    score: float
+    grad_norm: float | None
+    documents: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def start_ending(run: History, start: Start) -> Ending:
+    """Say how a start ended, as far as journal, lock and job tell."""
+    last = start is run.starts[-1]
+    until = math.inf if last else run.starts[run.starts.index(start) + 1].began
+    spoilt = [one for one in run.nonfinite if start.began <= one["time"] < until]
+    at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
+    known = {
+        "summary": Ending("finished", f"finished {at}"),
+        "stopped": Ending("stopped", f"stopped {at} with a checkpoint: a signal, a limit or STOP"),
+    }
+    rules = (
+        (start.last_event in known, lambda: known[str(start.last_event)]),
+        (last and run.alive, lambda: Ending("running", f"running, {at}")),
+        (spoilt, lambda: Ending("failed", "step {step} was not finite".format(**spoilt[-1]))),
+        (start.error and start.left, lambda: Ending("failed", str(start.error))),
+        (start.error, lambda: Ending("interrupted", str(start.error))),
+        (
+            start.left and start.trained is None and run.finished,
+            lambda: Ending("finished", "nothing was left to do"),
+        ),
+        (start.left, lambda: Ending("failed", "ended with an error, which its log shows")),
+    )
+    cut_off = Ending("interrupted", "no last word: it was killed, or its node was lost")
+    return next((ending() for holds, ending in rules if holds), cut_off)
+
+
+def run_ending(run: History) -> Ending:
+    """Say how the run stands, and what to do next."""
+    ending, step, of = start_ending(run, run.starts[-1]), last_step(run), run.max_steps
+    where = f"step {step:,}" + (f" of {of:,}" if of else "")
+    if run.finished and ending.kind in ("finished", "running"):
+        return Ending("finished", f"Finished at {where}.", "The model is in final/.")
+    if ending.kind == "finished":
+        return Ending("stopped", f"Trained to {where}, but final/ is not there.", resume(run))
+    if ending.kind == "running":
+        return Ending("running", f"Running: {where}.", remaining(run))
+    if ending.kind == "stopped":
+        return Ending("stopped", f"Stopped at {where}.", resume(run))
+    word = "Failed" if ending.kind == "failed" else "Interrupted"
+    return Ending(ending.kind, f"{word} at {where}: {ending.text}.", resume(run))
+
+
+def resume(run: History) -> str:
+    """Say where the same command resumes."""
+    if not run.checkpoints:
+        return "There is no committed checkpoint: the same command starts it anew."
+    return f"The same command resumes it from checkpoint-{run.checkpoints[0]['step']}."
+
+
+def remaining(run: History) -> str:
+    """Say how long the steps to come take, at the pace of the last log."""
+    lines = run.train_lines()
+    pace = number(lines[-1].get("step_time_s")) if lines else None
+    if not pace or not run.max_steps:
+        return ""
+    return f"About {duration(pace * (run.max_steps - last_step(run)))} of steps remain."
+
+
+def last_step(run: History) -> int:
+    """Return the last step that counts."""
+    begun = [max(start.done, 0) for start in run.starts if start.trained is not None]
+    return max([line["step"] for line in run.lines] or begun[-1:] or [0])
+
+
+def where_the_hours_went(run: History) -> dict[str, float]:
+    """Return seconds by the keys of HOURS; they add up to the time from first start to last sign.
+
+    Work that a later start did again counts as lost, with the time to the death of its process.
+    """
+    spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
+    for index, start in enumerate(run.starts):
+        if index:
+            spent["between"] += max(0.0, start.began - run.starts[index - 1].ended)
+        known = _seconds_of(start)
+        if start.trained is not None:
+            known["startup"] = start.trained - start.began
+            if start_ending(run, start).kind in ("interrupted", "failed"):
+                known["lost"] += start.ended - max(
+                    [start.trained, *(line["time"] for line in start.lines)]
+                )
+        else:
+            known["startup"] = start.ended - start.began
+        for key, seconds in known.items():
+            spent[key] += seconds
+        spent["other"] += max(0.0, start.ended - start.began - sum(known.values()))
+    return spent
+
+
+def _seconds_of(start: Start) -> dict[str, float]:
+    """Return what one start's lines say of its time."""
+    trained = [line for line in start.lines if line["event"] == "train"]
+    first, step_time, wait, lost = (
+        np.nan_to_num(column(trained, key))
+        for key in ("first_step_time_s", "step_time_s", "data_wait_s", "lost")
+    )
+    # The figures of a step are those of all steps since the last log, but for the very first.
+    steps = np.diff(column(trained, "step"), prepend=max(start.done, 0)) - (first > 0)
+    found = [("first", first, lost), ("wait", wait * steps, lost)]
+    found.append(("compute", (step_time - wait) * steps, lost))
+    for event, ending in (("eval", "_runtime"), ("save", "stall_s")):
+        lines = [line for line in start.lines if line["event"] == event]
+        seconds = [
+            sum(number(line[key]) or 0.0 for key in line if key.endswith(ending)) for line in lines
+        ]
+        found.append((event, np.array(seconds), column(lines, "lost")))
+    spent = {key: float(np.sum(times * (1 - undone))) for key, times, undone in found}
+    return spent | {"lost": sum(float(np.sum(times * undone)) for _, times, undone in found)}
+
+
+def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
+    """Return where the loss stands out of the WINDOW logs before it, in robust deviations.
+
+    Logs that follow each other are one spike. A loss that is not finite is one, of any score.
+    """
+    kept = [line for line in lines if line.get("loss") is not None]
+    losses = column(kept, "loss")
+    found: list[Spike] = []
+    previous = -2  # the index of the last log that belongs to a spike
+    for first in range(0, len(losses), BLOCK):
+        window = losses[max(0, first - WINDOW) : first]
+        window = window[np.isfinite(window)]
+        if len(window) < SHORTEST:
+            continue
+        middle = float(np.sort(window)[len(window) // 2])  # np.median takes ten times as long
+        # The median deviation of a normal distribution is 0.67 standard deviations. At least a
+        # thousandth of the loss: equal losses leave none.
+        away = float(np.sort(np.abs(window - middle))[len(window) // 2])
+        spread = max(1.4826 * away, 1e-3 * abs(middle), 1e-9)
+        scores = (losses[first : first + BLOCK] - middle) / spread
+        for index in (np.flatnonzero(~(scores < SPIKE_SCORE)) + first).tolist():
+            line, loss = kept[index], float(losses[index])
+            score = float((loss - middle) / spread)
+            new = Spike(
+                line["step"], line["step"], loss, middle, score, number(line.get("grad_norm"))
+            )
+            if index == previous + 1:
+                _extend(found[-1], new)
+            else:
+                found.append(new)
+            previous = index
+    return found
+
+
+def _extend(spike: Spike, by: Spike) -> None:
+    spike.last_step = by.step
+    if not by.loss <= spike.loss:
+        spike.loss, spike.score, spike.grad_norm = by.loss, by.score, by.grad_norm
+
+
+def set_settings(run: History) -> list[dict[str, Any]]:
+    """Return the settings that are not defaults, with their source, as the first start noted."""
+    first = next((start.entry for start in run.starts if "given" in start.entry), None)
+    given: Mapping[str, str] = first["given"] if first else {}
+    return [
+        {"name": name, "value": run.settings.get(name), "source": source}
+        for name, source in given.items()
+        if name in run.settings
+    ]
+
+
+def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
+    """Return the settings and facts that are not the same in all runs, with each run's."""
+    facts = [_facts(run) | run.settings for run in runs]
+    names = dict.fromkeys(name for each in facts for name in each if name not in OWN_SETTINGS)
+    rows = [(name, [each.get(name) for each in facts]) for name in names]
+    return [(name, values) for name, values in rows if any(one != values[0] for one in values)]
+
+
+def _facts(run: History) -> dict[str, Any]:
+    entry = next((start.entry for start in reversed(run.starts) if start.entry), {})
+    launch, git = entry.get("launch") or {}, entry.get("git") or {}
+    versions = {f"version of {name}": at for name, at in (entry.get("versions") or {}).items()}
+    return {
+        "script": entry.get("script"), "code": git.get("commit"),
+        "processes": launch.get("world_size"), "strategy": launch.get("strategy"),
+        "devices": sorted(set(launch.get("devices") or [])), **versions,
+    }  # fmt: skip
+
+
+def figures(run: History) -> dict[str, Any]:
+    """Return the figures of the run that tables show; those that are not known are None."""
+    trained = run.train_lines()
+    last = trained[-1] if trained else {}
+
+    def over_all(key: str, lines: Sequence[Any], reduce: Callable[[Any], Any]) -> float | None:
+        values = column(lines, key)
+        values = values[np.isfinite(values)]
+        return float(reduce(values)) if len(values) else None
+
+    return {
+        "step": last_step(run),
+        "loss": number(last.get("loss")),
+        "mean_loss": over_all("loss", trained[-10:], np.mean),
+        "tokens": number(last.get("tokens_seen")),
+        "tokens_per_s": over_all("tokens_per_s", trained, np.median),
+        "ran_s": sum(start.ended - start.began for start in run.starts),
+        "device_peak_gib": over_all("memory_peak_gib", trained, np.max),
+        "host_peak_gib": over_all("host_peak_rss_gib", trained, np.max),
+        "evals": evaluations(run),
+    }
+
+
+def evaluations(run: History) -> dict[str, dict[str, Any]]:
+    """Return, of each split, the last and the lowest loss with their steps."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in run.lines:
+        split = line.get("split")
+        loss = number(line.get(f"eval_{split}_loss" if split else "eval_loss"))
+        if line["event"] == "eval" and loss is not None:
+            found.setdefault(split or "eval", []).append((line["step"], loss))
+    return {
+        split: {"last": points[-1], "best": min(points, key=lambda point: point[1])}
+        for split, points in found.items()
+    }
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h."""
+    whole = round(seconds)
+    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= size:
+            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
+    return f"{whole}s"
