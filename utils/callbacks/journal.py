@@ -1,18 +1,12 @@
 """The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
 
-The file is only ever appended to, also when a run resumes from a checkpoint that is older than its
-last lines: each start first appends `{"event": "started"|"resumed", "step": N}`, which says that
-lines of steps after N from above it were undone. `read_journal` applies that, so its series has no
-duplicates and nothing is lost.
+utils/support/journal_file.py says how the file is read.
 """
 
 import dataclasses
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -20,10 +14,10 @@ from typing_extensions import override
 
 from utils.callbacks.metrics import MemoryMonitor
 from utils.checkpoints.store import Checkpoints
+from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
 from utils.support.run_lock import known_loss
 
-FILE_NAME = "metrics.jsonl"
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
+__all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,38 +90,6 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text."""
-
-    def plain(other: Any) -> Any:
-        return other.item() if hasattr(other, "item") else str(other)
-
-    numbers = json.loads(json.dumps(value, default=plain), parse_constant=str)
-    return json.dumps(numbers, indent=indent, allow_nan=False)
-
-
-def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series: undone lines, broken lines and repeated events left out.
-
-    Non-finite figures are floats again. Of several events of one kind, split and step the last
-    counts (an interrupted evaluation is done again, all of its splits).
-    """
-    events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            event, step = line["event"], line["step"]
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off where a process died
-        if event in ("started", "resumed"):
-            done = step if event == "resumed" else -1
-            events = {key: old for key, old in events.items() if old["step"] <= done}
-            continue
-        line |= {key: float(value) for key, value in line.items() if value in NOT_FINITE}
-        events[event, line.get("split"), step] = line
-    return list(events.values())
-
-
 # How the figures of a line are shown.
 _FIGURES = {
     "loss": "loss {:.4f}",
@@ -163,16 +125,3 @@ def readable_line(line: Mapping[str, Any], max_steps: int) -> str:
         text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
     ]
     return "  ".join([begin, *figures, *([ending] if ending else [])])
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
-
-    >>> duration(271), duration(11_100), duration(187_200)
-    ('4m31s', '3h05m', '2d04h')
-    """
-    whole = round(seconds)
-    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
-        if whole >= size:
-            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
-    return f"{whole}s"

@@ -12,11 +12,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.journal import duration
 from utils.checkpoints.store import Checkpoints
 from utils.launch.signals import stop_request
 from utils.launch.slurm import job_end_time
 from utils.support.collectives import Agreement
+from utils.support.journal_file import duration
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0

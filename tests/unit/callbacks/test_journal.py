@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import Journal, read_journal, readable_line, strict_json
+from utils.callbacks.journal import Journal, readable_line
+from utils.support.journal_file import read_journal, strict_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
