@@ -4,8 +4,9 @@
 #   slurm/launch_node.sh sft_train.py --config recipes/sft/demo_cpu.yaml       this machine
 #   srun --ntasks-per-node=1 slurm/launch_node.sh sft_train.py ...             each node of a job
 #
-# The job scripts run it under srun. ACCELERATE_CONFIG chooses the strategy; paths are taken from
-# the repository's root. Exit codes: see utils/config/errors.py.
+# The job scripts run it under srun. The script's --strategy, or its recipe's, says how they share
+# the model (ACCELERATE_CONFIG wins over it); paths are taken from the repository's root. Exit codes:
+# see utils/config/errors.py.
 set -euo pipefail
 
 # Until Python takes them: a request to stop must not kill the node's launcher as it starts.

@@ -2,7 +2,7 @@
 # A training job on any number of nodes:
 #
 #   sbatch --nodes=4 slurm/multinode_job.sh sft_train.py --config my_run.yaml --learning_rate 1e-5
-#   ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml sbatch --nodes=4 slurm/multinode_job.sh ...
+#   sbatch --nodes=4 slurm/multinode_job.sh sft_train.py --config my_run.yaml --strategy fsdp2
 #
 # Options before the script's name are sbatch's and win over those below; what follows it goes to
 # the script as it is. The job saves and goes back into the queue before its time limit, and resumes

@@ -44,7 +44,7 @@ if [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS
   unset SLURM_GPUS_PER_NODE
 fi
 
-say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s); strategy: ${ACCELERATE_CONFIG:-by the number of processes}"
+say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s)${ACCELERATE_CONFIG:+; ACCELERATE_CONFIG=$ACCELERATE_CONFIG}"
 
 run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
 trap '' USR1 TERM

@@ -30,6 +30,19 @@ class RunArguments:
     dry_run: bool = setting(
         False, "check the settings and the data, print arithmetic and memory estimate, and stop"
     )
+    strategy: str = setting(
+        "auto",
+        "how processes share the model: auto (DDP where there are several), single_gpu, multi_gpu, "
+        "fsdp2, zero1, zero2, zero3, cpu (files of accelerate_configs/), or the path of an "
+        "accelerate config; the launchers read it, ACCELERATE_CONFIG wins over it",
+    )
+    assume: str | None = setting(
+        None,
+        "dry run as if on these GPUs: 8xH100-80GB, 2x8xA100-40GB (nodes x GPUs), 8x48GB (of any)",
+    )
+    suggest: bool = setting(
+        False, "dry run: also print the fastest strategy, micro-batch and recomputation that fit"
+    )
     hang_timeout_s: float = setting(
         600,
         "seconds without progress after which the run ends and names the rank that hangs; three "

@@ -12,6 +12,7 @@ from typing import Any
 from utils.config.arguments import eval_splits, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
+from utils.config.strategy import check_strategy
 from utils.config.unknown_names import unknown_name
 
 
@@ -181,6 +182,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
+    check_strategy,
     check_precision,
     check_train_data,
     check_evaluation,

@@ -50,7 +50,8 @@ def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
     if values["dtype"] not in (None, "float32"):
         return False, values.shown("dtype")
     if not _computes_on_cpu(values):
-        return False, NODE_UNKNOWN if values["dry_run"] else "default"
+        unknown = values["dry_run"] and not values["assume"]
+        return False, NODE_UNKNOWN if unknown else "default"
     return has_fast_bf16(), FAST_BF16 if has_fast_bf16() else "default"
 
 

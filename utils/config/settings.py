@@ -23,6 +23,7 @@ from utils.config.checks import FINE_TUNING_CHECKS, PRETRAINING_CHECKS, schedule
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import settle_precision, without_launch
+from utils.config.strategy import stand_for_launch
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def _parse(
     description: str,
 ) -> RunSettings:
     settle = (
-        *(rename_checkpointing, choose_length, leave_out_overruled, derive_batch_sizes),
-        *(derive_evaluation, derive_best_metric, settle_precision),
+        *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
+        *(derive_batch_sizes, derive_evaluation, derive_best_metric, settle_precision),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
     values = read_settings(classes, argv, settle, (check_effects, *checks), script, description)

@@ -13,7 +13,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 
 # Fields of the libraries that keep their defaults; the reason completes "... cannot be set here:".
 REFUSED = _by_name({
-    "accelerate launch --config_file FILE sets the strategy": ""
+    "strategy says how processes share the model, as in strategy: fsdp2": ""
     "deepspeed fsdp fsdp_config parallelism_config",
     "nothing is uploaded while training; upload final/ afterwards with `hf upload`": ""
     "push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy",

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
-from utils.launch.accelerate_command import choose_config, launch_arguments, read_config
+from utils.config.strategy import choose_config, given_strategy
+from utils.launch.accelerate_command import check_config, launch_arguments
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import configure_logging, missing_package
@@ -127,21 +128,26 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     import torch
 
     devices = torch.cuda.device_count()
-    allocation = read_allocation(os.environ, devices)
-    path = choose_config(os.environ, allocation)
-    config = read_config(path, allocation)
+    strategy = given_strategy(command[1:])
+    allocation = read_allocation(os.environ, devices, strategy.value)
+    config = choose_config(
+        os.environ, strategy, allocation.world_size, on_cpu=allocation.gpus is None
+    )
+    check_config(config, allocation)
     os.environ |= process_environment(allocation)
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
-    files = [*(file.relative_to(ROOT) for file in code), path, Path(command[0])]
+    files = [*(file.relative_to(ROOT) for file in code), config.path, Path(command[0])]
     check_nodes(allocation, node_facts(allocation, files, devices))
     if allocation.node == 0:
         hosts = allocation.hosts
         logger.info(
-            "launch: %d process(es), %s, on each of %d node(s) (%s): %s", allocation.processes,
+            "launch: %d process(es), %s, on each of %d node(s) (%s): %s, by %s",
+            allocation.processes,
             "CPU only" if allocation.gpus is None else "a GPU each",
-            len(hosts), ", ".join(hosts[:8]) + ", ..." * (len(hosts) > 8), path,
+            len(hosts), ", ".join(hosts[:8]) + ", ..." * (len(hosts) > 8), config.path,
+            config.chosen_by,
         )  # fmt: skip
-    arguments = launch_arguments(path, config, allocation, command)
+    arguments = launch_arguments(config, allocation, command)
     signals.started = True
     return run_processes(arguments, signals)
 

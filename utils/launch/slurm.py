@@ -11,14 +11,13 @@ from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import is_true
+from utils.config.strategy import AUTO, CONFIG
 from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "ACCELERATE_CONFIG"
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
-SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
 
 # Below the ephemeral ports (32768 and up), which any outgoing connection takes; a prime number of
 # pairs, so that jobs whose ids lie less than 6133 apart differ.
@@ -53,14 +52,17 @@ class Allocation:
         return len(self.hosts) * self.processes
 
 
-def read_allocation(environment: Mapping[str, str], devices: int) -> Allocation:
+def read_allocation(
+    environment: Mapping[str, str], devices: int, strategy: str = AUTO
+) -> Allocation:
     """Work out the launch from Slurm's variables or, outside of Slurm, from this machine.
 
-    `devices` are the GPUs that torch sees, which count outside of Slurm. Raises ConfigurationError
-    for what the user set, UnfitClusterError for what Slurm gave.
+    `devices` are the GPUs that torch sees, which count outside of Slurm; `strategy` is that of the
+    settings. Raises ConfigurationError for what the user set, UnfitClusterError for what Slurm
+    gave.
     """
     hosts, node = _nodes(environment)
-    in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment)
+    in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
     gpus = 0
     if on_gpus:  # there however they were asked for (Slurm 22.05), but for clusters without GRES
         gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices
@@ -113,7 +115,7 @@ def _processes(environment: Mapping[str, str], gpus: int) -> int:
     return int(given)
 
 
-def on_cpu(environment: Mapping[str, str]) -> bool:
+def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
     """Whether the user asked for the CPU: from accelerate, from DeepSpeed, or by cpu.yaml.
 
     That file cannot say so itself: with `use_cpu: true` accelerate starts one process alone.
@@ -121,7 +123,7 @@ def on_cpu(environment: Mapping[str, str]) -> bool:
     return (
         is_true("ACCELERATE_USE_CPU", environment)
         or environment.get("DS_ACCELERATOR") == "cpu"
-        or Path(environment.get(CONFIG, "")).name == "cpu.yaml"
+        or Path(environment.get(CONFIG) or strategy).name in ("cpu", "cpu.yaml")
     )
 
 

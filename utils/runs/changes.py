@@ -56,7 +56,7 @@ NAMES_CONTENTS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
 )  # fmt: skip
 # They say what this start is to do, not what the run is.
-OF_THIS_START = frozenset({"accept_changes", "dry_run", "init_optimizer"})
+OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
 # One more wherever a version of Stoker sums in another order on a CPU.
 CPU_ROUNDING = 3
 # What a machine or a launch decides where the settings leave it open: a dry run's may be others.

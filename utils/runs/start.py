@@ -34,10 +34,10 @@ from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
+from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
 from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
-from utils.launch.slurm import SUBMITTING
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, weights_dtype
@@ -95,15 +95,32 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         launch = check_launch()
         check_same_precision(settings, launch)
         guard_loading(launch.strategy)
+        report_strategy(settings, launch)
         return launch
     import torch
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # A build for CUDA names it on a login node without a GPU too, unless it has to look.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = "cpu" if accelerator is None else accelerator.type
+    device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
     strategy = requested_strategy(os.environ, world_size)
-    return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+    launch = LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+    report_strategy(settings, launch)
+    return launch
+
+
+def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Log where the launch, which decides, is not what the settings' strategy asks for."""
+    given, shown = settings.run.strategy, settings.values.shown("strategy")
+    if given == AUTO:
+        return
+    asked = strategy_variables(read_config(strategy_path(given), shown).content)
+    strategy = requested_strategy(asked, launch.world_size)
+    if launch.world_size == 1 and launch.strategy == "single":
+        if given not in ("single_gpu", "cpu"):
+            logger.info("%s has no effect: there is one process", shown)
+    elif strategy != launch.strategy:
+        logger.warning("%s has no effect: the launch decides, by %s", shown, launch.strategy)
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.preparation import check_preparation, parse_preparation
-from utils.launch.accelerate_command import choose_config, read_config, strategy_variables
+from utils.config.strategy import SUBMITTING, choose_config, given_strategy, strategy_variables
+from utils.launch.accelerate_command import check_config
 from utils.launch.script import run_script
-from utils.launch.slurm import SUBMITTING, Allocation, read_allocation
+from utils.launch.slurm import Allocation, read_allocation
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
@@ -42,15 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         return 0
     command = _dry_run(kind, arguments)
-    allocation = planned_allocation(job, os.environ)
-    path = choose_config(os.environ, allocation)
-    launch = strategy_variables(read_config(path, allocation))
-    if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
+    is_sweep = kind == "sweep_job.sh"
+    # The first point stands for all of a sweep, whose dry runs go by their own strategies.
+    first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
+    strategy = given_strategy(first[1:])
+    allocation = planned_allocation(job, os.environ, strategy.value)
+    on_cpu = allocation.gpus is None
+    config = choose_config(os.environ, strategy, allocation.world_size, on_cpu=on_cpu)
+    check_config(config, allocation)
+    launch = {} if is_sweep else strategy_variables(config.content)
+    if on_cpu and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
     gpus = f"{number} GPU(s), " if (number := gpus_per_node(job)) else ""
     _say(
         f"job:     {job['Name']}, {len(allocation.hosts)} node(s) of {gpus}"
-        f"{allocation.processes} process(es); strategy by {path}"
+        f"{allocation.processes} process(es); strategy by {config.path}, by "
+        f"{config.chosen_by}"
     )
     report_end(job, signal_lead_s(options, Path(directory, job_script)), job_script)
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
@@ -159,7 +167,9 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
     return command
 
 
-def planned_allocation(job: Mapping[str, str], environment: Mapping[str, str]) -> Allocation:
+def planned_allocation(
+    job: Mapping[str, str], environment: Mapping[str, str], strategy: str
+) -> Allocation:
     """Return what the launcher will find on the job's first node. Raises ConfigurationError."""
     on_the_node = {
         "SLURM_JOB_ID": job["JobID"],
@@ -168,7 +178,7 @@ def planned_allocation(job: Mapping[str, str], environment: Mapping[str, str]) -
         "SLURM_NODEID": "0",
         "SLURM_GPUS_ON_NODE": str(gpus_per_node(job)),
     }
-    return read_allocation({**environment, **on_the_node}, devices=0)
+    return read_allocation({**environment, **on_the_node}, 0, strategy)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +10,17 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from launching import ROOT
 
+from utils.config.declarations import Given
 from utils.config.errors import ConfigurationError
-from utils.launch.accelerate_command import (
+from utils.config.strategy import (
+    AUTO,
+    NAMES,
     choose_config,
-    launch_arguments,
+    given_strategy,
     read_config,
     strategy_variables,
 )
+from utils.launch.accelerate_command import check_config, launch_arguments
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
 
@@ -25,21 +31,82 @@ SECOND = Allocation(("n1", "n2"), 1, 4, 4, "n1", 20000)
 CPUS = Allocation(("n1",), 0, 2, None, "127.0.0.1", 20000)
 
 
+def chosen(strategy: str, allocation: Allocation, **environment: str):
+    given, on_cpu = Given(strategy, "a.yaml:3"), allocation.gpus is None
+    return choose_config(environment, given, allocation.world_size, on_cpu=on_cpu)
+
+
 def test_the_default_strategy_follows_from_the_processes():
     names = {ONE: "single_gpu", FOUR: "multi_gpu", SECOND: "multi_gpu", CPUS: "cpu"}
     for allocation, name in names.items():
-        path = choose_config({}, allocation)
-        assert path == Path(f"accelerate_configs/{name}.yaml")
-        assert read_config(ROOT / path, allocation)
-    assert choose_config({"ACCELERATE_CONFIG": "a b.yaml"}, ONE) == Path("a b.yaml")
+        config = chosen(AUTO, allocation)
+        assert config.path == Path(f"accelerate_configs/{name}.yaml")
+        check_config(config, allocation)
+        assert config.chosen_by == "the number of processes"
+
+
+def test_the_settings_name_a_strategy_and_the_environment_wins_over_it():
+    config = chosen("fsdp2", FOUR)
+    assert config.path == Path("accelerate_configs/fsdp2.yaml")
+    assert config.chosen_by == "strategy fsdp2 (a.yaml:3)"
+    zero2 = str(ROOT / "accelerate_configs/zero2.yaml")
+    config = chosen("fsdp2", FOUR, ACCELERATE_CONFIG=zero2)
+    assert (str(config.path), config.kind) == (zero2, "DEEPSPEED")
+    assert config.chosen_by == (
+        f"ACCELERATE_CONFIG={zero2}, which overrules strategy fsdp2 (a.yaml:3)"
+    )
+    assert chosen(zero2, FOUR).kind == "DEEPSPEED"
+    for wrong, hint in (("fsdp", "did you mean fsdp2"), ("no/file.yaml", "take one of auto, si")):
+        with pytest.raises(ConfigurationError, match=f"{wrong} .a.yaml:3.: no such .*{hint}"):
+            chosen(wrong, FOUR)
+
+
+def test_one_process_has_nothing_to_share_but_may_offload(tmp_path):
+    for name in ("multi_gpu", "fsdp2", "zero1", "zero2", "zero3"):
+        config = chosen(name, ONE)
+        assert config.path == Path("accelerate_configs/single_gpu.yaml")
+        assert config.chosen_by.endswith("which has no effect on one process")
+    text = (ROOT / "accelerate_configs/zero3.yaml").read_text()
+    own = tmp_path / "offload.yaml"
+    own.write_text(text.replace("offload_optimizer_device: none", "offload_optimizer_device: cpu"))
+    assert chosen(str(own), ONE).path == own
+    own.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: d}\n")
+    assert chosen(str(own), ONE).path == own
+
+
+def test_the_launcher_reads_the_strategy_of_the_scripts_arguments(tmp_path):
+    (tmp_path / "base.yaml").write_text("strategy: zero1\nseed: 1\n")
+    recipe, later = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    recipe.write_text("extends: base.yaml\n")
+    later.write_text("seed: 3\nstrategy: zero2\n")
+    found = given_strategy(["--config", str(recipe), "--seed", "2"])
+    assert (found.value, found.source) == ("zero1", f"{tmp_path}/base.yaml:1")
+    assert given_strategy(["--config", str(recipe), str(later)]).source == f"{later}:2"
+    for flag in (["--strategy", "fsdp2"], ["--strategy=fsdp2"]):
+        assert given_strategy([*flag, "--config", str(recipe)]).value == "fsdp2"
+    recipe.write_text("strategy: [no name]\n")  # the script says so
+    for words in ([], ["--config", str(recipe)], ["--config", "no/file"], ["--config"], ["x"]):
+        assert given_strategy(words).value == AUTO
+
+
+def test_the_launchers_start_does_not_wait_for_torch():
+    code = "import sys, utils.config.strategy; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_the_names_are_the_shipped_files():
+    assert sorted(NAMES) == [path.stem for path in CONFIGS]
 
 
 def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "config.yaml"
     for text, problem in [
         (None, r"No such file.*accelerate_configs/"),
-        ("a: [", r"is no accelerate config for"),
-        ("- 1", r"is no accelerate config for"),
+        ("a: [", r"no accelerate config for"),
+        ("- 1", r"no accelerate config for"),
         ("distributed_type: TPU", r"distributed_type TPU is not supported"),
         (
             "distributed_type: NO",
@@ -49,15 +116,15 @@ def test_a_config_that_cannot_start_the_processes_is_refused(tmp_path, monkeypat
         if text is not None:
             path.write_text(text)
         with pytest.raises(ConfigurationError, match=f"ACCELERATE_CONFIG={path}.*{problem}"):
-            read_config(path, SECOND)
+            check_config(chosen(AUTO, SECOND, ACCELERATE_CONFIG=str(path)), SECOND)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ConfigurationError, match="pip install deepspeed"):
-        read_config(ROOT / "accelerate_configs/zero2.yaml", FOUR)
+        check_config(chosen("zero2", FOUR), FOUR)
 
 
 def parsed(name: str, allocation: Allocation, *command: str):
     path = ROOT / f"accelerate_configs/{name}.yaml"
-    return launch_arguments(path, read_config(path, allocation), allocation, command)
+    return launch_arguments(read_config(path, "a test"), allocation, command)
 
 
 def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
@@ -103,8 +170,9 @@ def launched(path: Path) -> dict[str, str]:
 def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path):
     for allocation in (ONE, FOUR, SECOND):
         if path.stem != "single_gpu" or allocation is ONE:
-            config = read_config(path, allocation)
-            assert launch_arguments(path, config, allocation, ["x.py"])
+            config = read_config(path, "a test")
+            check_config(config, allocation)
+            assert launch_arguments(config, allocation, ["x.py"])
     variables = strategy_variables(yaml.safe_load(path.read_text()))
     if path.stem == "single_gpu":
         assert requested_strategy(variables, 1) == "single"

@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT
 
 from utils.config.errors import ConfigurationError
-from utils.launch.slurm import SUBMITTING
+from utils.config.strategy import SUBMITTING
 from utils.submit import check as checking
 
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
@@ -134,7 +134,7 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     assert capfd.readouterr().out.splitlines() == [
         "log:     /x/7.log",
         "job:     a b, 2 node(s) of 2 GPU(s), 2 process(es); strategy by "
-        "accelerate_configs/fsdp2.yaml",
+        "accelerate_configs/fsdp2.yaml, by ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml",
         "limit:   1:00:00; Slurm's stop signal comes 300 s before it; a job that stopped is queued "
         "again and resumes",
     ]

@@ -1,0 +1,192 @@
+"""The strategy of a run: the accelerate config that it means, and what that tells the processes.
+
+The launchers read it of a script's own arguments, so torch and transformers are not imported here,
+and what other packages are needed only where they are: the launcher says which one is missing.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from utils.config.assumed import assumed_gpus
+from utils.config.declarations import DEFAULT, FLAGS_RANK, Given, SettingValues
+from utils.config.errors import ConfigurationError
+from utils.config.precision import PRECISION_VARIABLE, is_true
+
+CONFIG = "ACCELERATE_CONFIG"
+SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
+AUTO = "auto"
+FOLDER = Path("accelerate_configs")
+NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
+ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
+SHARDING = ("FSDP", "DEEPSPEED")
+_ROOT = Path(__file__).parents[2]
+_OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """The accelerate config of a launch: its path from the repository's root, its contents.
+
+    chosen_by: who named it, for messages.
+    """
+
+    path: Path
+    chosen_by: str
+    content: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Any:
+        """Return its distributed_type."""
+        return self.content.get("distributed_type")
+
+    @property
+    def shards(self) -> bool:
+        """Whether it only splits the model, which one process cannot; offloading it can."""
+        own = {**(self.content.get("fsdp_config") or {})}
+        own |= self.content.get("deepspeed_config") or {}
+        offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
+        return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
+
+
+def given_strategy(arguments: Sequence[str]) -> Given:
+    """Return the strategy in a script's arguments, flags over recipes; their faults it says."""
+    from utils.config.command_line import CONFIG_FLAG, read_flags
+    from utils.config.recipes import read_recipes
+
+    flags, _ = read_flags(arguments)
+    if words := flags.get("strategy"):
+        return Given(words[0], "--strategy", FLAGS_RANK)
+    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
+    given = entries.get("strategy", DEFAULT)
+    return given if isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
+
+
+def choose_config(
+    environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
+) -> StrategyConfig:
+    """Return the config of a launch of so many processes; raises ConfigurationError.
+
+    ACCELERATE_CONFIG wins over the strategy; auto goes by the number of processes, and a single
+    one has nothing to share.
+    """
+    shown = f"strategy {strategy.value} ({strategy.source})"
+    alone = FOLDER / "single_gpu.yaml"
+    if path := environment.get(CONFIG):
+        said = f"{CONFIG}={path}"
+        over = f", which overrules {shown}" if strategy.value != AUTO else ""
+        return read_config(Path(path), said + over)
+    if strategy.value == AUTO:
+        several = FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
+        return read_config(alone if processes == 1 else several, "the number of processes")
+    if fault := strategy_fault(strategy.value):
+        raise ConfigurationError(f"{shown}: {fault}")
+    config = read_config(strategy_path(strategy.value), shown)
+    if processes == 1 and (config.shards or strategy.value == "multi_gpu"):
+        return read_config(alone, f"{shown}, which has no effect on one process")
+    return config
+
+
+def strategy_path(strategy: str) -> Path:
+    """Return the file of a strategy: a name of accelerate_configs/, or a path."""
+    return FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
+
+
+def strategy_fault(strategy: str) -> str:
+    """Return what is wrong with a name or path; empty: nothing."""
+    if strategy == AUTO or strategy in NAMES or (_ROOT / strategy).is_file():
+        return ""
+    near = get_close_matches(strategy.lower(), (AUTO, *NAMES), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no such strategy or file: {hint}take one of {', '.join((AUTO, *NAMES))}, or a path"
+
+
+def read_config(path: Path, chosen_by: str) -> StrategyConfig:
+    """Read an accelerate config, a path from the repository's root. Raises ConfigurationError."""
+    import yaml
+
+    known = (*ONE_PROCESS, *SHARDING, "MULTI_GPU")
+    try:
+        content = yaml.safe_load((_ROOT / path).read_text(encoding="utf-8"))
+        if (kind := content.get("distributed_type", "missing")) not in known:
+            raise ValueError(f"distributed_type {kind} is not supported")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"{chosen_by}: no accelerate config for Stoker ({error}): name a file of "
+            "accelerate_configs/, or one that `accelerate config` wrote, from the repository's "
+            "root."
+        ) from error
+    return StrategyConfig(path, chosen_by, content)
+
+
+def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `accelerate launch` sets for a config, as far as the strategy follows from it."""
+    variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
+    if config["distributed_type"] == "FSDP":
+        own = config.get("fsdp_config") or {}
+        checkpointing = str(own.get("fsdp_activation_checkpointing") or False).lower()
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
+        variables["FSDP_VERSION"] = str(own.get("fsdp_version") or 1)
+    elif config["distributed_type"] == "DEEPSPEED":
+        own = config.get("deepspeed_config") or {}
+        variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if own.get("deepspeed_config_file"):
+            variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own["deepspeed_config_file"])
+        else:
+            variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(own.get("zero_stage", 2))
+    return variables
+
+
+def stand_for_launch(values: SettingValues) -> None:
+    """Let a dry run see the launch that it is about: processes and strategy, by the environment.
+
+    They are those of `assume`, or of whoever set WORLD_SIZE (slurm/submit.sh). A real launch
+    (`accelerate launch ... --dry_run`) has said what it is.
+    """
+    if not values["dry_run"]:
+        return
+    if values["assume"]:
+        try:
+            os.environ["WORLD_SIZE"] = str(assumed_gpus(values["assume"]).world_size)
+        except ValueError:  # check_strategy says so
+            return
+    elif "WORLD_SIZE" not in os.environ or is_launched(os.environ):
+        return
+    strategy = Given(values["strategy"], values.source("strategy"))
+    on_cpu = not values["assume"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU"))
+    try:
+        config = choose_config(
+            os.environ, strategy, int(os.environ["WORLD_SIZE"]), on_cpu=bool(on_cpu)
+        )
+    except ConfigurationError:  # check_strategy says so
+        return
+    variables = strategy_variables(config.content)
+    os.environ.update({name: value for name, value in variables.items() if value != "no"})
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process."""
+    said = (PRECISION_VARIABLE, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+    return any(name in environment for name in said)
+
+
+def check_strategy(values: SettingValues) -> Iterator[str]:
+    """Refuse a strategy that does not exist, GPUs that nobody knows, and both of no dry run."""
+    if fault := strategy_fault(values["strategy"]):
+        yield f"{values.shown('strategy')}: {fault}"
+    for name in ("assume", "suggest"):
+        if values[name] and not values["dry_run"]:
+            yield f"{values.shown(name)} is for a dry run: add --dry_run, or leave it out"
+        elif values[name] and name == "assume" and SUBMITTING in os.environ:
+            yield f"{values.shown(name)}: the job says which GPUs it has; leave it out"
+    if values["assume"]:
+        try:
+            assumed_gpus(values["assume"])
+        except ValueError as error:
+            yield f"{values.shown('assume')}: {error}"
+        for name in ("use_cpu", "strategy"):
+            if values[name] in (True, "cpu"):
+                yield f"{values.shown('assume')} does not go with {values.shown(name)}"
