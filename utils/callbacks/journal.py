@@ -25,14 +25,17 @@ logger = logging.getLogger(__name__)
 class Journal(TrainerCallback):
     """Writes every log event of rank 0, as docs/metrics.md says; silent on other ranks.
 
-    `memory` has each rank's; `stopped` tells at the end whether the run ended early.
+    `memory` has each rank's; `stopped` tells at the end whether the run ended early, `limit_s` how
+    long it is until the job's time limit, if it has one.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool]
-    ):
+        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool],
+        limit_s: Callable[[], float | None] = lambda: None,
+    ):  # fmt: skip
         self.path = checkpoints.output_dir / FILE_NAME
-        self.checkpoints, self.memory, self.stopped = checkpoints, memory, stopped
+        self.checkpoints, self.memory = checkpoints, memory
+        self.stopped, self.limit_s = stopped, limit_s
         self.saves_written = 0
 
     @override
@@ -61,6 +64,7 @@ class Journal(TrainerCallback):
             return
         self.on_save(args, state)  # of what was written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
+        line["max_steps"] = state.max_steps
         losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
@@ -71,7 +75,7 @@ class Journal(TrainerCallback):
         else:
             line["memory_by_rank"] = self.memory.by_rank
         self._write(line)
-        logger.info("%s", readable_line(line, state.max_steps))
+        logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -90,38 +94,54 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-# How the figures of a line are shown.
+# How the figures of a line are shown: of one width for most runs, so that lines are columns.
 _FIGURES = {
-    "loss": "loss {:.4f}",
+    "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
     "learning_rate": "lr {:.2e}",
-    "grad_norm": "grad {:.3f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "step_time_s": "{:.3g} s/step",
-    "data_wait_s": "wait {:.2g} s",
-    "memory_peak_gib": "peak {:.2f} GiB",
-    "first_step_time_s": "first step {:.1f} s",
+    "grad_norm": "grad {:7.3f}",
+    "tokens_per_s": "{:>9,.0f} tokens/s",
+    "mfu": "MFU {:5.1%}",
+    "step_time_s": "{:6.3g} s/step",
+    "memory_peak_gib": "memory {:.1f} GiB",
+    "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
+SLOW_LOADER = 0.01  # of a step: a share that is worth a word
 
 
-def readable_line(line: Mapping[str, Any], max_steps: int) -> str:
+def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
     """Format an event of the journal; figures that it does not hold are left out.
 
-    `eta` is the time that the steps to come take, without evaluations and saves.
+    `eta` is the time that the steps to come take, without evaluations and saves; beside it is the
+    time until the job's limit, `limit_s`.
     """
-    event, step, prefix, ending = line["event"], line["step"], "", None
+    event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
         named = ["eval", *([line["split"]] if line["split"] else [])]
-        begin, prefix, ending = " ".join(named), "_".join(named) + "_", f"(step {step})"
+        begin, prefix, ending = " ".join(named), "_".join(named) + "_", [f"(step {step})"]
     elif event in ("summary", "stopped"):
         ended = "stopped" if event == "stopped" else "finished"
         begin = f"{ended} at step {step} after {duration(line['train_runtime'])}"
     else:
-        begin = f"step {step:>{len(str(max_steps))}}/{max_steps}"
-        if "step_time_s" in line:
-            ending = f"eta {duration(line['step_time_s'] * (max_steps - step))}"
+        begin = f"step {step:>{len(str(line['max_steps']))}}/{line['max_steps']}"
+        ending = _remarks(line, limit_s)
     figures = [
         text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
     ]
-    return "  ".join([begin, *figures, *([ending] if ending else [])])
+    return "  ".join([begin, *figures, *ending])
+
+
+def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
+    """Return what is to be said of a training log behind its figures."""
+    remarks, step_s = [], line.get("step_time_s")
+    if step_s is not None:
+        limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"
+        remarks.append(f"eta {duration(step_s * (line['max_steps'] - line['step']))}{limit}")
+        if (share := line.get("data_wait_s", 0.0) / step_s) > SLOW_LOADER:
+            remarks.append(f"waits for data {share:.0%}")
+    if "first_step_time_s" in line:
+        remarks.append(f"first step {line['first_step_time_s']:.1f} s")
+    if graphs := line.get("graphs_compiled"):
+        remarks.append(f"compiled {graphs} graph{'s' * (graphs > 1)} meanwhile")
+    return remarks
