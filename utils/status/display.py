@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -32,11 +32,12 @@ def show_runs(
         return Group(*itertools.chain.from_iterable(map(_lines, runs)))
     folder = Path(all_in or "runs")
     runs = [read_status(path, jobs) for path in runs_below(folder)]
+    names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
     if as_json:
         return _json(runs)
     known = {run.job.id for run in runs if run.job}
-    return _table(runs, [job for job in jobs.values() if job.id not in known])
+    return _table(runs, names, [job for job in jobs.values() if job.id not in known])
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
@@ -129,7 +130,7 @@ def _job(run: RunStatus) -> str:
     return f"{run.job.id} ({run.job.name}): {run.job.state}, {starts}"
 
 
-def _table(runs: Sequence[RunStatus], others: Sequence[Job]) -> Table:
+def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence[Job]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
     for name in ("run", "state", "step", "%", "loss", "eval", "tokens/s", "left", "saved", "job"):
         numeric = name in ("step", "%", "loss", "eval", "tokens/s", "left", "saved")
@@ -139,7 +140,7 @@ def _table(runs: Sequence[RunStatus], others: Sequence[Job]) -> Table:
         losses = [loss for loss, _ in run.evaluations.values()]
         saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
         table.add_row(
-            run.run, Text(run.state, COLOURS[run.state]),
+            names[run.run], Text(run.state, COLOURS[run.state]),
             "" if run.step is None else f"{run.step:,}",
             f"{100 * run.step / run.max_steps:.0f}" if run.step and run.max_steps else "",
             "" if run.loss is None else f"{run.loss:.4f}",
