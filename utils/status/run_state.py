@@ -149,8 +149,12 @@ def _starts(directory: Path, status: RunStatus) -> list[dict[str, Any]]:
     try:
         return earlier_starts(directory / PROVENANCE)
     except (ConfigurationError, OSError) as error:
-        status.damaged.append(str(error))
+        status.damaged.append(_shown(error))
         return []
+
+
+def _shown(error: Exception) -> str:
+    return error.problems[0] if isinstance(error, ConfigurationError) else str(error)
 
 
 def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[str, Any]]:
@@ -215,7 +219,7 @@ def _read_save(directory: Path, status: RunStatus, now: float) -> None:
             manifest = read_manifest(checkpoint)
             written = datetime.datetime.fromisoformat(manifest.time).timestamp()
         except (DamagedCheckpointError, ConfigurationError, OSError, ValueError) as error:
-            status.damaged.append(f"{checkpoint}: {error}")
+            status.damaged.append(f"{checkpoint}: {_shown(error)}")
             continue
         status.saved_step, status.saved_bytes = step, manifest.size_bytes
         status.saved_ago_s = max(now - written, 0.0)
