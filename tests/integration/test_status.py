@@ -21,18 +21,19 @@ def stop_when_training(run):
     (run / "STOP").touch()
 
 
-def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path):
+def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0.0)
     run = tmp_path / "run"
-    argv = pretraining(run, max_steps=60, save_steps=5)
+    argv = pretraining(run, max_steps=200, save_steps=20)
     process = subprocess.Popen(
         [sys.executable, "pretrain.py", *argv], cwd=ROOT, env=quiet_environment()
     )
     try:
-        wait_until((run / "checkpoint-5" / "manifest.json").exists, "no checkpoint")
+        wait_until((run / "checkpoint-20" / "manifest.json").exists, "no checkpoint")
         status = read_status(run, {})
-        assert (status.state, status.max_steps, status.starts) == ("running", 60, 1)
+        assert (status.state, status.max_steps, status.starts) == ("running", 200, 1)
         assert f"process {process.pid} on " in status.because
-        assert status.step >= 5
+        assert status.step >= 20
         assert status.tokens_per_s > 0
         assert 0 < status.left_s < 3600
     finally:
@@ -40,7 +41,7 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path):
         process.wait()
     status = read_status(run, {})
     assert (status.state, "is gone: killed" in status.error) == ("failed", True)
-    assert status.saved_step >= 5
+    assert status.saved_step >= 20
     assert status.saved_ago_s < 60
     assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
 
@@ -60,5 +61,5 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path):
 
     assert pretrain.main(argv) == 0
     status = read_status(run, {})
-    assert (status.state, status.step, status.saved_step) == ("finished", 60, 60)
+    assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
     assert (status.advice, status.error) == (f"python chat.py {run}", None)
