@@ -109,7 +109,7 @@ class Throughput(MetricCallback):
         known = "peak unknown, so no MFU"
         if peak is not None:
             known = f"MFU of {torch.cuda.get_device_name(device)}'s {peak / 1e12:g} TFLOP/s in bf16"
-        document = f"{seen:,.0f} tokens in its document on average"
+        document = f"in documents of {seen:,.0f} tokens on average"
         logger.info(f"model: {flops / 1e9:.3g} GFLOPs a token, {document}; {known}")
         return None if peak is None else flops / peak
 
