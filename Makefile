@@ -52,6 +52,7 @@ pictures: $(VENV)/.test
 
 figures:
 	$(BIN)/python examples/demo_figures.py
+	$(BIN)/python examples/recipe_forecasts.py
 	$(BIN)/python examples/recipes_table.py
 	$(BIN)/python examples/recipe_schemas.py
 	$(BIN)/python examples/settings_tables.py

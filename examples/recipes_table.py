@@ -30,8 +30,8 @@ def with_tables(document: str) -> str:
 
 def training_rows(kind: str) -> Iterator[str]:
     """Yield the table of the training recipes in a folder: model, hardware, size of a step."""
-    yield "| recipe | model | trains | hardware | tokens a step | learning rate |"
-    yield "|---|---|---|---|---|---|"
+    yield "| recipe | model | trains | hardware | predicted | tokens a step | learning rate |"
+    yield "|---|---|---|---|---|---|---|"
     for path in sorted((ROOT / "recipes" / kind).glob("*.yaml"), key=size_and_name):
         entries, _ = read_recipes([str(path)])
         values = {name: entry.value for name, entry in entries.items()}
@@ -40,11 +40,13 @@ def training_rows(kind: str) -> Iterator[str]:
         )
         tokens = int(values["global_batch_size"]) * int(values["sequence_length"])
         hardware = re.findall(r"^# Hardware: (.*?)\.?$", path.read_text(), flags=re.MULTILINE)
+        predicted = re.findall(r"^# Predicted on [^:]*: (.*?)\.$", path.read_text(), re.MULTILINE)
         name = f"[{path.stem}](../{path.relative_to(ROOT)})"
         how = "LoRA" if values.get("use_peft") else "all weights"
         shown = (hardware or ["2 CPU cores"])[0]
         rate = f"{float(values['learning_rate']):g}"
-        yield f"| {name} | `{model}` | {how} | {shown} | {tokens:,} | {rate} |"
+        forecast = (predicted or ["measured"])[0].replace(" GiB a GPU", " GiB")
+        yield f"| {name} | `{model}` | {how} | {shown} | {forecast} | {tokens:,} | {rate} |"
 
 
 def data_rows() -> Iterator[str]:

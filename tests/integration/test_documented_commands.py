@@ -9,6 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain
 import sft_train
+from examples import recipe_forecasts
+from utils.config.assumed import assumed_gpus
 
 ROOT = Path(__file__).parents[2]
 MAINS = {"pretrain.py": pretrain.main, "sft_train.py": sft_train.main}
@@ -51,18 +53,27 @@ def long_model(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize(("script", "recipe"), RECIPES, ids=str)
-def test_a_recipe_passes_a_dry_run(script, recipe, workspace, long_model, tmp_path, capsys):
-    content = yaml.safe_load((ROOT / recipe).read_text())
+def test_a_recipe_passes_a_dry_run_on_its_hardware(
+    script, recipe, workspace, long_model, tmp_path, capsys
+):
+    text = (ROOT / recipe).read_text()
+    content = yaml.safe_load(text)
+    gpus = recipe_forecasts.hardware(text) if "GiB a GPU" in text else None
+    ranks = assumed_gpus(gpus).world_size if gpus else 1
     MAINS[script](
         [
             *("--config", str(ROOT / recipe), "--dry_run"),
             *stand_ins(script, content, workspace, long_model),
-            *tiny.flags(output_dir=tmp_path / "run", sequence_length=64),
-            *tiny.flags(global_batch_size=8, per_device_train_batch_size=8),
+            *tiny.flags(output_dir=tmp_path / "run", sequence_length=16 if ranks > 8 else 64),
+            *tiny.flags(global_batch_size=max(8, ranks), assume=gpus),
+            *tiny.flags(per_device_train_batch_size=8 // ranks or 1),
         ]
     )
     shown = capsys.readouterr().out
     assert "tokens/step" in shown
+    strategy = content.get("strategy", "single" if ranks == 1 else "ddp")
+    assert f"processes: {ranks}, strategy {strategy}" in shown
+    assert gpus is None or "forecast: " in shown
     assert "GiB a device" in shown
     assert not (tmp_path / "run").exists()
 

@@ -7,5 +7,6 @@ checks            what is refused, with the reason
 command_line, recipes    flags and YAML files -> values, each with its source
 declarations      name, type and default of a setting; the values of all
 unknown_names     refused settings, other toolkits' names, typing errors
+strategy, assumed        the accelerate config of a strategy; the GPUs that a dry run assumes
 precision, errors        bf16 that nobody set; exit codes and the errors that users can repair
 """

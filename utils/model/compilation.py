@@ -92,7 +92,7 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
-            "compiles each time; take fsdp2.yaml, which shards as much, or set --compile false"
+            "compiles each time; take strategy: fsdp2, which shards as much, or set --compile false"
         )
     compiler = os.environ.get("CXX") or os.environ.get("CC") or "g++"
     if compiles_here and not shutil.which(compiler.split()[0]):  # "ccache g++": torch runs ccache
@@ -145,8 +145,8 @@ def choose_compilation(
         starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
         if starts:
             compiled, why = bool(starts[-1].get("compiled")), "as in the last start of this run"
-        elif launch.device == "cuda":
-            hindrance = next(filter(None, gathered(_hindrance(config, launch))), None)
+        elif launch.device == "cuda" or (elsewhere and settings.run.assume):
+            hindrance = next(filter(None, gathered(_hindrance(config, launch, elsewhere))), None)
             compiled, why = not hindrance, f"as {hindrance}" if hindrance else "auto"
     if compiled:
         where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
@@ -156,11 +156,11 @@ def choose_compilation(
     return bool(compiled)
 
 
-def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
-    """Return why layers are not compiled by default."""
-    if torch.cuda.get_device_capability()[0] < 8:  # Triton's code in bfloat16
+def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
+    """Return why layers are not compiled by default; a GPU elsewhere is taken to be able to."""
+    if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton's code in bfloat16
         return "the GPU's compute capability is below 8.0"
-    if importlib.util.find_spec("triton") is None:
+    if not elsewhere and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if has_experts(config):
         return "each expert of this model gets as many tokens as are routed to it"
@@ -168,7 +168,7 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts) -> str | None:
     if not model_class.supports_gradient_checkpointing:  # which is how layers are marked
         return f"transformers marks no layers in {model_class.__name__}"
     try:
-        prepare_compilation(launch.strategy)
+        prepare_compilation(launch.strategy, compiles_here=not elsewhere)
     except ConfigurationError as error:
         return str(error)
     return None

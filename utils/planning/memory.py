@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import ModelArguments
+from utils.config.arguments import ModelArguments, RunArguments
+from utils.config.assumed import assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
@@ -100,24 +101,19 @@ def plan_memory(
 
     Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
     the smallest room. Without `attention` there is no device to ask: a dry run takes the GPU that
-    slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even if the
-    prediction is too high.
+    --assume or slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even
+    if the prediction is too high.
     """
     training = settings.training
     requested, possible = checkpointing_choices(settings, config, launch)
-    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
-    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
-        weights = mixed  # the strategy gathers or keeps what is computed with in this type
-    rows, length = training.per_device_train_batch_size, settings.data.sequence_length
-    device = "cuda" if launch.device == "cuda" else "cpu"
-    work = Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
+    work = workload(settings, config, launch, attention, loss_head, compiled)
     counts = count_parameters(settings.model, config)
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice, counts)
         for choice in possible
     }
     elsewhere = attention is None
-    own = planned_device(os.environ) if elsewhere else own_device(launch)
+    own = planned_device(settings.run, os.environ) if elsewhere else own_device(launch)
     room, size = (
         min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
     )
@@ -130,7 +126,8 @@ def plan_memory(
         f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
         f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch {work.rows}): "
         "lower per_device_train_batch_size (the global batch stays), set "
-        "activation_checkpointing: full, or shard over more GPUs (accelerate_configs/fsdp2.yaml)"
+        "activation_checkpointing: full, or shard over more GPUs (strategy: fsdp2); --dry_run "
+        "--suggest says what fits"
     )
     if size is not None and needed > margin * size:
         raise ConfigurationError(problem)
@@ -139,6 +136,24 @@ def plan_memory(
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
     totals = {name: estimate.total for name, estimate in predicted.items()}
     return MemoryPlan(choice, requested, reason, totals, room)
+
+
+def workload(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    attention: AttentionChoice | None,
+    loss_head: LossHeadChoice,
+    compiled: bool,
+) -> Workload:
+    """Return the micro-batch of a rank, in the types that this launch computes with."""
+    training = settings.training
+    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
+    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
+        weights = mixed  # the strategy gathers or keeps what is computed with in this type
+    rows, length = training.per_device_train_batch_size, settings.data.sequence_length
+    device = "cuda" if launch.device == "cuda" else "cpu"
+    return Workload(rows, length, weights, mixed, device, attention, loss_head, compiled)
 
 
 def checkpointing_choices(
@@ -166,7 +181,7 @@ def checkpointing_choices(
     raise ConfigurationError(
         f"activation_checkpointing: {word} is not possible for {config.model_type} with strategy "
         f"{launch.strategy}: set it to {' or '.join(possible)}. (Some models of transformers have "
-        "none; ZeRO-3 gathers weights within each layer, where fsdp2.yaml shards as much.) Where "
+        "none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
         "memory is short, lower per_device_train_batch_size."
     )
 
@@ -207,9 +222,13 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
     return int(memory_room_bytes() * (1 - RESERVED["cpu"])) // ranks, None
 
 
-def planned_device(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return a GPU's room and memory in bytes as slurm/cluster.env says, else None."""
+def planned_device(
+    run: RunArguments, environment: Mapping[str, str]
+) -> tuple[int | None, int | None]:
+    """Return a GPU's room and memory in bytes as --assume or slurm/cluster.env says, else None."""
     given = environment.get(VARIABLE, "").strip()
+    if run.assume:
+        given = str(assumed_gpus(run.assume).memory_gib)
     if not given:
         return None, None
     try:
@@ -255,7 +274,13 @@ def estimate_memory(
     gathered_weights, counted = 0, False
     try:
         stretches, gathered_weights = trace(settings, config, work, choice)
-        most, made = max((most, made), most_alive(stretches, shards["gradients"], held=held))
+        # FSDP2 adds a layer's gradients over the ranks in float32 (utils/training/trainer.py).
+        sharded = launch.strategy == "fsdp2" and launch.world_size > 1
+        copied = 4 / work.weights.itemsize if work.autocast else 1.0
+        found = most_alive(
+            stretches, shards["gradients"], held=held, copied=copied if sharded else 0.0
+        )
+        most, made = max((most, made), found)
         counted = True
     except MISFITS as error:
         logger.warning(

@@ -24,7 +24,7 @@ from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
-from utils.kernels.linear_cross_entropy import ChunkedHead
+from utils.kernels.linear_cross_entropy import SIZES, ChunkedHead
 from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
@@ -74,21 +74,29 @@ class Stretch:
         return self.change.total()
 
 
-def most_alive(stretches: Sequence[Stretch], shards: int, *, held: int) -> tuple[int, int]:
+def most_alive(
+    stretches: Sequence[Stretch], shards: int, *, held: int, copied: float = 0.0
+) -> tuple[int, int]:
     """Return the most bytes beside weights and optimizer, and the layers' gradients of them.
 
-    A layer's gradients are cut into `shards` when its backward pass ends. `held` are the bytes of
-    gradients that an earlier micro-batch of the step left, to which those of this one are added; 0
-    where there was none.
+    A layer's gradients are cut into `shards` when its backward pass ends. To be added over the
+    ranks they are put together in a buffer of `copied` times their bytes, which is there until the
+    next layer's is; at the end what is in no layer has one. `held` are the bytes of gradients that
+    an earlier micro-batch of the step left, to which those of this one are added; 0 where there was
+    none.
     """
     alive = most = made = of_most = held
+    buffer = 0
     for stretch in stretches:
-        if alive + stretch.peak > most:
-            most, of_most = alive + stretch.peak, made
+        if alive + buffer + stretch.peak > most:
+            most, of_most = alive + buffer + stretch.peak, made
         kept = 0 if held else stretch.gradients // shards
         alive += stretch.live - stretch.gradients + kept
         made += kept
-    return most, of_most
+        if stretch.gradients:
+            buffer = int(stretch.gradients * copied)
+    at_end = alive + int(max(alive - made, 0) * copied)
+    return max((most, of_most), (at_end, made)) if copied else (most, of_most)
 
 
 def trace(
@@ -119,7 +127,9 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
-    with FakeTensorMode(), torch.device(work.device), head, by_shape:
+    # Without a device to ask it is a GPU elsewhere, of which a CPU's build has no fake tensors.
+    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.attention is None else {})
+    with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu:
         _put_on_device(model)
         if cut:
             for kind in set(kinds):

@@ -32,8 +32,10 @@ from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.weights import weights_dtype
+from utils.planning.forecast import document_tokens
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
+from utils.planning.suggestions import make_planner, report_forecast
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,7 @@ def plan_run(
     run, model, training = settings.run, settings.model, settings.training
     micro_batch = training.per_device_train_batch_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
-    rows = len(data.train)
-    if rows < run.global_batch_size:
+    if (rows := len(data.train)) < run.global_batch_size:
         raise ConfigurationError(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: lower it, or add data."
@@ -110,15 +111,21 @@ def plan_run(
     attention = _attention(settings, data, config, launch)
     loss_head = _loss_head(settings, config, bool(data.new_tokens))
     compiled = choose_compilation(settings, config, launch, elsewhere)
+    planner = None
+    if run.assume or run.suggest:
+        seen = document_tokens(data.train.plans)
+        planner = make_planner(settings, config, launch, loss_head, compiled, seen)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
+    if planner is not None:
+        report_forecast(planner, launch, memory.choice, total_steps)
     saved_bytes = checkpoint_bytes(settings, config, launch)
     if run.dry_run:
         report_run(settings, launch, total_steps, saved_bytes)
     every = save_interval(training, total_steps)
-    saves = math.ceil(total_steps / every) if every else 0
     return RunPlan(
-        sampler, total_steps, saves, attention, loss_head, memory, compiled, products_name(),
-        optimizer_states, saved_bytes, saved_dtype(settings, config, weights_dtype(model, config)),
+        sampler, total_steps, math.ceil(total_steps / every) if every else 0, attention, loss_head,
+        memory, compiled, products_name(), optimizer_states, saved_bytes,
+        saved_dtype(settings, config, weights_dtype(model, config)),
     )  # fmt: skip
 
 
@@ -145,7 +152,7 @@ def report_run(
     if on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         raise ConfigurationError(
             f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
-            "where accelerate would train with plain DDP: use accelerate_configs/cpu.yaml, or "
+            "where accelerate would train with plain DDP: use strategy: cpu, or "
             "leave it out"
         )
     logger.info("processes: %d, strategy %s", launch.world_size, launch.strategy)
@@ -169,6 +176,8 @@ def report_run(
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Say whether this only looks at a run that trains elsewhere, on other hardware."""
+    if settings.run.assume:
+        return True
     here = is_true("ACCELERATE_USE_CPU") or settings.values["use_cpu"]
     return settings.run.dry_run and launch.device == "cpu" and not here
 
@@ -186,7 +195,7 @@ def choose_optimizer_states(
     if launch.strategy not in STRATEGIES:
         raise ConfigurationError(
             f"{asked} does not go with {launch.strategy}, which keeps states in its own way: use "
-            "multi_gpu.yaml or fsdp2.yaml, or leave it out."
+            "strategy: multi_gpu or fsdp2, or leave it out."
         )
     if run.stochastic_rounding and weights != torch.bfloat16:
         raise ConfigurationError(
@@ -203,6 +212,8 @@ def precision_line(
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
+    if settings.run.assume:
+        device = "cuda"
     if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
         hint = f" ({why}; --bf16 false for float32)"
     elif why == NODE_UNKNOWN:

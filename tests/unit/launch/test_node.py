@@ -166,15 +166,16 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
 
 
 @pytest.mark.slow
-def test_cpu_yaml_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
+def test_strategy_cpu_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
     """Two processes refuse the same settings: said once, and nothing of torchrun follows."""
     done = launch(
-        tmp_path, "pretrain.py", "--epochs", "3",
-        ACCELERATE_USE_CPU="", ACCELERATE_CONFIG="accelerate_configs/cpu.yaml",
+        tmp_path, "pretrain.py", "--epochs", "3", "--strategy", "cpu",
+        ACCELERATE_USE_CPU="", ACCELERATE_CONFIG="",
         STOKER_PROCESSES_PER_NODE="2", CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert done.returncode == 2, done.stdout
     assert "launch: 2 process(es), CPU only, on each of 1 node(s) (" in done.stdout
+    assert "accelerate_configs/cpu.yaml, by strategy cpu (--strategy)" in done.stdout
     assert done.stdout.count("configuration error (") == 1
     assert "unknown setting --epochs: here it is --num_train_epochs" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stdout

@@ -16,11 +16,19 @@ from utils.model.compilation import choose_compilation
 
 
 def chosen(
-    tmp_path, *, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig
+    tmp_path,
+    *,
+    device="cuda",
+    strategy="single",
+    asked=None,
+    elsewhere=False,
+    model=LlamaConfig,
+    assume=None,
 ):
     settings = SimpleNamespace(
-        model=SimpleNamespace(compile=asked), training=SimpleNamespace(output_dir=tmp_path)
-    )
+        model=SimpleNamespace(compile=asked), training=SimpleNamespace(output_dir=tmp_path),
+        run=SimpleNamespace(assume=assume),
+    )  # fmt: skip
     launch = LaunchFacts(0, 1, strategy, ("n",), device)
     return choose_compilation(settings, model(num_hidden_layers=1), launch, elsewhere)
 

@@ -33,11 +33,13 @@ def estimate(total: int, counted: bool = True) -> MemoryEstimate:
 
 
 def test_the_gpu_of_the_nodes_is_a_number_of_gib():
-    assert planned_device({}) == planned_device({memory.VARIABLE: ""}) == (None, None)
-    assert planned_device({memory.VARIABLE: "39.5"}) == (int(39.5 * GIB * 0.94), int(39.5 * GIB))
+    run = settings().run
+    assert planned_device(run, {}) == planned_device(run, {memory.VARIABLE: ""}) == (None, None)
+    found = planned_device(run, {memory.VARIABLE: "39.5"})
+    assert found == (int(39.5 * GIB * 0.94), int(39.5 * GIB))
     for given in ("H100", "0", "nan"):
         with pytest.raises(ConfigurationError, match=f"{given}: give the GiB of one GPU"):
-            planned_device({memory.VARIABLE: given})
+            planned_device(run, {memory.VARIABLE: given})
 
 
 @pytest.mark.parametrize(("gib", "ends"), [(90, True), (85, False)])

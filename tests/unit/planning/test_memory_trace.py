@@ -1,6 +1,7 @@
 """Counting on one layer of a kind is counting on all, and is what torch counts and allocates."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -129,3 +130,14 @@ def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
     stretches[1].change |= {"forward 0": -8, "backward 0": 6}
     assert most_alive(stretches, 1, held=0) == (13, 0)
     assert most_alive(stretches, 1, held=6) == (19, 6)
+
+
+def test_gradients_are_copied_to_be_added_over_the_ranks():
+    """A layer's buffer is there while the layer below goes back; at the end that of the rest."""
+    layers = [Stretch("backward 1", 6, Counter({"x": 6}), 6), Stretch("backward 0", 6, peak=7)]
+    layers[1].change["x"] = 6
+    assert most_alive(layers, 2, held=0) == (10, 3)
+    assert most_alive(layers, 2, held=0, copied=2.0) == (22, 3)
+    rest = Stretch("end", change=Counter({"embedding": 20}), peak=20)
+    assert most_alive([*layers, rest], 2, held=0) == (26, 6)
+    assert most_alive([*layers, rest], 2, held=0, copied=2.0) == (66, 6)

@@ -10,7 +10,13 @@ import tiny
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.runs.changes import CPU_ROUNDING, IDENTITY, IN_THE_CHECKPOINT, accepted_changes
+from utils.runs.changes import (
+    CPU_ROUNDING,
+    IDENTITY,
+    IN_THE_CHECKPOINT,
+    OF_THIS_START,
+    accepted_changes,
+)
 
 GIVEN = {
     "train_data": ["data/a"], "model_config": "model.yaml", "tokenizer_name_or_path": "tokenizer",
@@ -264,3 +270,12 @@ def test_an_fsdp2_run_whose_gradients_were_added_in_bf16_is_refused(runs, strate
         assert "--accept_changes bf16" in problem
     runs.start(accept=["bf16"] * asks, facts=now)
     runs.start(facts=now)
+
+
+def test_another_strategy_is_shown_and_what_is_of_one_dry_run_is_not(runs, caplog):
+    runs.has_checkpoint()  # whose layout decides, see utils/checkpoints/files.py
+    runs.start(strategy="fsdp2")
+    assert warned(caplog) == [
+        f"changed since the last start in {runs.directory}:\n  strategy: auto -> fsdp2"
+    ]
+    assert {"assume", "suggest"} <= OF_THIS_START

@@ -7,7 +7,7 @@ import pytest
 from utils.config.errors import ExitCode, NoProgressError, UnfitClusterError
 from utils.launch.processes import LaunchFacts
 from utils.runs import start as startup
-from utils.runs.start import check_progress
+from utils.runs.start import check_progress, report_strategy
 
 JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
 
@@ -56,3 +56,26 @@ def test_hosts_that_decide_differently_are_refused(monkeypatch):
     with pytest.raises(UnfitClusterError, match=message):
         startup.check_same_precision(settings(*amx), LAUNCH)
     startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+
+
+def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
+    caplog.set_level("INFO")
+
+    def said(strategy: str, launched: str, ranks: int) -> str:
+        caplog.clear()
+        values = SimpleNamespace(shown=lambda name: f"{name} {strategy} (a.yaml:3)")
+        settings = SimpleNamespace(run=SimpleNamespace(strategy=strategy), values=values)
+        report_strategy(settings, LaunchFacts(0, ranks, launched, (), "cpu"))
+        return "".join(f"{each.levelname} {each.getMessage()}" for each in caplog.records)
+
+    assert said("auto", "ddp", 2) == said("fsdp2", "fsdp2", 2) == said("multi_gpu", "ddp", 2) == ""
+    assert said("single_gpu", "single", 1) == said("cpu", "ddp", 2) == ""
+    path = "accelerate_configs/zero3.yaml"
+    for strategy in ("fsdp2", path):
+        assert said(strategy, "ddp", 2) == (
+            f"WARNING strategy {strategy} (a.yaml:3) has no effect: the launch decides, by ddp"
+        )
+    assert said(path, "zero3", 2) == ""
+    assert said("fsdp2", "single", 1) == (
+        "INFO strategy fsdp2 (a.yaml:3) has no effect: there is one process"
+    )

@@ -1,0 +1,224 @@
+"""Write into the head of each recipe what a dry run predicts for its hardware.
+
+    python examples/recipe_forecasts.py               the lines `# Predicted on ...`
+    python examples/recipe_forecasts.py --suggest     print what --suggest says of each recipe
+
+Models are their published sizes, without weights or tokenizers. Documents are as long as the chats
+of benchmarks/workloads, and half a sequence where a recipe pretrains.
+"""
+
+import logging
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 - the folder is not ROOT
+
+from utils.config.arguments import FineTuneConfig  # noqa: E402
+from utils.config.recipes import load_file  # noqa: E402
+from utils.config.settings import (  # noqa: E402
+    RunSettings,
+    parse_fine_tuning,
+    parse_pretraining,
+)
+from utils.launch.processes import LaunchFacts, requested_strategy  # noqa: E402
+from utils.model.adapters import plan_adapters  # noqa: E402
+from utils.model.compilation import choose_compilation  # noqa: E402
+from utils.model.loss_head import LossHeadChoice  # noqa: E402
+from utils.planning.memory import GIB, plan_memory  # noqa: E402
+from utils.planning.plan import choose_optimizer_states  # noqa: E402
+from utils.planning.suggestions import (  # noqa: E402
+    Planner,
+    duration,
+    make_planner,
+    rounded,
+    suggest,
+)
+
+CHAT_TOKENS = 1090  # the length of the document that a token is in: `effective_length` of
+# qwen3_600m_sft.json in benchmarks/results/gpu
+HARDWARE = re.compile(r"^# Hardware: (\d+) x (\S+?)(?:, (\d+) nodes)?(?: \(.*\))?\.$", re.MULTILINE)
+LINE = re.compile(r"^# Predicted on .*\n", re.MULTILINE)
+WORDS = {"allenai/OLMo-2-0425-1B": 100_352, "openai-community/gpt2": 50_304}  # by tokenizer
+
+
+def _sizes(
+    kind: str, sizes: tuple[int, ...], *, tied: bool = False, head_dim: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """`sizes` are those of states, MLP, layers, heads, heads of keys, words."""
+    width, inner, layers, heads, kv_heads, words = sizes
+    return {
+        "model_type": kind, "hidden_size": width, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "vocab_size": words, "tie_word_embeddings": tied, "head_dim": head_dim or width // heads,
+        "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": None, **more,
+    }  # fmt: skip
+
+
+def _qwen3(width: int, inner: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return _sizes("qwen3", (width, inner, layers, heads, 8, 151936), tied=tied, head_dim=128)
+
+
+# The sizes of config.json on the Hub.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen/Qwen3-8B-Base": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
+    "Qwen/Qwen3-30B-A3B": _sizes(
+        "qwen3_moe", (2048, 6144, 48, 32, 4, 151936), head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "Qwen/Qwen3.5-4B": _sizes(
+        "qwen3_5_text", (2560, 9216, 32, 16, 4, 248320), tied=True, head_dim=256,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": _sizes("llama", (2048, 8192, 16, 32, 8, 128256), tied=True),
+    "meta-llama/Llama-3.2-3B-Instruct": _sizes("llama", (3072, 8192, 28, 24, 8, 128256), tied=True),
+    "meta-llama/Llama-3.1-8B-Instruct": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
+    "meta-llama/Llama-3.1-8B": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
+    "meta-llama/Llama-3.3-70B-Instruct": _sizes("llama", (8192, 28672, 80, 64, 8, 128256)),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _sizes(
+        "llama", (576, 1536, 30, 9, 3, 49152), tied=True
+    ),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": _sizes(
+        "llama", (960, 2560, 32, 15, 5, 49152), tied=True
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": _sizes(
+        "llama", (2048, 8192, 24, 32, 32, 49152), tied=True
+    ),
+    "HuggingFaceTB/SmolLM3-3B": _sizes("smollm3", (2048, 11008, 36, 16, 4, 128256), tied=True),
+    "google/gemma-3-1b-it": _sizes(
+        "gemma3_text", (1152, 6912, 26, 4, 1, 262144), tied=True, head_dim=256, sliding_window=512
+    ),
+    "google/gemma-3-4b-it": _sizes(
+        "gemma3_text", (2560, 10240, 34, 8, 4, 262208), tied=True, head_dim=256, sliding_window=1024
+    ),
+    "google/gemma-3-12b-it": _sizes(
+        "gemma3_text", (3840, 15360, 48, 16, 8, 262208), tied=True, head_dim=256,
+        sliding_window=1024,
+    ),
+    "microsoft/phi-4": _sizes("phi3", (5120, 17920, 40, 40, 10, 100352)),
+    "allenai/OLMo-2-1124-7B-Instruct": _sizes("olmo2", (4096, 11008, 32, 32, 32, 100352)),
+    "allenai/Olmo-3-7B-Instruct": _sizes(
+        "olmo3", (4096, 11008, 32, 32, 32, 100278), sliding_window=4096
+    ),
+    "mistralai/Mistral-Small-24B-Instruct-2501": _sizes(
+        "mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None
+    ),
+    "openai/gpt-oss-20b": _sizes(
+        "gpt_oss", (2880, 2880, 24, 64, 8, 201088), head_dim=64, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128,
+    ),
+}  # fmt: skip
+
+
+def recipes() -> list[Path]:
+    """Return the training recipes that name GPUs."""
+    paths = [path for kind in ("sft", "pretrain") for path in (ROOT / "recipes" / kind).glob("*")]
+    return sorted(path for path in paths if path.is_file() and HARDWARE.search(path.read_text()))
+
+
+def hardware(text: str) -> str:
+    """Return the GPUs of a recipe as `--assume` takes them."""
+    found = HARDWARE.search(text)
+    assert found is not None
+    count, gpu, nodes = int(found[1]), found[2], int(found[3] or 1)
+    return f"{nodes}x{count // nodes}x{gpu}"
+
+
+def model_config(settings: RunSettings) -> PreTrainedConfig:
+    """Return the configuration of a recipe's model; of an earlier stage that which it ends with."""
+    model = settings.model
+    if model.model_name_or_path:
+        return AutoConfig.for_model(**MODELS[model.model_name_or_path])
+    file = model.model_config or "recipes/model/llama_1b_32k.yaml"
+    values = {name: value for name, (value, _) in load_file(ROOT / file).items()}
+    (data,) = settings.data.train_data
+    words = WORDS["openai-community/gpt2" if "gpt2" in data else "allenai/OLMo-2-0425-1B"]
+    return AutoConfig.for_model(**values, vocab_size=words)
+
+
+def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
+    """Return what predicts a recipe on its hardware, and the launch that it would have."""
+    parse = parse_fine_tuning if path.parent.name == "sft" else parse_pretraining
+    before = dict(os.environ)
+    try:  # the settings describe the launch in the environment
+        argv = ["--config", str(path), "--dry_run", "--assume", hardware(path.read_text())]
+        settings = parse(argv, "")
+        ranks = int(os.environ["WORLD_SIZE"])
+        launch = LaunchFacts(0, ranks, requested_strategy(os.environ, ranks), (), "cpu")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    config = model_config(settings)
+    choose_optimizer_states(settings, config, launch)
+    plan_adapters(settings, config)
+    compiled = choose_compilation(settings, config, launch, elsewhere=True)
+    fine_tuning = isinstance(settings.training, FineTuneConfig)
+    seen = CHAT_TOKENS if fine_tuning else settings.data.sequence_length / 2
+    head = LossHeadChoice("fused", "taken to be")
+    planner = make_planner(settings, config, launch, head, compiled, seen)
+    return planner, launch
+
+
+def predicted_line(path: Path) -> str:
+    """Return the line of a recipe; raises ConfigurationError where it does not fit."""
+    planner, launch = planner_of(path)
+    settings, training = planner.settings, planner.settings.training
+    training.gradient_accumulation_steps = settings.run.global_batch_size // (
+        launch.world_size * training.per_device_train_batch_size
+    )
+    memory = plan_memory(
+        settings, planner.config, launch, None, planner.loss_head, planner.compiled
+    )
+    found = planner.candidate(launch, training.per_device_train_batch_size, memory.choice)
+    tokens = training.max_steps * settings.run.global_batch_size * settings.data.sequence_length
+    whole = f"{duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
+    a_billion = f"{duration(1e9 / found.tokens_per_s)} for a billion tokens"
+    memory_line = f"{found.total_bytes / GIB:.0f} GiB a GPU"
+    if not found.counted:
+        memory_line = f"over {memory_line} without activations"
+    gpus = replace(planner.gpus, nodes=1, per_node=planner.gpus.world_size)
+    return (
+        f"# Predicted on {gpus}: {memory_line}, "
+        f"{rounded(found.tokens_per_s):,} tokens/s, "
+        f"{whole if tokens > 0 else a_billion}.\n"
+    )
+
+
+def with_prediction(text: str, line: str) -> str:
+    """Return a recipe with this line below its hardware."""
+    text = LINE.sub("", text)
+    found = HARDWARE.search(text)
+    assert found is not None
+    return f"{text[: found.end() + 1]}{line}{text[found.end() + 1 :]}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Rewrite all recipes, or print suggestions for them."""
+    suggesting = "--suggest" in (sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO if suggesting else logging.ERROR, format="%(message)s")
+    os.chdir(ROOT)
+    for path in recipes():
+        if suggesting:
+            logging.info("%s", path.stem)
+            suggest(*planner_of(path))
+        else:
+            path.write_text(with_prediction(path.read_text(), predicted_line(path)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""What a dry run says of GPUs elsewhere: how fast the run will be, and which settings fit best.
+
+--assume names the GPUs, --suggest tries strategies, micro-batches and recomputation on them. Both
+are predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
+"""
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from utils.config.arguments import accumulation_steps
+from utils.config.assumed import GPUS, AssumedGpus, assumed_gpus
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.launch.processes import LaunchFacts
+from utils.model.loss_head import LossHeadChoice
+from utils.planning.forecast import (
+    SOURCE,
+    ModelProducts,
+    Step,
+    model_products,
+    tokens_per_s,
+)
+from utils.planning.memory import (
+    GIB,
+    MARGIN,
+    RESERVED,
+    VARIABLE,
+    checkpointing_choices,
+    estimate_memory,
+    planned_device,
+    workload,
+)
+
+logger = logging.getLogger(__name__)
+
+FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of strategies that are named otherwise
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+AS_FAST = 0.98  # of two that differ by less than this the one that splits less, in fewer parts
+ROWS = 4
+# Where the GPUs' speed is not known: what orders the candidates.
+USUAL = GPUS["H100-80GB"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings with their prediction: bytes a GPU, and tokens a second of all.
+
+    counted: whether activations are among the bytes; of some architectures they cannot be.
+    """
+
+    strategy: str
+    micro_batch: int
+    recomputed: str
+    total_bytes: int
+    tokens_per_s: float
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A run on some GPUs: what is predicted of it, and of others of its kind."""
+
+    settings: RunSettings
+    config: PreTrainedConfig
+    loss_head: LossHeadChoice
+    compiled: bool
+    gpus: AssumedGpus
+    document_tokens: float
+    products: ModelProducts
+
+    def candidate(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> Candidate:
+        """Predict one choice; raises ConfigurationError where the global batch does not divide."""
+        training = copy.copy(self.settings.training)
+        training.per_device_train_batch_size = micro_batch
+        training.gradient_accumulation_steps = accumulation_steps(
+            self.settings.run.global_batch_size, micro_batch, launch.world_size
+        )
+        settings = replace(self.settings, training=training)
+        compiled = self.compiled and launch.strategy != "zero3"
+        work = workload(settings, self.config, launch, None, self.loss_head, compiled)
+        counts = self.products.parameters
+        memory = estimate_memory(settings, self.config, launch, work, recomputed, counts)
+        step = Step(
+            micro_batch, training.gradient_accumulation_steps, work.sequence_length,
+            self.document_tokens, recomputed, compiled, training.mixed_precision != "no",
+        )  # fmt: skip
+        gpus = self.gpus
+        if gpus.flops is None:
+            _, tflops, link_gb_s = USUAL
+            gpus = replace(gpus, flops=tflops * 1e12, link=link_gb_s * 1e9 / 2)
+        speed = tokens_per_s(self.products, step, launch.strategy, gpus)
+        return Candidate(
+            launch.strategy, micro_batch, recomputed, memory.total, speed, memory.counted
+        )
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it fits with the reserve that `auto` leaves too."""
+        room = self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"])
+        return candidate.counted and candidate.total_bytes * MARGIN["cuda"] <= room
+
+    def candidates(self, launch: LaunchFacts) -> Iterator[Candidate]:
+        """Yield all choices that fit, of each strategy and recomputation the smaller ones first."""
+        for strategy in strategies(launch):
+            other = replace(launch, strategy=strategy)
+            for choice in self.choices(other):
+                for size in MICRO_BATCHES:
+                    if self.settings.run.global_batch_size % (size * launch.world_size):
+                        break
+                    found = self.candidate(other, size, choice)
+                    if not self.fits(found):
+                        break
+                    yield found
+
+    def choices(self, launch: LaunchFacts) -> list[str]:
+        """Return the recomputation that is possible, the least first."""
+        training = copy.copy(self.settings.training)
+        training.activation_checkpointing = "auto"  # type: ignore[assignment] # ours is wider
+        settings = replace(self.settings, training=training)
+        return checkpointing_choices(settings, self.config, launch)[1]
+
+    def row(self, candidate: Candidate) -> str:
+        """Write a line of the table."""
+        strategy = FILES.get(candidate.strategy, candidate.strategy)
+        speed = f"{rounded(candidate.tokens_per_s):>12,}" if self.gpus.flops else f"{'?':>12}"
+        return (
+            f"  {strategy:<11} {candidate.micro_batch:>11} {candidate.recomputed:<13} "
+            f"{candidate.total_bytes / GIB:>9.1f} {speed}"
+        )
+
+
+def strategies(launch: LaunchFacts) -> tuple[str, ...]:
+    """Return those to try; DeepSpeed's where the run has one of them. FSDP2 shards as much."""
+    if launch.world_size == 1:
+        return ("single",)
+    zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
+    return ("ddp", *zero, "fsdp2")
+
+
+def rounded(number: float) -> int:
+    """Return a number with two digits that count: a forecast knows no more."""
+    return int(float(f"{number:.2g}"))
+
+
+def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort by speed; of two as fast the one that shards less, then the larger micro-batch."""
+    rest, ordered = list(candidates), []
+    while rest:
+        fastest = max(rest, key=lambda one: one.tokens_per_s)
+        near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest.tokens_per_s]
+        # candidates() yields strategies in this order; max takes the first of equals.
+        simplest = near[0].strategy
+        best = max(
+            (one for one in near if one.strategy == simplest), key=lambda one: one.micro_batch
+        )
+        ordered.append(best)
+        rest.remove(best)
+    return ordered
+
+
+def make_planner(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    loss_head: LossHeadChoice,
+    compiled: bool,
+    seen: float,
+) -> Planner:
+    """Return the planner of a dry run, and log with --suggest what it suggests.
+
+    `seen` is how long the document is that a token is in, on average. Raises ConfigurationError
+    where nobody named the GPUs.
+    """
+    if settings.run.assume:
+        gpus = assumed_gpus(settings.run.assume)
+    else:
+        _, size = planned_device(settings.run, os.environ)
+        if size is None:
+            raise ConfigurationError(
+                "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
+                f"{VARIABLE} (slurm/cluster.env)"
+            )
+        gpus = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, launch.world_size, size / GIB)
+    products = model_products(settings.model, config)
+    planner = Planner(settings, config, loss_head, compiled, gpus, seen, products)
+    if settings.run.suggest:
+        suggest(planner, launch)
+    return planner
+
+
+def suggest(planner: Planner, launch: LaunchFacts) -> None:
+    """Log the fastest settings that fit and the next ones, or what would fit."""
+    if not planner.candidate(launch, 1, planner.choices(launch)[-1]).counted:
+        logger.warning("suggest: nothing, for what activations take cannot be counted here")
+        return
+    ordered = best_first(list(planner.candidates(launch)))
+    if not ordered:
+        logger.warning("suggest: nothing fits %s; %s", planner.gpus, _what_would(planner, launch))
+        return
+    best, kept = ordered[0], planner.settings.run.global_batch_size
+    kinds: dict[tuple[str, str], Candidate] = {}
+    for one in ordered:
+        kinds.setdefault((one.strategy, one.recomputed), one)
+    lines = [
+        f"suggest: the fastest that fits {planner.gpus}, by forecast (global_batch_size {kept}):",
+        f"  strategy: {FILES.get(best.strategy, best.strategy)}",
+        f"  per_device_train_batch_size: {best.micro_batch}",
+        f"  activation_checkpointing: {best.recomputed}",
+        "the best of each kind:",
+        f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
+        f"{'tokens/s':>12}",
+        *map(planner.row, [*kinds.values()][:ROWS]),
+    ]
+    logger.info("%s", "\n".join(lines))
+
+
+def _what_would(planner: Planner, launch: LaunchFacts) -> str:
+    """Say how many of these GPUs would do, and what takes less."""
+    settings, found = planner.settings, None
+    total, count = settings.run.global_batch_size, launch.world_size
+    while found is None and (count := count * 2) <= total:
+        if total % count == 0:
+            wider = replace(launch, world_size=count, strategy="fsdp2")
+            one = planner.candidate(wider, 1, planner.choices(wider)[-1])
+            found = one if planner.fits(one) else None
+    parts = ["a micro-batch of 1 with full recomputation is the least"]
+    if found is not None:
+        parts.append(f"{count} of them hold it with strategy: fsdp2")
+    if not settings.model.use_peft and settings.script == "sft_train.py":
+        parts.append("LoRA (use_peft: true, dtype: bfloat16) keeps one copy of 2 bytes a weight")
+    parts.append("a shorter sequence_length and optim_states: int8 take less")
+    return "; ".join(parts)
+
+
+def report_forecast(
+    planner: Planner, launch: LaunchFacts, recomputed: str, total_steps: int
+) -> None:
+    """Log how fast the run of these settings will be, and how long it takes."""
+    gpus, run = planner.gpus, planner.settings.run
+    if gpus.flops is None:
+        logger.info("forecast: no speed, the GPUs are known by their memory alone (%s)", gpus)
+        return
+    micro_batch = planner.settings.training.per_device_train_batch_size
+    speed = planner.candidate(launch, micro_batch, recomputed).tokens_per_s
+    step_tokens = run.global_batch_size * planner.settings.data.sequence_length
+    network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
+    logger.info(
+        f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
+        f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
+        f"({SOURCE}{network})"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a forecast may: 40 minutes, 13 hours, 4 days."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{math.ceil(seconds)} seconds"
