@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from utils.data.loader import TrainLoader
 from utils.model.architecture import MISFITS
-from utils.model.flops import effective_length, model_products, peak_flops
+from utils.model.flops import effective_length, peak_flops, token_products
 from utils.support.collectives import gathered
 from utils.support.host import host_name
 
@@ -101,7 +101,7 @@ class Throughput(MetricCallback):
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
-            flops = model_products(extract_model_from_parallel(model)).flops(seen)
+            flops = token_products(extract_model_from_parallel(model)).flops(seen)
         except MISFITS as error:
             logger.warning("MFU is left out: the model's products cannot be counted (%r)", error)
             return None

@@ -53,7 +53,7 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class ModelProducts:
+class TokenProducts:
     """What a token is multiplied by.
 
     forward: weights, of experts those that it is routed to; trained: those with gradients among
@@ -66,12 +66,14 @@ class ModelProducts:
 
     def flops(self, effective_length: float) -> float:
         """Return the model FLOPs a token of a step, both passes."""
-        seen = sum(size * min(effective_length, window or math.inf)
-                   for size, window in self.attention)  # fmt: skip
-        return 4 * self.forward + 2 * self.trained + 12 * seen
+        return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
+
+    def scores(self, length: float) -> float:
+        """Return what all layers' attention multiplies a token by that sees so many."""
+        return sum(size * min(length, window or math.inf) for size, window in self.attention)
 
 
-def model_products(model: Any) -> ModelProducts:
+def token_products(model: Any) -> TokenProducts:
     """Count the products of a model, its adapters included, however its weights are sharded.
 
     Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's around one.
@@ -89,7 +91,7 @@ def model_products(model: Any) -> ModelProducts:
                 used = size * (routed / experts if experts and among_experts else 1)
                 forward += used
                 trained += used * weight.requires_grad
-    return ModelProducts(forward, trained, _attention(config))
+    return TokenProducts(forward, trained, _attention(config))
 
 
 def _weights(module: nn.Module, has_experts: bool) -> list[tuple[torch.Tensor, int, int | None]]:

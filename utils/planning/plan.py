@@ -30,9 +30,9 @@ from utils.model.attention import (
 )
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
+from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.weights import weights_dtype
-from utils.planning.forecast import document_tokens
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
 from utils.planning.suggestions import make_planner, report_forecast
@@ -113,7 +113,7 @@ def plan_run(
     compiled = choose_compilation(settings, config, launch, elsewhere)
     planner = None
     if run.assume or run.suggest:
-        seen = document_tokens(data.train.plans)
+        seen = effective_length(data.train.plans, order.shares())
         planner = make_planner(settings, config, launch, loss_head, compiled, seen)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     if planner is not None:

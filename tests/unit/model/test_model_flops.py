@@ -16,7 +16,7 @@ from benchmarks.hardware import flops as benchmarks_flops
 from utils.config.assumed import GPUS
 from utils.data.packing import plan_packing
 from utils.model import flops
-from utils.model.flops import CARDS, effective_length, model_products, peak_flops
+from utils.model.flops import CARDS, effective_length, peak_flops, token_products
 
 
 def on_meta(config):
@@ -32,7 +32,7 @@ def test_the_count_is_the_benchmarks(shape, rank):
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     expected = benchmarks_flops.model_size(shape, rank)
     for length in (512, 4096):
-        assert model_products(model).flops(length) == expected.flops(length)
+        assert token_products(model).flops(length) == expected.flops(length)
 
 
 # Weights that a token of these two-layer models is multiplied by: width 32, 4 heads of 8, 2 of keys
@@ -50,40 +50,40 @@ FORWARD = {
 @pytest.mark.parametrize("family", FORWARD)
 def test_experts_count_by_those_used_and_towers_not_at_all(family):
     model = on_meta(families.tiny_config(family))
-    products = model_products(model)
+    products = token_products(model)
     assert products.forward == products.trained == FORWARD[family]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert model_products(model).flops(0) == 4 * FORWARD[family]
+    assert token_products(model).flops(0) == 4 * FORWARD[family]
 
 
 def test_windows_and_other_sizes_of_keys_count_in_attention():
-    windowed = model_products(on_meta(families.tiny_config("gpt_oss")))
+    windowed = token_products(on_meta(families.tiny_config("gpt_oss")))
     assert windowed.attention == ((32, 16), (32, None))
     assert windowed.flops(100) - windowed.flops(0) == 12 * 32 * (16 + 100)
-    latent = model_products(on_meta(families.tiny_config("deepseek_v3")))
+    latent = token_products(on_meta(families.tiny_config("deepseek_v3")))
     assert latent.attention == ((4 * (16 + 8) / 2, None),) * 2
 
 
 def test_shards_packed_weights_and_trained_copies_count_as_the_layer():
     config = families.tiny_config("llama")
-    whole = model_products(on_meta(config))
+    whole = token_products(on_meta(config))
     sharded = on_meta(config)
     for module in sharded.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(torch.empty(0, device="meta"))
-    assert model_products(sharded) == whole
+    assert token_products(sharded) == whole
     experts = on_meta(families.tiny_config("mixtral"))
-    expected = model_products(experts)
+    expected = token_products(experts)
     for parameter in experts.parameters():  # as DeepSpeed's ZeRO-3 leaves them
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0, device="meta")
-    assert model_products(experts) == expected
+    assert token_products(experts) == expected
     copied = get_peft_model(
         copy.deepcopy(families.tiny_model(config)),
         LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     )
     adapters = 2 * 2 * (32 + 32)
-    found = model_products(copied)
+    found = token_products(copied)
     assert (found.forward, found.trained) == (whole.forward + adapters, HEAD + adapters)
 
 
