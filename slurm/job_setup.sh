@@ -28,6 +28,7 @@ if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 restarts=${SLURM_RESTART_COUNT:-0}
+run='' # the run's directory, known once it started
 say "job $job, start $((restarts + 1)): ${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, in $root"
 again='to resume, submit the same command again'
 
@@ -100,19 +101,38 @@ why_not_requeue() {
   fi
 }
 
+# notify EVENT TEXT: calls the user's STOKER_ON_EVENT, a command or the URL of a webhook, with
+# EVENT RUN JOB TEXT (one line). Whatever it does, the job ends as it would without it.
+notify() {
+  local tell
+  [[ -n ${STOKER_ON_EVENT:-} ]] || return 0
+  case $STOKER_ON_EVENT in
+  http://* | https://*) tell=(slurm/run_python.sh -m utils.launch.notify) ;;
+  *) tell=("$STOKER_ON_EVENT") ;;
+  esac
+  export STOKER_ON_EVENT STOKER_EVENT=$1 STOKER_RUN=$run STOKER_JOB=$job STOKER_TEXT=${2%%$'\n'*}
+  tell+=("$STOKER_EVENT" "$STOKER_RUN" "$STOKER_JOB" "$STOKER_TEXT")
+  timeout --kill-after=2 10 "${tell[@]}" </dev/null ||
+    say "STOKER_ON_EVENT: its command ended with $?; nothing else depends on it"
+}
+
 # requeue WHY: puts this job back into the queue, or says why not; returns either way.
 # Slurm ends this shell soon after; what is to be said or removed has to be before.
 requeue() {
-  local why answer
+  local why answer event=stopped
   why=$(why_not_requeue)
   if [[ -n $why ]]; then
+    [[ $why != *'requeued it itself' ]] || event=requeued
+    notify "$event" "$1; $why"
     say "job $job: $1; $why"
     return
   fi
+  notify requeued "$1; start $((restarts + 2)) will resume"
   say "job $job: $1; requeued, start $((restarts + 2)) will resume"
   if answer=$(scontrol requeue "$job" 2>&1); then
     sleep 3 # Slurm kills what is left of the job; an exit now would only race with that
   else
+    notify stopped "requeueing failed ($answer): $again"
     say "job $job: scontrol requeue failed ($answer): $again"
   fi
 }

@@ -63,6 +63,8 @@ elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
 fi
 
+[[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
+
 # A run counts its restarts without progress itself (utils/runs/start.py), once it started.
 fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
@@ -80,6 +82,7 @@ fi
 case $code in
 0)
   rm -rf -- "$notes"
+  notify finished "$1"
   say "job $job: done"
   ;;
 75 | 76)
@@ -87,6 +90,7 @@ case $code in
   requeue "${verdict:-stopped}"
   ;;
 *)
+  notify failed "exit code $code: $verdict"
   say "job $job: failed with exit code $code, not requeued; every rank's last words: $notes"
   printf '%s\n' "$verdict"
   ;;

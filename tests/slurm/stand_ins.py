@@ -68,7 +68,7 @@ class StandIns:
 
     def leaves(self, code: int, verdict: str) -> None:
         """Let the launchers leave a verdict, and the run its mark."""
-        (self.directory / "run_started").touch()
+        (self.directory / "run_started").write_text("runs/a\n")
         (self.directory / "exit_code").write_text(f"{code}\n")
         (self.directory / "verdict.txt").write_text(f"{verdict}\n")
 

@@ -176,6 +176,53 @@ def test_an_end_without_a_verdict_is_sruns(stand_ins):
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
 
 
+# Who is told
+
+
+def test_the_users_command_is_told_what_became_of_the_job(stand_ins):
+    told, command = stand_ins.directory / "told", stand_ins.directory / "tell me"
+    command.write_text(
+        '#!/bin/bash\nprintf "%s\\0" "$@" "$STOKER_EVENT" "$STOKER_TEXT" >"$STAND_IN/told"\n'
+        "exit 3\n"
+    )
+    command.chmod(0o755)
+    (stand_ins.root / "slurm/cluster.env").write_text(f"STOKER_ON_EVENT='{command}'\n")
+
+    def words(code: int, verdict: str, restarts: int = 0) -> list[str]:
+        stand_ins.answer(code and 1)
+        stand_ins.leaves(code, verdict)
+        stand_ins.slurm_says("RUNNING", "None", restarts, 1)
+        done = stand_ins.run(TRAIN, "train.py")
+        assert done.returncode == code, "whatever the command does"
+        assert "STOKER_ON_EVENT: its command ended with 3" in done.stdout
+        return told.read_bytes().decode().split("\0")[:-1]
+
+    def expected(event: str, text: str) -> list[str]:
+        return [event, "runs/a", "7", text, event, text]
+
+    assert words(0, "done") == expected("finished", "train.py")
+    assert words(75, STOPPED) == expected("requeued", f"{STOPPED}; start 2 will resume")
+    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
+    assert words(75, STOPPED, 1)[:4] == [
+        "requeued", "runs/a", "7", f"{STOPPED}; Slurm has requeued it itself"
+    ]  # fmt: skip
+    text = "exit code 78: step 3: $(touch no) `id` * is NaN."
+    assert words(78, text.removeprefix("exit code 78: ") + "\nmore") == expected("failed", text)
+    (stand_ins.directory / "denied").write_text("Access/permission denied")
+    assert words(76, "killed")[0] == "stopped"
+
+
+def test_a_webhook_is_told_by_python_and_its_url_is_in_no_argument(stand_ins):
+    url = "https://hooks.example.org/T0/secret"
+    (stand_ins.root / "slurm/cluster.env").write_text(f"STOKER_ON_EVENT={url}\n")
+    stand_ins.leaves(0, "done")
+    done = stand_ins.run(TRAIN, "train.py")
+    module = ["-m", "utils.launch.notify", "finished", "runs/a", "7", "train.py"]
+    assert stand_ins.arguments("python") == module
+    assert stand_ins.environment("python")["STOKER_ON_EVENT"] == url
+    assert "secret" not in done.stdout
+
+
 # On a real Slurm
 
 STAND_IN = r"""#!/usr/bin/env bash

@@ -1,18 +1,12 @@
 """The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
 
-The file is only ever appended to, also when a run resumes from a checkpoint that is older than its
-last lines: each start first appends `{"event": "started"|"resumed", "step": N}`, which says that
-lines of steps after N from above it were undone. `read_journal` applies that, so its series has no
-duplicates and nothing is lost.
+utils/support/journal_file.py says how the file is read.
 """
 
 import dataclasses
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -20,10 +14,10 @@ from typing_extensions import override
 
 from utils.callbacks.metrics import MemoryMonitor
 from utils.checkpoints.store import Checkpoints
+from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
 from utils.support.run_lock import known_loss
 
-FILE_NAME = "metrics.jsonl"
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
+__all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +25,17 @@ logger = logging.getLogger(__name__)
 class Journal(TrainerCallback):
     """Writes every log event of rank 0, as docs/metrics.md says; silent on other ranks.
 
-    `memory` has each rank's; `stopped` tells at the end whether the run ended early.
+    `memory` has each rank's; `stopped` tells at the end whether the run ended early, `limit_s` how
+    long it is until the job's time limit, if it has one.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool]
-    ):
+        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool],
+        limit_s: Callable[[], float | None] = lambda: None,
+    ):  # fmt: skip
         self.path = checkpoints.output_dir / FILE_NAME
-        self.checkpoints, self.memory, self.stopped = checkpoints, memory, stopped
+        self.checkpoints, self.memory = checkpoints, memory
+        self.stopped, self.limit_s = stopped, limit_s
         self.saves_written = 0
 
     @override
@@ -67,6 +64,7 @@ class Journal(TrainerCallback):
             return
         self.on_save(args, state)  # of what was written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
+        line["max_steps"] = state.max_steps
         losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
@@ -77,7 +75,7 @@ class Journal(TrainerCallback):
         else:
             line["memory_by_rank"] = self.memory.by_rank
         self.write(line)
-        logger.info("%s", readable_line(line, state.max_steps))
+        logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -96,83 +94,54 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text."""
-
-    def plain(other: Any) -> Any:
-        return other.item() if hasattr(other, "item") else str(other)
-
-    numbers = json.loads(json.dumps(value, default=plain), parse_constant=str)
-    return json.dumps(numbers, indent=indent, allow_nan=False)
-
-
-def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series: undone lines, broken lines and repeated events left out.
-
-    Non-finite figures are floats again. Of several events of one kind, split and step the last
-    counts (an interrupted evaluation is done again, all of its splits).
-    """
-    events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            event, step = line["event"], line["step"]
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off where a process died
-        if event in ("started", "resumed"):
-            done = step if event == "resumed" else -1
-            events = {key: old for key, old in events.items() if old["step"] <= done}
-            continue
-        line |= {key: float(value) for key, value in line.items() if value in NOT_FINITE}
-        events[event, line.get("split"), step] = line
-    return list(events.values())
-
-
-# How the figures of a line are shown.
+# How the figures of a line are shown: of one width for most runs, so that lines are columns.
 _FIGURES = {
-    "loss": "loss {:.4f}",
+    "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
     "learning_rate": "lr {:.2e}",
-    "grad_norm": "grad {:.3f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "step_time_s": "{:.3g} s/step",
-    "data_wait_s": "wait {:.2g} s",
-    "memory_peak_gib": "peak {:.2f} GiB",
-    "first_step_time_s": "first step {:.1f} s",
+    "grad_norm": "grad {:7.3f}",
+    "tokens_per_s": "{:>9,.0f} tokens/s",
+    "mfu": "MFU {:5.1%}",
+    "step_time_s": "{:6.3g} s/step",
+    "memory_peak_gib": "memory {:.1f} GiB",
+    "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
+SLOW_LOADER = 0.01  # of a step: a share that is worth a word
 
 
-def readable_line(line: Mapping[str, Any], max_steps: int) -> str:
+def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
     """Format an event of the journal; figures that it does not hold are left out.
 
-    `eta` is the time that the steps to come take, without evaluations and saves.
+    `eta` is the time that the steps to come take, without evaluations and saves; beside it is the
+    time until the job's limit, `limit_s`.
     """
-    event, step, prefix, ending = line["event"], line["step"], "", None
+    event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
         named = ["eval", *([line["split"]] if line["split"] else [])]
-        begin, prefix, ending = " ".join(named), "_".join(named) + "_", f"(step {step})"
+        begin, prefix, ending = " ".join(named), "_".join(named) + "_", [f"(step {step})"]
     elif event in ("summary", "stopped"):
         ended = "stopped" if event == "stopped" else "finished"
         begin = f"{ended} at step {step} after {duration(line['train_runtime'])}"
     else:
-        begin = f"step {step:>{len(str(max_steps))}}/{max_steps}"
-        if "step_time_s" in line:
-            ending = f"eta {duration(line['step_time_s'] * (max_steps - step))}"
+        begin = f"step {step:>{len(str(line['max_steps']))}}/{line['max_steps']}"
+        ending = _remarks(line, limit_s)
     figures = [
         text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
     ]
-    return "  ".join([begin, *figures, *([ending] if ending else [])])
+    return "  ".join([begin, *figures, *ending])
 
 
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
-
-    >>> duration(271), duration(11_100), duration(187_200)
-    ('4m31s', '3h05m', '2d04h')
-    """
-    whole = round(seconds)
-    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
-        if whole >= size:
-            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
-    return f"{whole}s"
+def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
+    """Return what is to be said of a training log behind its figures."""
+    remarks, step_s = [], line.get("step_time_s")
+    if step_s is not None:
+        limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"
+        remarks.append(f"eta {duration(step_s * (line['max_steps'] - line['step']))}{limit}")
+        if (share := line.get("data_wait_s", 0.0) / step_s) > SLOW_LOADER:
+            remarks.append(f"waits for data {share:.0%}")
+    if "first_step_time_s" in line:
+        remarks.append(f"first step {line['first_step_time_s']:.1f} s")
+    if graphs := line.get("graphs_compiled"):
+        remarks.append(f"compiled {graphs} graph{'s' * (graphs > 1)} meanwhile")
+    return remarks

@@ -2,16 +2,20 @@
 
 import logging
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.data.loader import TrainLoader
+from utils.model.architecture import MISFITS
+from utils.model.flops import effective_length, peak_flops, token_products
 from utils.support.collectives import gathered
 from utils.support.host import host_name
 
@@ -79,13 +83,35 @@ class Throughput(MetricCallback):
         self.clock = clock
         self.first_step_time_s: float | None = None
         self.window_step: int | None = None  # until the first step of this start is done
+        self.mfu_per_rate: float | None = None  # MFU of one token a second and device
+        self.graphs = self.graphs_before = 0
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Take the loader over."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
-        self.counted_until, self.elapsed_s = self.clock(), 0.0
+        if "model" in kwargs:
+            self.mfu_per_rate = self._mfu_per_rate(kwargs["model"], args.device)
+        self._leave_out()
+        self.elapsed_s = 0.0
+
+    def _mfu_per_rate(self, model: Any, device: torch.device) -> float | None:
+        """Count a token's model FLOPs and log them; None where the device's peak is not known."""
+        shares = self.loader.batch_sampler.order.shares()
+        seen = effective_length(self.loader.dataset.plans, shares)
+        try:
+            flops = token_products(extract_model_from_parallel(model)).flops(seen)
+        except MISFITS as error:
+            logger.warning("MFU is left out: the model's products cannot be counted (%r)", error)
+            return None
+        peak = peak_flops(device)
+        known = "peak unknown, so no MFU"
+        if peak is not None:
+            known = f"MFU of {torch.cuda.get_device_name(device)}'s {peak / 1e12:g} TFLOP/s in bf16"
+        document = f"in documents of {seen:,.0f} tokens on average"
+        logger.info(f"model: {flops / 1e9:.3g} GFLOPs a token, {document}; {known}")
+        return None if peak is None else flops / peak
 
     @override
     def on_step_end(
@@ -104,18 +130,19 @@ class Throughput(MetricCallback):
             self._begin_window()
 
     def _count_time(self) -> None:
-        now = self.clock()
-        self.elapsed_s += now - self.counted_until
-        self.counted_until = now
+        before, graphs_before = self.counted_until, self.graphs_before
+        self._leave_out()
+        self.elapsed_s += self.counted_until - before
+        self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
         """Do not count the evaluation of a split, or the writing of a checkpoint."""
-        self.counted_until = self.clock()
+        self.counted_until, self.graphs_before = self.clock(), _compiled_graphs()
 
     on_evaluate = on_save = _leave_out
 
     def _begin_window(self) -> None:
-        self.window_step, self.elapsed_s = self.step, 0.0
+        self.window_step, self.elapsed_s, self.graphs = self.step, 0.0, 0
         self.window_wait_s = self.loader.wait_s
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
@@ -135,10 +162,20 @@ class Throughput(MetricCallback):
             per_s = (figures["tokens_seen"] - self.window_tokens) / elapsed_s
             figures["tokens_per_s"] = per_s
             figures["tokens_per_s_per_device"] = per_s / self.world_size
+            if self.mfu_per_rate is not None:
+                figures["mfu"] = per_s / self.world_size * self.mfu_per_rate
             figures["step_time_s"] = elapsed_s / steps
             figures["data_wait_s"] = wait_s / steps
+            if self.graphs:
+                figures["graphs_compiled"] = self.graphs
         self._begin_window()
         return figures
+
+
+def _compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process, or taken from its cache."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 class MemoryMonitor(MetricCallback):

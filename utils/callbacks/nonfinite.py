@@ -13,11 +13,11 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.journal import strict_json
 from utils.config.errors import NotFiniteError
 from utils.data.loader import TrainLoader
 from utils.support.collectives import Agreement, gathered, on_rank_0
 from utils.support.files import replace_text
+from utils.support.journal_file import strict_json
 
 NAMED = 4  # documents in the message; the file lists all
 

@@ -12,11 +12,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.journal import duration
 from utils.checkpoints.store import Checkpoints
 from utils.launch.signals import stop_request
 from utils.launch.slurm import job_end_time
 from utils.support.collectives import Agreement
+from utils.support.journal_file import duration
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0
@@ -99,6 +99,7 @@ class StopWatch(TrainerCallback):
         self.stopped = self.evaluation_due = False
         self.extra_saves: list[int] = []
         self.agreement: Agreement | None = None  # while training
+        self.deadline: Deadline | None = None  # of rank 0
         self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and by what
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
@@ -144,6 +145,10 @@ class StopWatch(TrainerCallback):
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
         self._put_forward(self.agreement)
+
+    def limit_s(self) -> float | None:
+        """Return how long it is until the job's time limit; None where there is none."""
+        return None if self.deadline is None else max(self.deadline.ends_at - self.clock(), 0.0)
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -8,4 +8,5 @@ accelerate_command  whether the strategy's config can start the processes; the c
 processes           second check: the ranks form one group, can talk, train as was asked
 signals             signals that end jobs become a request to stop
 script, verdict     how a process begins and ends, and which end explains the job's
+notify              tells a webhook what became of the job
 """

@@ -17,6 +17,7 @@ from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
 from utils.support.notes import last_line, leave_note, storage_error
 from utils.support.redaction import install_redaction, redact
+from utils.support.run_lock import note_error
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,9 @@ def _fail(error: Exception) -> int:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     lines = redact("".join(traceback.format_exception(error))).splitlines()
-    leave_note("failed", FAILED, redact(last_line(error)))
+    last_words = redact(last_line(error))
+    leave_note("failed", FAILED, last_words)
+    note_error(last_words)
     _show([f"{_origin()}{line}" for line in lines])
     return FAILED
 
@@ -198,6 +201,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     problems = [redact(problem) for problem in error.problems]
     first = problems[0].splitlines()[0]
     leave_note(error.ending, error.exit_code, first)
+    note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]

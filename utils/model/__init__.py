@@ -8,5 +8,6 @@ architecture            a small random model of the same architecture, to try th
 attention               the chosen kernel, and the proof that packed documents stay apart
 loss_head               the last layer with its loss, and the experts' load-balancing term
 compilation             activation checkpointing, and layers compiled one by one
+flops                   model FLOPs a token, and peaks of known GPUs: MFU
 finished_model          what final/ says beside its weights
 """

@@ -7,26 +7,17 @@ is taken as said beside the constants below.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.assumed import AssumedGpus
-from utils.data.packing import PackPlan
 from utils.model.adapters import with_adapters
-from utils.model.architecture import (
-    EXPERTS,
-    EXPERTS_PER_TOKEN,
-    LAYER_TYPES,
-    causal_lm_class,
-    first_set,
-)
+from utils.model.architecture import causal_lm_class, has_experts
+from utils.model.flops import TokenProducts, token_products
 
 # Share of the peak in bf16 by width of the hidden states: `causal_mfu` of "Stoker, tuned" in
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
@@ -46,32 +37,26 @@ LINK_SHARE, NETWORK = 0.8, 25e9
 
 
 @dataclass(frozen=True)
-class ModelProducts:
-    """What a token is multiplied by.
+class ModelProducts(TokenProducts):
+    """What a token is multiplied by, and what else of a model tells how long a step takes.
 
-    forward: weights (of experts those it is routed to); trained: those with gradients among them;
-    head: the last layer's. width: of the hidden states. attention: heads x head dimension and, if
-    it attends in a window, its length, of each layer that attends. parameters: all, trained or not.
+    head: the weights of the last layer. width: of the hidden states. parameters: all of them, and
+    those trained.
     """
 
-    forward: float
-    trained: float
     head: int
     width: int
-    attention: tuple[tuple[int, int | None], ...]
     has_experts: bool
     parameters: tuple[int, int]
 
-    def flops(self, document_tokens: float, recomputed: str) -> float:
+    def step_flops(self, document_tokens: float, recomputed: str) -> float:
         """Return the FLOPs a token of a step; it sees half of `document_tokens` on average.
 
-        2 for each weight of the forward pass, 2 for the gradient of what came in, 2 for that of a
-        trained weight; 4 for each number of attention, and 8 in the backward pass.
+        Recomputed are 2 for each weight of the forward pass, and 4 for each number of attention.
         """
-        scores = sum(size * min(document_tokens, window or math.inf) / 2
-                     for size, window in self.attention)  # fmt: skip
-        again = 2 * (self.forward - self.head) + 4 * scores if recomputed == "full" else 0
-        return 4 * self.forward + 2 * self.trained + 12 * scores + again
+        unseen = self.scores(document_tokens) / 2
+        again = 2 * (self.forward - self.head) + 4 * unseen if recomputed == "full" else 0
+        return self.flops(document_tokens) - 12 * unseen + again
 
 
 @dataclass(frozen=True)
@@ -90,43 +75,16 @@ class Step:
 def model_products(model: ModelArguments, config: PreTrainedConfig) -> ModelProducts:
     """Count a model's products on the meta device."""
     text = config.get_text_config(decoder=True)
-    experts, routed = first_set(text, EXPERTS), first_set(text, EXPERTS_PER_TOKEN) or 1
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
         built = with_adapters(causal_lm_class(config)(config), model)
-    forward = trained = 0.0
-    for name, module in built.named_modules():
-        linear = isinstance(module, nn.Linear | Conv1D)
-        for weight in module.parameters(recurse=False):
-            if weight.dim() != (2 if linear else 3):
-                continue
-            among_experts = experts and (".experts." in f".{name}." or weight.shape[0] == experts)
-            used = weight.numel() * (routed / experts if among_experts and experts else 1)
-            forward += used
-            trained += used * weight.requires_grad
+    counted = token_products(built)
     sizes = [(weight.numel(), weight.requires_grad) for weight in built.parameters()]
     return ModelProducts(
-        forward, trained, text.vocab_size * text.hidden_size, text.hidden_size, _attention(text),
-        experts is not None, (sum(size for size, _ in sizes), sum(n for n, grad in sizes if grad)),
+        counted.forward, counted.trained, counted.attention, text.vocab_size * text.hidden_size,
+        text.hidden_size, has_experts(config),
+        (sum(size for size, _ in sizes), sum(size for size, grad in sizes if grad)),
     )  # fmt: skip
-
-
-def _attention(text: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
-    heads = getattr(text, "num_attention_heads", 0)
-    size = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
-    layers: int = getattr(text, "num_hidden_layers", 0)
-    kinds = [str(kind) for kind in first_set(text, LAYER_TYPES) or ["full_attention"] * layers]
-    window = getattr(text, "sliding_window", None)
-    return tuple(
-        (size, window if "sliding" in kind else None) for kind in kinds if "attention" in kind
-        and "linear" not in kind
-    )  # fmt: skip
-
-
-def document_tokens(plans: Sequence[PackPlan]) -> float:
-    """Return how long the document is that a token is in, on average over tokens."""
-    lengths = np.concatenate([plan.segments.lengths for plan in plans]).astype(np.float64)
-    return float((lengths**2).sum() / lengths.sum())
 
 
 def share_of_peak(products: ModelProducts, step: Step, ranks: int) -> float:
@@ -148,7 +106,7 @@ def tokens_per_s(products: ModelProducts, step: Step, strategy: str, gpus: Assum
     assert gpus.flops is not None
     assert gpus.link is not None
     tokens = step.rows * step.length
-    flops = products.flops(step.document_tokens, step.recomputed)
+    flops = products.step_flops(step.document_tokens, step.recomputed)
     work_s = tokens * flops / (share_of_peak(products, step, gpus.world_size) * gpus.flops)
     # A ring through all GPUs leaves a node by as many network cards as it has GPUs.
     link = gpus.link if gpus.nodes == 1 else min(gpus.link, gpus.per_node * NETWORK)

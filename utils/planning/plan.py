@@ -35,10 +35,10 @@ from utils.model.attention import (
 )
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
+from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
-from utils.planning.forecast import document_tokens
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
 from utils.planning.suggestions import make_planner, report_forecast
@@ -90,14 +90,7 @@ def plan_run(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: lower it, or add data."
         )
-    length, total_steps = settings.data.sequence_length, training.max_steps
-    if run.max_tokens is not None:
-        tokens, in_step = token_count(run.max_tokens), run.global_batch_size * length
-        total_steps = math.ceil(tokens / in_step)
-        logger.info(f"max_tokens: {tokens:,} / {in_step:,} a step = {total_steps:,} steps")
-    elif total_steps <= 0:
-        # The last global batch is filled from the epoch after the last one, never cut short.
-        total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
+    length, total_steps = settings.data.sequence_length, _total_steps(settings, rows)
     training.gradient_accumulation_steps = accumulation
     training.max_steps = total_steps
     training.ignore_data_skip = True  # the loader starts at the step itself, see ResumeState
@@ -123,7 +116,7 @@ def plan_run(
     compiled = choose_compilation(settings, config, launch, elsewhere)
     planner = None
     if run.assume or run.suggest:
-        seen = document_tokens(data.train.plans)
+        seen = effective_length(data.train.plans, order.shares())
         planner = make_planner(settings, config, launch, loss_head, compiled, seen)
     memory = plan_memory(settings, config, launch, attention, loss_head, compiled)
     if planner is not None:
@@ -137,6 +130,21 @@ def plan_run(
         memory, compiled, products_name(), optimizer_states, saved_bytes,
         saved_dtype(settings, config, weights_dtype(model, config)),
     )  # fmt: skip
+
+
+def _total_steps(settings: RunSettings, rows: int) -> int:
+    """Return the steps of the run, by its tokens, its steps or its epochs of `rows` sequences."""
+    run, training = settings.run, settings.training
+    if run.max_tokens is not None:
+        tokens = token_count(run.max_tokens)
+        in_step = run.global_batch_size * settings.data.sequence_length
+        steps = math.ceil(tokens / in_step)
+        logger.info(f"max_tokens: {tokens:,} / {in_step:,} a step = {steps:,} steps")
+        return steps
+    if training.max_steps > 0:
+        return training.max_steps
+    # The last global batch is filled from the epoch after the last one, never cut short.
+    return math.ceil(training.num_train_epochs * rows / run.global_batch_size)
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:

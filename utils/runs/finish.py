@@ -59,7 +59,7 @@ def run_callbacks(
         MixtureShares(),
         memory,
         NonFiniteGuard(checkpoints.output_dir),
-        Journal(checkpoints, memory, lambda: stop.stopped),
+        Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s),
     ]
 
 

@@ -73,9 +73,10 @@ PACKAGES = (
 )  # fmt: skip
 _SLURM_FIELDS = {
     "job_id": "SLURM_JOB_ID", "job_name": "SLURM_JOB_NAME",
-    "array_task_id": "SLURM_ARRAY_TASK_ID", "cluster": "SLURM_CLUSTER_NAME",
-    "partition": "SLURM_JOB_PARTITION", "node_list": "SLURM_JOB_NODELIST",
-    "nodes": "SLURM_JOB_NUM_NODES", "restart_count": "SLURM_RESTART_COUNT",
+    "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
+    "cluster": "SLURM_CLUSTER_NAME", "partition": "SLURM_JOB_PARTITION",
+    "node_list": "SLURM_JOB_NODELIST", "nodes": "SLURM_JOB_NUM_NODES",
+    "restart_count": "SLURM_RESTART_COUNT",
 }  # fmt: skip
 _REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -189,7 +189,7 @@ def start_run(
         background=background,
     )
     if launch.rank == 0:
-        mark_run_started()
+        mark_run_started(output_dir)
         if not run.finished and "wandb" in (settings.training.report_to or ()):
             prepare_wandb(output_dir, run.run_id)
     return run, checkpoints

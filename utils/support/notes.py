@@ -81,9 +81,9 @@ def leave_verdict(text: str, exit_code: int) -> bool:
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
-def mark_run_started() -> None:
+def mark_run_started(output_dir: Path) -> None:
     """Tell the job script, which counts starts without progress, that the run itself began."""
-    _create(RUN_STARTED, "")
+    _create(RUN_STARTED, f"{output_dir}\n")
 
 
 def _create(name: str, text: str) -> bool:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
 LOOK_S = 0.5
+LONGEST_ERROR = 250  # characters, of twelve bytes each at most, in a file of SIZE
+SIZE = 4096
 
 _held: dict[Path, "RunLock"] = {}
 
@@ -50,6 +53,48 @@ def leave_run_lock(output_dir: Path) -> None:
         with contextlib.suppress(OSError):
             if not lock.thread.is_alive() and lock.new_owner() is None:
                 lock.write(left=True)
+
+
+def note_error(error: str) -> None:
+    """Let the runs that this process holds be left with the error that ends it."""
+    for lock in _held.values():
+        lock.error = error[:LONGEST_ERROR]
+
+
+@dataclass(frozen=True)
+class LastOwner:
+    """The newest owner of a run directory, as its file tells whoever only looks.
+
+    left: whether it said so, with the `error` that ended it, if one did. gone: whether its process
+    is known to be dead. age_s: since its last sign of life, by this machine's clock.
+    """
+
+    host: str
+    pid: int
+    job: str | None
+    left: bool
+    error: str | None
+    gone: bool
+    age_s: float
+
+    @property
+    def alive(self) -> bool:
+        """Whether it gives signs of life; clocks of storage and machines may differ a little."""
+        return not self.left and not self.gone and self.age_s < 2 * WATCH_S
+
+
+def look_at_run_lock(output_dir: Path) -> LastOwner | None:
+    """Return who had a run directory last, without waiting for a beat; None: nobody known."""
+    number, content = _newest(output_dir / FOLDER)
+    try:
+        owner = content["owner"]
+        age_s = time.time() - (output_dir / FOLDER / f"owner-{number}").stat().st_mtime
+        return LastOwner(
+            owner["host"], owner["pid"], owner["job"], content["left"], content.get("error"),
+            _is_dead(owner), age_s,
+        )  # fmt: skip
+    except (OSError, LookupError, TypeError):
+        return None
 
 
 def taken_over(output_dir: Path) -> str | None:
@@ -82,12 +127,11 @@ class RunLock:
     """The lock of one directory, this process's from the constructor to `leave_run_lock`."""
 
     def __init__(self, output_dir: Path):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
         self.owner: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "host": host_name(),
-            "machine": f"{boot} {Path('/proc/self/ns/pid').readlink()}",  # where a pid means one
+            "machine": _machine(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "restart_count": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
@@ -95,6 +139,7 @@ class RunLock:
         }
         self.beats = 0
         self.lost: str | None = None
+        self.error: str | None = None
         self.folder.mkdir(exist_ok=True)
         while True:
             self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
@@ -146,13 +191,8 @@ class RunLock:
 
     def _is_gone(self, other: dict[str, Any]) -> bool:
         """Whether an owner is known to be gone; False: only its heartbeat tells."""
-        if other["machine"] == self.owner["machine"]:
-            try:
-                os.kill(other["pid"], 0)  # psutil asks /proc, which may hide other users' processes
-            except ProcessLookupError:
-                return True
-            except PermissionError:
-                pass  # another user's
+        if _is_dead(other):
+            return True
         # Slurm starts a job again once every process of the earlier start is gone.
         job, start = self.owner["job"], self.owner["restart_count"]
         return job is not None and other["job"] == job and other["restart_count"] < start
@@ -174,10 +214,29 @@ class RunLock:
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""
-        content = {"owner": self.owner, "beat": self.beats, "left": left}
+        content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
-            file.write((json.dumps(content).ljust(1023) + "\n").encode())
+            file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
+
+
+def _machine() -> str:
+    """Name the boot and the process namespace: where a pid means one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner's process ran on this machine and is gone."""
+    if owner["machine"] != _machine():
+        return False
+    try:
+        os.kill(owner["pid"], 0)  # psutil asks /proc, which may hide other users' processes
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
+    return False
 
 
 def _newest(folder: Path) -> tuple[int, dict[str, Any]]:

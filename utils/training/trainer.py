@@ -62,9 +62,8 @@ class PackedTrainer(Trainer):
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.max_eval_sequences = settings.data.max_eval_sequences
         self.sampler, self.compiled = plan.sampler, plan.compiled
-        attention, loss_head = plan.attention, plan.loss_head
-        assert attention is not None, "only a dry run leaves it open"
-        self.batches = attention.batches
+        assert plan.attention is not None, "only a dry run leaves it open"
+        loss_head, self.batches = plan.loss_head, plan.attention.batches
         self.fused_head = loss_head.name == "fused"
         loss_head.install(model, self.compiled)  # before PEFT wraps it
         if plan.memory.choice == "selective":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.journal import Journal, read_journal, readable_line, strict_json
+from utils.callbacks.journal import Journal, readable_line
+from utils.support.journal_file import read_journal, strict_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
@@ -47,7 +48,8 @@ def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog)
     assert (first["event"], first["step"], first["max_steps"]) == ("started", 0, 10)
     assert train_line["time"] > 1.7e9
     assert train_line == train | {
-        "event": "train", "step": 1, "time": train_line["time"], "memory_by_rank": [{"rank": 0}],
+        "event": "train", "step": 1, "max_steps": 10, "time": train_line["time"],
+        "memory_by_rank": [{"rank": 0}],
     }  # fmt: skip
     assert [(line["event"], line["split"]) for line in evaluations] == [
         ("eval", "held_out"), ("eval", None),
@@ -102,22 +104,32 @@ def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
 
 
 TRAIN = {
-    "event": "train", "step": 120, "loss": 3.4121, "learning_rate": 2.9e-4, "grad_norm": 0.81,
-    "tokens_per_s": 12_400.0, "step_time_s": 0.41, "data_wait_s": 0.01, "tokens_seen": 5,
+    "event": "train", "step": 120, "max_steps": 8000, "loss": 3.4121, "learning_rate": 2.9e-4,
+    "grad_norm": 0.81, "tokens_per_s": 12_400.0, "step_time_s": 0.41, "data_wait_s": 0.002,
+    "tokens_seen": 5,
 }  # fmt: skip
+ON_A_GPU = {
+    "mfu": 0.4131, "memory_peak_gib": 62.14, "memory_free_gib": 12.31, "tokens_per_s": 9_412_400.0,
+}  # fmt: skip
+FIRST = {"data_wait_s": 0.0123, "first_step_time_s": 41.23, "graphs_compiled": 2}
+FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "limit_s", "text"),
     [
-        (TRAIN, "step  120/8000  loss 3.4121  lr 2.90e-04  grad 0.810  12,400 tokens/s  "
-         "0.41 s/step  wait 0.01 s  eta 53m51s"),
-        ({"event": "train", "step": 1, "loss": math.nan}, "step    1/8000  loss nan"),
+        (TRAIN, None, FIGURES + "   12,400 tokens/s    0.41 s/step  eta 53m51s"),
+        (TRAIN | ON_A_GPU, 11_100, FIGURES + "9,412,400 tokens/s  MFU 41.3%    0.41 s/step  "
+         "memory 62.1 GiB  12.3 free  eta 53m51s (time limit 3h05m)"),
+        (TRAIN | FIRST, None, FIGURES + "   12,400 tokens/s    0.41 s/step  eta 53m51s  "
+         "waits for data 3%  first step 41.2 s  compiled 2 graphs meanwhile"),
+        ({"event": "train", "step": 1, "max_steps": 8000, "loss": math.nan}, 60,
+         "step    1/8000  loss     nan"),
         ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2, "eval_a_perplexity": 24.53},
-         "eval a  loss 3.2000  perplexity 24.53  (step 5)"),
+         60, "eval a  loss  3.2000  perplexity 24.53  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
-         "finished at step 800 after 4m31s  mean loss 2.5000"),
+         60, "finished at step 800 after 4m31s  mean loss 2.5000"),
     ],
 )  # fmt: skip
-def test_an_event_is_one_readable_line(line, text):
-    assert readable_line(line, 8000) == text
+def test_an_event_is_one_readable_line(line, limit_s, text):
+    assert readable_line(line, limit_s) == text

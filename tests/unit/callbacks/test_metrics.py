@@ -68,6 +68,28 @@ def test_evaluation_and_saving_are_left_out():
     assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)
 
 
+def test_mfu_is_the_share_of_a_known_peak_and_compilation_is_told(monkeypatch):
+    run = Run(world_size=4)
+    run.callback.mfu_per_rate = 0.001
+    run.step(50.0)
+    assert "mfu" not in run.callback.metrics()
+    run.step(0.5)
+    figures = run.callback.metrics()
+    assert figures["mfu"] == pytest.approx(figures["tokens_per_s_per_device"] * 0.001)
+    assert "graphs_compiled" not in figures
+
+    def compile_one(factor):
+        torch.compile(lambda numbers: numbers * factor, backend="eager")(torch.ones(2))
+
+    compile_one(2)  # slows this step
+    run.step(9.0)
+    compile_one(3)  # an evaluation's, whose time is left out
+    run.event("on_evaluate", 9.0)
+    assert run.callback.metrics()["graphs_compiled"] == 1
+    run.step(0.5)
+    assert "graphs_compiled" not in run.callback.metrics()
+
+
 def memory_of(device: str) -> MemoryMonitor:
     monitor, args = MemoryMonitor(), SimpleNamespace(device=torch.device(device))
     monitor.on_train_begin(args, TrainerState(), TrainerControl())

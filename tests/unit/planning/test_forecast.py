@@ -14,11 +14,11 @@ from benchmarks.hardware.flops import model_size
 from utils.config.assumed import assumed_gpus
 from utils.config.settings import parse_fine_tuning
 from utils.data.packing import plan_packing
+from utils.model.flops import effective_length
 from utils.planning.forecast import (
     SHARES,
     ModelProducts,
     Step,
-    document_tokens,
     exchanged_bytes,
     model_products,
     tokens_per_s,
@@ -54,7 +54,7 @@ def test_the_forecast_of_what_was_measured_is_what_was_measured(cell):
     products, seen = products_of(shape, rank), found["effective_length"]
     size = model_size(shape, rank)
     counted = size.flops(seen) - size.attention_flops(seen) / 2
-    assert products.flops(seen, "none") == pytest.approx(counted, rel=1e-3)
+    assert products.step_flops(seen, "none") == pytest.approx(counted, rel=1e-3)
     speed = tokens_per_s(products, replace(STEP, document_tokens=seen), "single", ONE_H200)
     assert speed == pytest.approx(found["tokens_per_second"], rel=0.01)
 
@@ -63,11 +63,11 @@ def test_windows_experts_and_recomputation_are_counted():
     llama, gemma, mixtral = (
         model_products(settings().model, config) for config in (LLAMA, GEMMA, MIXTRAL)
     )
-    whole = llama.flops(64, "full") - llama.flops(64, "none")
+    whole = llama.step_flops(64, "full") - llama.step_flops(64, "none")
     assert whole == 2 * (llama.forward - llama.head) + 4 * 4 * 64 * 64 / 2
-    assert llama.flops(64, "selective") == llama.flops(64, "none")
+    assert llama.step_flops(64, "selective") == llama.step_flops(64, "none")
     # Two layers see 16 tokens, two all 64.
-    scores = gemma.flops(64, "none") - 6 * gemma.forward
+    scores = gemma.step_flops(64, "none") - 6 * gemma.forward
     assert scores == 12 * (2 * 64 * 16 + 2 * 64 * 64) / 2
     # Two of four experts, each of three products of 64 x 64, in two layers.
     dense = mixtral.forward - 2 * (2 * 3 * 64 * 64)
@@ -101,4 +101,4 @@ def test_gpus_that_wait_for_each_other_are_slower():
 
 def test_documents_are_as_long_as_their_tokens_see_them():
     plan = plan_packing(np.array([10, 30]), 64)
-    assert document_tokens([plan]) == (100 + 900) / 40
+    assert effective_length([plan], np.ones(1)) == (100 + 900) / 40

@@ -1,0 +1,65 @@
+"""A real run as status.py shows it: training, killed, refused, stopped, finished."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from launching import ROOT, quiet_environment, wait_until
+
+import pretrain
+from utils.launch.script import run_script
+from utils.status.run_state import read_status
+from utils.support.run_lock import leave_run_lock
+
+pytestmark = pytest.mark.slow
+
+
+def stop_when_training(run):
+    lines = run / "metrics.jsonl"
+    wait_until(lambda: '"resumed"' in lines.read_text(), "did not resume")
+    (run / "STOP").touch()
+
+
+def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0.0)
+    run = tmp_path / "run"
+    argv = pretraining(run, max_steps=200, save_steps=20)
+    process = subprocess.Popen(
+        [sys.executable, "pretrain.py", *argv], cwd=ROOT, env=quiet_environment()
+    )
+    try:
+        wait_until((run / "checkpoint-20" / "manifest.json").exists, "no checkpoint")
+        status = read_status(run, {})
+        assert (status.state, status.max_steps, status.starts) == ("running", 200, 1)
+        assert f"process {process.pid} on " in status.because
+        assert status.step >= 20
+        assert status.tokens_per_s > 0
+        assert 0 < status.left_s < 3600
+    finally:
+        process.kill()
+        process.wait()
+    status = read_status(run, {})
+    assert (status.state, "is gone: killed" in status.error) == ("failed", True)
+    assert status.saved_step >= 20
+    assert status.saved_ago_s < 60
+    assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
+
+    # What ends a process is left in its lock when it exits.
+    assert run_script(lambda: pretrain.main([*argv, "--seed", "7"])) == 2
+    leave_run_lock(run)
+    assert "configuration error: " in read_status(run, {}).error
+    assert "seed" in read_status(run, {}).error
+
+    ask = threading.Timer(0.1, stop_when_training, [run])
+    ask.start()
+    assert pretrain.main(argv) == 75
+    ask.join()
+    status = read_status(run, {})
+    assert (status.state, status.saved_step) == ("stopped", status.step)
+    assert status.because == f"at step {status.step} with a checkpoint"
+
+    assert pretrain.main(argv) == 0
+    status = read_status(run, {})
+    assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
+    assert (status.advice, status.error) == (f"python chat.py {run}", None)

@@ -1,0 +1,66 @@
+"""A webhook gets what became of a job, and no secret; one that fails says so without its URL."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from utils.launch.notify import main
+
+EVENT = ["failed", "runs/a", "7", 'rank 3 on n2 failed: ValueError: "canary-0123456789" $(no)']
+
+
+@pytest.fixture
+def webhook():
+    """A server on this machine; `status` is what it answers, `requests` what it got."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.requests.append((self.path, self.headers["Content-Type"], body))
+            self.send_response(self.server.status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.requests, server.status = [], 200
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_webhook_gets_one_object_without_secrets(webhook, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
+    monkeypatch.setenv("STOKER_ON_EVENT", f"http://127.0.0.1:{webhook.server_port}/T0/secret")
+    assert main(EVENT) == 0
+    ((path, kind, body),) = webhook.requests
+    assert (path, kind) == ("/T0/secret", "application/json")
+    reason = 'rank 3 on n2 failed: ValueError: "***" $(no)'
+    line = f"runs/a failed (job 7): {reason}"
+    assert json.loads(body) == {
+        "event": "failed", "run": "runs/a", "job": "7", "reason": reason, "text": line,
+        "content": line,
+    }  # fmt: skip
+    assert capsys.readouterr().err == ""
+    webhook.status = 403
+    assert main(EVENT) == 1
+    said = capsys.readouterr().err
+    assert "answered 403" in said
+    assert "secret" not in said
+    assert str(webhook.server_port) not in said
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9/secret", "http://[secret", "http://a b/secret"]
+)
+def test_a_webhook_that_is_not_there_is_one_line(url, monkeypatch, capsys):
+    monkeypatch.setenv("STOKER_ON_EVENT", url)
+    assert main(EVENT) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("the webhook of STOKER_ON_EVENT was not told: it cannot be reached (")
+    assert said.count("\n") == 1
+    assert "secret" not in said

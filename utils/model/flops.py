@@ -1,0 +1,142 @@
+"""Model FLOPs a token, and their share of a GPU's peak (MFU): what a step takes on paper.
+
+The convention of torchtitan, nanochat and benchmarks/hardware/flops.py: 6 for each weight that
+multiplies a token (the last layer once, tied or not; the embedding not at all; of experts those
+that a token is routed to), 4 if the weight is frozen, and 12 * heads * head_dim * T for each layer
+that attends, as if no token were masked. Recomputed activations are not counted.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from utils.config.assumed import GPUS
+from utils.data.packing import PackPlan
+from utils.model.adapters import TOWERS_INSIDE
+from utils.model.architecture import (
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    LAYER_TYPES,
+    first_set,
+    text_model_of,
+)
+
+# torch's name of a GPU: its name in utils/config/assumed.py. A card with other clocks is not here.
+CARDS = {
+    "NVIDIA B200": "B200-180GB",
+    "NVIDIA H200": "H200-141GB",
+    "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA H100 NVL": "H100-94GB",
+    "NVIDIA GH200 480GB": "GH200-96GB",
+    "NVIDIA GH200 120GB": "GH200-96GB",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100 80GB PCIe": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-PCIE-40GB": "A100-40GB",
+    "NVIDIA A30": "A30-24GB",
+    "NVIDIA A40": "A40-48GB",
+    "NVIDIA L40S": "L40S-48GB",
+    "NVIDIA L4": "L4-24GB",
+    "NVIDIA RTX A6000": "RTXA6000-48GB",
+    "NVIDIA RTX 6000 Ada Generation": "RTX6000Ada-48GB",
+    "NVIDIA GeForce RTX 3090": "RTX3090-24GB",
+    "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
+    "NVIDIA GeForce RTX 5090": "RTX5090-32GB",
+}
+
+
+@dataclass(frozen=True)
+class TokenProducts:
+    """What a token is multiplied by.
+
+    forward: weights, of experts those that it is routed to; trained: those with gradients among
+    them. attention: of each layer that attends its heads x head_dim, and its window if it has one.
+    """
+
+    forward: float
+    trained: float
+    attention: tuple[tuple[float, int | None], ...]
+
+    def flops(self, effective_length: float) -> float:
+        """Return the model FLOPs a token of a step, both passes."""
+        return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
+
+    def scores(self, length: float) -> float:
+        """Return what all layers' attention multiplies a token by that sees so many."""
+        return sum(size * min(length, window or math.inf) for size, window in self.attention)
+
+
+def token_products(model: Any) -> TokenProducts:
+    """Count the products of a model, its adapters included, however its weights are sharded.
+
+    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's around one.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config(decoder=True)
+    experts, routed = first_set(config, EXPERTS), first_set(config, EXPERTS_PER_TOKEN) or 1
+    forward = trained = 0.0
+    for part in (text_model_of(base), base.get_output_embeddings()):
+        for name, module in part.named_modules():
+            if name.split(".")[-1] == "original_module" or TOWERS_INSIDE in f".{name}.":
+                continue  # PEFT trains a copy
+            for weight, size, count in _weights(module, bool(experts)):
+                among_experts = count == experts or ".experts." in f".{name}."
+                used = size * (routed / experts if experts and among_experts else 1)
+                forward += used
+                trained += used * weight.requires_grad
+    return TokenProducts(forward, trained, _attention(config))
+
+
+def _weights(module: nn.Module, has_experts: bool) -> list[tuple[torch.Tensor, int, int | None]]:
+    """Return what a module multiplies tokens by: weight, its size, of how many matrices it is.
+
+    The sizes are those of the layer: what holds its weights may be a shard, or packed in 4 bits.
+    """
+    if isinstance(module, nn.Linear):
+        return [(module.weight, module.in_features * module.out_features, None)]
+    if isinstance(module, Conv1D):
+        return [(module.weight, module.nx * module.nf, None)]
+    if not has_experts:
+        return []
+    own = module.parameters(recurse=False)
+    shapes = ((weight, getattr(weight, "ds_shape", weight.shape)) for weight in own)
+    return [(weight, math.prod(shape), shape[0]) for weight, shape in shapes if len(shape) == 3]
+
+
+def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
+    """Return heads x head_dim and window of each layer that attends; linear attention does not."""
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    # Keys and values of other sizes: multi-head latent attention.
+    sizes = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    size, window = heads * sum(sizes) / 2, getattr(config, "sliding_window", None)
+    usual = "sliding_attention" if window else "full_attention"
+    kinds = [
+        str(kind) for kind in first_set(config, LAYER_TYPES) or [usual] * config.num_hidden_layers
+    ]
+    attending = (kind for kind in kinds if "attention" in kind and "linear" not in kind)
+    return tuple((size, window if "sliding" in kind else None) for kind in attending)
+
+
+def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
+    """Return how many tokens a token sees, were none masked, on average over all tokens.
+
+    `shares` (plans,): of the sequences that are trained on.
+    """
+    lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
+    squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]
+    tokens = [each.sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]
+    return float(shares @ squares / (shares @ tokens))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the FLOP/s of a GPU's data sheet, dense and in bf16; None: it is not known here."""
+    card = CARDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return GPUS[card][1] * 1e12 if card else None

@@ -1,0 +1,169 @@
+"""Shows how runs are doing: lines, a table or JSON, once or again and again."""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from utils.checkpoints.files import readable
+from utils.status.run_state import STATES, Job, RunStatus, queued_jobs, read_status, runs_below
+from utils.support.journal_file import duration, strict_json
+
+COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
+WIDTH = 160  # of what goes into a file or a pipe
+
+
+def show_runs(
+    directories: Sequence[str], all_in: str | None, as_json: bool
+) -> str | RenderableType:
+    """Look at the runs once; return JSON, lines or a table. Raises ConfigurationError."""
+    jobs = queued_jobs()
+    if directories and all_in is None:
+        runs = [read_status(Path(directory), jobs) for directory in directories]
+        if as_json:
+            return _json(runs)
+        return Group(*itertools.chain.from_iterable(map(_lines, runs)))
+    folder = Path(all_in or "runs")
+    runs = [read_status(path, jobs) for path in runs_below(folder)]
+    names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
+    runs.sort(key=lambda run: (STATES.index(run.state), run.run))
+    if as_json:
+        return _json(runs)
+    known = {run.job.id for run in runs if run.job}
+    return _table(runs, names, [job for job in jobs.values() if job.id not in known])
+
+
+def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
+    """Print what `look` returns; with `watch_s` again after so many seconds, until Ctrl-C."""
+    first = look()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if watch_s is None or isinstance(first, str):
+        sys.stdout.write(f"{first}\n") if isinstance(first, str) else console.print(
+            first, soft_wrap=isinstance(first, Group)
+        )
+        return 0
+    try:
+        with Live(first, console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(watch_s)
+                live.update(look(), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _json(runs: Sequence[RunStatus]) -> str:
+    return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
+
+
+def _lines(run: RunStatus) -> list[Text]:
+    head = Text.assemble(
+        (run.run, "bold"), "  ", (run.state, COLOURS[run.state]), f"  {run.because}"
+    )
+    lines = {
+        "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
+        "loss": _losses(run), "saved": _saved(run), "job": _job(run), "error": run.error,
+        "damaged": "\n".join(run.damaged), "next": run.advice,
+    }  # fmt: skip
+    shown = [
+        Text.assemble((f"  {name:<10}", "dim"), (text, "red" if name == "error" else ""))
+        for name, text in lines.items()
+        if text
+    ]
+    return [head, *shown]
+
+
+def _progress(run: RunStatus) -> str:
+    if run.step is None:
+        return "not one step is logged yet"
+    share = f" of {run.max_steps:,} ({run.step / run.max_steps:.1%})" if run.max_steps else ""
+    tokens = f", {counted(run.tokens)} tokens" if run.tokens else ""
+    ago = f", logged {duration(run.logged_ago_s)} ago" if run.logged_ago_s is not None else ""
+    return f"step {run.step:,}{share}{tokens}{ago}"
+
+
+def _time_left(run: RunStatus) -> str:
+    if run.left_s is None or run.state == "finished":
+        return ""
+    text = f"{duration(run.left_s)} at the pace so far"
+    limit = run.job.left_s if run.job and run.state == "running" else None
+    if limit is None:
+        return text
+    enough = run.left_s < limit
+    ends = "enough" if enough else "it stops with a checkpoint before that, and is queued again"
+    return f"{text}; the job's time limit ends in {duration(limit)}: {ends}"
+
+
+def _speed(run: RunStatus) -> str:
+    now, then = run.tokens_per_s, run.tokens_per_s_at_start
+    if not now:
+        return ""
+    mfu = f", MFU {run.mfu:.1%}" if run.mfu else ""
+    return f"{now:,.0f} tokens/s{mfu}" + (f" (at the start {then:,.0f})" if then else "")
+
+
+def _losses(run: RunStatus) -> str:
+    parts = [] if run.loss is None else [f"{run.loss:.4f}"]
+    parts += [
+        f"{name} {loss:.4f} (step {step:,})" for name, (loss, step) in run.evaluations.items()
+    ]
+    return ", ".join(parts)
+
+
+def _saved(run: RunStatus) -> str:
+    if run.saved_step is None or run.saved_ago_s is None:
+        return "no checkpoint yet"
+    size = readable(run.saved_bytes or 0)
+    return f"checkpoint-{run.saved_step}, {duration(run.saved_ago_s)} ago, {size}"
+
+
+def _job(run: RunStatus) -> str:
+    starts = f"start {run.starts}" if run.starts else ""
+    if run.job is None:
+        return starts if run.starts > 1 else ""
+    return f"{run.job.id} ({run.job.name}): {run.job.state}, {starts}"
+
+
+def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence[Job]) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    for name in ("run", "state", "step", "%", "loss", "eval", "tokens/s", "left", "saved", "job"):
+        numeric = name in ("step", "%", "loss", "eval", "tokens/s", "left", "saved")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    table.add_column("what", ratio=1, overflow="fold")
+    for run in runs:
+        losses = [loss for loss, _ in run.evaluations.values()]
+        saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
+        table.add_row(
+            names[run.run], Text(run.state, COLOURS[run.state]),
+            "" if run.step is None else f"{run.step:,}",
+            f"{100 * run.step / run.max_steps:.0f}" if run.step and run.max_steps else "",
+            "" if run.loss is None else f"{run.loss:.4f}",
+            f"{losses[0]:.4f}" if losses else "",
+            f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "",
+            "" if run.left_s is None or run.state == "finished" else duration(run.left_s),
+            saved, run.job.id if run.job else "",
+            Text((run.error or run.because).splitlines()[0]),
+        )  # fmt: skip
+    for job in others:
+        what = f"job {job.name}: {job.state.lower()}, {job.reason}; no run of it is here yet"
+        table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
+                      *[""] * 7, job.id, Text(what))  # fmt: skip
+    return table
+
+
+def counted(number: float) -> str:
+    """Shorten a count.
+
+    >>> counted(950), counted(1_234_000_000)
+    ('950', '1.23 B')
+    """
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"
