@@ -34,6 +34,8 @@ def settle_precision(values: SettingValues) -> None:
             values.given["fp16"] = Given(True, why)
         if bf16 and _computes_on_cpu(values):
             values.given["use_cpu"] = Given(True, values.source("use_cpu"))
+    elif values["bf16"] and is_true("ACCELERATE_USE_CPU") and _computes_on_cpu(values):
+        values.given["use_cpu"] = Given(True, "ACCELERATE_USE_CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         shown = values.shown("fp16" if values["fp16"] else "bf16")
         values.notes.append(

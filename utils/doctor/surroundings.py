@@ -84,7 +84,7 @@ def check_hub() -> Iterator[Finding]:
     except requests.RequestException as error:
         yield Finding("warning", f"the Hub ({constants.ENDPOINT}) is not reached "
                       f"({type(error).__name__}): what is needed has to be in HF_HOME",
-                      "hf download NAME, on a machine with a network")  # fmt: skip
+                      "python prepare_data.py --offline_dir DIR, where it is reached")  # fmt: skip
         return
     if token is None:
         yield Finding("option", f"{constants.ENDPOINT} is reached; no token: gated models need one",

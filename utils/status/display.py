@@ -31,7 +31,8 @@ def show_runs(
             return _json(runs)
         return Group(*itertools.chain.from_iterable(map(_lines, runs)))
     folder = Path(all_in or "runs")
-    runs = [read_status(path, jobs) for path in runs_below(folder)]
+    none_yet = all_in is None and not folder.is_dir()  # but jobs may wait
+    runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
     names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
     if as_json:

@@ -183,6 +183,17 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv):
 DRY = {"use_cpu": None, "dry_run": "true"}
 
 
+def test_a_recipe_for_gpus_runs_on_a_cpu_that_was_asked_for_by_the_launch(
+    monkeypatch, started_alone
+):
+    with pytest.raises(ConfigurationError, match="use_cpu"):
+        parse(use_cpu=None, bf16="true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    settings = parse(use_cpu=None, bf16="true")
+    assert settings.training.use_cpu
+    assert settings.values.source("use_cpu") == "ACCELERATE_USE_CPU"
+
+
 @pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize(
     ("changes", "environment", "bf16"),
