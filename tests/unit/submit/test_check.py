@@ -165,7 +165,7 @@ def test_jobs_that_cannot_work_are_refused(check):
         (["a.yaml", "--seed=3"], {"script": "sweep_job.sh"}, "takes one sweep file"),
         (["--sources", "x"], {"script": "prepare_job.sh"}, "output_dir.*required"),
         (
-            "--sources lab/absent --tokenizer_name_or_path x --output_dir x".split(),
+            ["--sources", "lab/absent", "--tokenizer_name_or_path", "x", "--output_dir", "x"],
             {"script": "prepare_job.sh"},
             "lab/absent: no such local path.*not in the cache.*--offline_dir",
         ),
