@@ -40,7 +40,7 @@ _COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
 # Shown elsewhere on the page, or a part of what is.
 _NO_CHART = {
     "event", "step", "time", "hours", "lost", "epoch", "loss", "tokens_seen", "memory_by_rank",
-    "tokens_per_s_per_device", "first_step_time_s", "total_flos",
+    "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
 }  # fmt: skip
 
 
