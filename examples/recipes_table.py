@@ -46,7 +46,7 @@ def training_rows(kind: str) -> Iterator[str]:
         how = "QLoRA" if values.get("load_in_4bit") else how
         shown = (hardware or ["2 CPU cores"])[0]
         rate = f"{float(values['learning_rate']):g}"
-        forecast = (predicted or ["measured"])[0].replace(" GiB a GPU", " GiB")
+        forecast = (predicted or ["[measured](demo.md)"])[0].replace(" GiB a GPU", " GiB")
         yield f"| {name} | `{model}` | {how} | {shown} | {forecast} | {tokens:,} | {rate} |"
 
 
