@@ -34,7 +34,7 @@ if sys.argv[0].endswith("/git"):
 # Options that the documents use, as the manuals of sbatch and srun and of vLLM 0.11 have them.
 SLURM_OPTIONS = {
     *("--nodes", "--gpus-per-node", "--time", "--account", "--partition", "--array", "--check"),
-    *("--ntasks-per-node", "--gpus"),
+    *("--ntasks-per-node", "--gpus", "--pty"),
 }
 VLLM_OPTIONS = {"--enable-lora", "--lora-modules", "--max-lora-rank"}
 # Of these no more is looked at than that bash starts them.

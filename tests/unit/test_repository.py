@@ -205,7 +205,7 @@ def test_the_readmes_counts_hold():
     assert "{} recipes for fine-tuning and {} for pretraining".format(*counts) in readme
     scripts = ("pretrain.py", "sft_train.py")
     lengths = {(ROOT / script).read_text().count("\n") for script in scripts}
-    assert lengths == {int(re.findall(r"Two scripts of (\d+) lines", readme)[0])}
+    assert lengths == {int(re.findall(r"are (\d+) lines each", readme)[0])}
 
 
 def test_the_figures_of_exactness_are_those_of_the_result_files():
