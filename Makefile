@@ -10,6 +10,7 @@
 # make site       README.md and docs/ as a site in site/; refuses broken links and anchors
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
 # make figures    write the figures in README.md and docs/ anew from benchmarks/results/
+# make recipes-table  the recipes' predictions and their gallery in docs/recipes.md
 # make pictures   the README's loss curve: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
 # make lock       write requirements.lock and requirements-test.lock anew from pyproject.toml
 # make lock-docs  write requirements-docs.lock anew, from the version of the site's generator below
@@ -21,7 +22,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock lock-docs site
+.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -50,10 +51,8 @@ pictures: $(VENV)/.test
 	$(BIN)/python examples/pictures.py run
 	$(BIN)/python examples/pictures.py draw
 
-figures:
+figures: recipes-table
 	$(BIN)/python examples/demo_figures.py
-	$(BIN)/python examples/recipe_forecasts.py
-	$(BIN)/python examples/recipes_table.py
 	$(BIN)/python examples/recipe_schemas.py
 	$(BIN)/python examples/settings_tables.py
 	$(BIN)/python -m benchmarks.figures.exactness
@@ -61,6 +60,10 @@ figures:
 	$(BIN)/python -m benchmarks.figures.speed_plot
 	$(BIN)/python -m benchmarks.figures.memory
 	$(BIN)/python -m benchmarks.figures.models
+
+recipes-table:
+	$(BIN)/python examples/recipe_forecasts.py
+	$(BIN)/python examples/recipes_table.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
