@@ -32,7 +32,10 @@ def convert_data(given: Conversion, folder: str) -> None:
         given.data["sequence_length"] = (length, "")
         if overlong in ("drop", "truncate"):
             given.data["on_overlong"] = (overlong, given.its_default)
-    if tokens := given.take("add_tokens"):
+    tokens = given.take("add_tokens")
+    if isinstance(tokens, Mapping):
+        given.note("tokens", "special tokens are those of the tokenizer")
+    elif tokens:
         given.data["add_tokens"] = (_listed(tokens), "")
     if workers := given.take("num_proc"):
         given.data["num_proc"] = (workers, "")
