@@ -62,7 +62,7 @@ def test_what_the_importer_calls_ours_is_what_the_tables_say(title):
             if ours in KNOWN and name not in LEFT:
                 assert ours in names(here), f"{name}: {ours}, {here}"
                 compared += 1
-    assert compared >= 4
+    assert compared >= 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["output_dir"])

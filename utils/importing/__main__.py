@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import entry_text
+from utils.config.recipes import YamlError, entry_text
 from utils.importing.conversion import convert
 from utils.importing.toolkits import TOOLKITS, Conversion
 
@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = recipe_texts(convert(given.config, given.kind, given.gpus), folder)
         if given.output_dir and (there := [str(file) for file in texts if file.exists()]):
             raise ConfigurationError(f"{', '.join(there)} is there: name another --output_dir")
-    except ConfigurationError as error:
+    except (YamlError, ConfigurationError) as error:
         sys.stderr.write(f"{given.config} cannot be converted:\n{error}\n")
-        return error.exit_code
+        return ConfigurationError.exit_code
     for file, text in texts.items():
         if given.output_dir:
             folder.mkdir(parents=True, exist_ok=True)

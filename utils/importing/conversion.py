@@ -6,10 +6,10 @@ from pathlib import Path
 from utils.config.checks import check_packages, check_run
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import YamlError, load_file
+from utils.config.recipes import load_file
 from utils.config.settings import RULES, derive_evaluation
 from utils.config.unknown_names import OTHER_NAMES, REFUSED
-from utils.importing.sources import convert_data
+from utils.importing.sources import convert_data, listed
 from utils.importing.toolkits import LEFT, TOOLKITS, Conversion
 
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
@@ -24,11 +24,8 @@ UNKNOWN = "unknown here, left out"
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Read a config file and convert it; ConfigurationError where no run of ours is meant."""
-    try:
-        entries = load_file(path)
-    except YamlError as error:
-        raise ConfigurationError(str(error)) from error
+    """Convert a config file; YamlError, or ConfigurationError if it is no training of ours."""
+    entries = load_file(path)
     marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
     kind = kind or max(marks, key=lambda each: marks[each])
     if not marks[kind]:
@@ -38,14 +35,16 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     conversion = Conversion(kind, entries, path, gpus)
     _check_method(conversion)
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)
+    conversion.move("output_dir")
+    conversion.run.setdefault("output_dir", (f"runs/{name}", ""))
+    conversion.move("model_name_or_path")
     convert_data(conversion, f"data/{name}")
-    _convert_model(conversion)
     _convert_batch(conversion)
     _convert_optimizer(conversion)
     _convert_adapter(conversion)
     _convert_precision(conversion)
     _convert_strategy(conversion)
-    _convert_rest(conversion, name)
+    _convert_rest(conversion)
     _settle(conversion)
     return conversion
 
@@ -66,18 +65,11 @@ def _check_method(given: Conversion) -> None:
     given.take("stage")
 
 
-def _convert_model(given: Conversion) -> None:
-    given.move("model_name_or_path")
-    model = given.run.get("model_name_or_path", ("", ""))[0]
-    tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
-    given.data["tokenizer_name_or_path"] = (tokenizer or model, "")
-
-
 def _convert_batch(given: Conversion) -> None:
     """Convert what makes a step: sequences, packing, and how often to evaluate and save."""
     micro = given.value("per_device_train_batch_size", 1)
-    total, steps = given.take("total"), given.take("accumulation", 1)
-    steps = total // micro if total else steps if isinstance(steps, int) else 1
+    steps = given.take("gradient_accumulation_steps", 1)
+    steps = steps if isinstance(steps, int) else 1  # DeepSpeed's "auto"
     given.move("per_device_train_batch_size")
     given.run["global_batch_size"] = (
         micro * steps * given.gpus,
@@ -88,7 +80,7 @@ def _convert_batch(given: Conversion) -> None:
     if given.value("save_strategy") == "best":
         given.take("save_strategy")
         given.put("save_best", True, "save_strategy: best")
-    packed = given.take("packing")
+    packed = given.take("packing", False)
     if packed in (False, "none") and not given.pretraining:
         given.put("packing", "none", "not packed there; best_fit is faster, with a smaller batch")
     elif packed == "wrapped" or given.value("packing_strategy") == "wrapped":
@@ -106,14 +98,14 @@ def _convert_batch(given: Conversion) -> None:
 
 
 def _convert_optimizer(given: Conversion) -> None:
-    name = str(given.take("optimizer") or given.take("optim", ""))
+    name = str(given.take("optim", ""))
     if EIGHT_BIT.search(name):
         given.put("optim_states", "int8", f"{name}: Adam's moments in about 2 bytes")
     elif name and not PLAIN_ADAMW.fullmatch(name):
         given.put("optim", name, name)
     if "warmup_steps" in given.given and given.value("lr_scheduler_type") == "constant":
         given.given["lr_scheduler_type"] = Given("constant_with_warmup", "constant, with warmup")
-    if ratio := given.take("min_lr"):
+    if ratio := given.take("cosine_min_lr_ratio"):
         given.take("lr_scheduler_type")
         given.put("lr_scheduler_type", "cosine_with_min_lr", f"cosine_min_lr_ratio: {ratio}")
         given.put("lr_scheduler_kwargs", {"min_lr_rate": ratio})
@@ -140,20 +132,17 @@ def _convert_adapter(given: Conversion) -> None:
             given.put("load_in_4bit", True)
             nested = given.take("double_quantization", given.kind != "trl")
             given.put("use_bnb_nested_quant", given.take("use_bnb_nested_quant", nested))
-        if isinstance(targets, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", targets):
-            targets = [] if targets == "all" else re.split(r"\s*,\s*", targets)
-        elif isinstance(targets, str) and targets != "all-linear":
+        if isinstance(targets, str) and re.search(r"[^\w\s,-]", targets):
             given.note(f"lora_target_modules {targets}", "a pattern; every linear layer is adapted")
-        if isinstance(targets, list) and targets:
-            given.put("lora_target_modules", targets)
+        elif targets and targets not in ("all", "all-linear"):
+            given.put("lora_target_modules", listed(targets))
     else:
-        for name in [name for name in given.given if name.startswith("lora_")]:
-            given.take(name)
+        given.given = {k: v for k, v in given.given.items() if not k.startswith("lora_")}
 
 
 def _convert_precision(given: Conversion) -> None:
     """Convert types and recomputation; a frozen base takes two bytes a parameter."""
-    bf16, pure = given.take("bf16"), given.take("pure")
+    bf16, pure = given.take("bf16"), given.take("pure_bf16")
     if "use_peft" in given.run and (bf16 or pure):
         given.take("dtype")
         given.put("dtype", "bfloat16", "of the frozen base")
@@ -165,15 +154,15 @@ def _convert_precision(given: Conversion) -> None:
         note = "its weights too: here dtype: bfloat16 with stochastic_rounding: true"
         given.put("bf16", True, note if given.kind == "axolotl" else "")
     given.move("fp16")
-    checkpointing = given.take("checkpointing")
-    if checkpointing and not given.take("no_checkpointing"):
+    checkpointing = given.take("gradient_checkpointing")
+    if checkpointing and not given.take("disable_gradient_checkpointing"):
         given.put("activation_checkpointing", "full", "auto recomputes as little as fits")
     if checkpointing == "offload":
         given.note("gradient_checkpointing: offload", "activations are not offloaded")
 
 
 def _convert_strategy(given: Conversion) -> None:
-    deepspeed, sharded = given.take("deepspeed"), given.take("shards", 1)
+    deepspeed, sharded = given.take("deepspeed"), given.take("dp_shard_size", 1)
     fsdp = [given.take(name) for name in ("fsdp", "fsdp_config", "fsdp_version")]
     stage = re.search(r"(?:z|zero|stage\D*)_?([0-3])", str(deepspeed), re.I)
     if deepspeed and stage:
@@ -188,19 +177,14 @@ def _convert_strategy(given: Conversion) -> None:
         given.note("offload", "weights and states stay on the GPUs: docs/parallelism.md")
 
 
-def _convert_rest(given: Conversion, name: str) -> None:
+def _convert_rest(given: Conversion) -> None:
     """Move what is ours by name, and say why for every other key."""
     for ours, entry in list(given.given.items()):
         key = entry.source
         if ours in given.declared and key not in LEFT:
             given.move(ours)
-            continue
-        reason = LEFT.get(key, REFUSED.get(ours, OTHER_NAMES.get(key, UNKNOWN)))
-        if entry.value not in (False, 0, [], {}, "none") and key != given.its_default:
-            given.note(key, reason)
-    first = {name: given.run.pop(name, None) for name in ("output_dir", "model_name_or_path")}
-    first["output_dir"] = first["output_dir"] or (f"runs/{name}", "")
-    given.run = {name: entry for name, entry in first.items() if entry} | given.run
+        elif entry.value not in (False, 0, [], {}, "none") and key != given.its_default:
+            given.note(key, LEFT.get(key, REFUSED.get(ours, OTHER_NAMES.get(key, UNKNOWN))))
 
 
 def _settle(given: Conversion) -> None:

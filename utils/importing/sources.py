@@ -15,7 +15,6 @@ FORMATS = {
     "completion": "text", "pretrain": "text", "sharegpt": "sharegpt", "alpaca": "alpaca",
     "gpteacher": "alpaca", "chat_template": None, "messages": None,
 }  # fmt: skip
-FILE = re.compile(r"\.(jsonl?|csv|parquet|txt|arrow)(\.\w+)?$")
 Entries = list[dict[str, Any]]
 
 
@@ -36,16 +35,19 @@ def convert_data(given: Conversion, folder: str) -> None:
     if isinstance(tokens, Mapping):
         given.note("tokens", "special tokens are those of the tokenizer")
     elif tokens:
-        given.data["add_tokens"] = (_listed(tokens), "")
+        given.data["add_tokens"] = (listed(tokens), "")
     if workers := given.take("num_proc"):
         given.data["num_proc"] = (workers, "")
     for key in ("chat_template", "chat_template_jinja"):
         if "{" in str(given.value(key)):
             given.template = str(given.take(key))
     given.data["output_dir"] = (folder, "")
+    tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
+    model, _ = given.run.get("model_name_or_path", ("", ""))
+    given.data["tokenizer_name_or_path"] = (tokenizer or model, "")
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return the list that is meant, where a toolkit takes "a, b" or one entry for it too."""
     if isinstance(value, str):
         return re.split(r"\s*,\s*", value)
@@ -91,8 +93,7 @@ def _read_sources(given: Conversion, name: str) -> Entries:
 
 def _axolotl(given: Conversion, entries: Any) -> Entries:
     found: Entries = []
-    entries = entries if isinstance(entries, list) else [entries]
-    for each in (e if isinstance(e, dict) else {"path": e} for e in entries):
+    for each in (e if isinstance(e, dict) else {"path": e} for e in listed(entries)):
         path, kind = str(each.get("path")), each.get("type") or ""
         columns = {}
         if isinstance(kind, Mapping):
@@ -111,14 +112,14 @@ def _axolotl(given: Conversion, entries: Any) -> Entries:
         formats = [form for start, form in FORMATS.items() if str(kind).startswith(start)]
         if kind and not formats:
             given.note(path, f"type {kind}: the columns tell the format")
-        files = each.get("data_files")
-        for file in files if isinstance(files, list) else [files]:
+        for file in listed(each.get("data_files")):
+            where = path
             if file:
-                given.note(f"{file}", "hf download it into sources/, or name where it is")
-            is_builder = path in ("json", "csv", "parquet", "text")
-            where = f"sources/{path}/{file}" if not is_builder else file
+                given.note(file, "hf download it into sources/, or name where it is")
+                is_builder = path in ("json", "csv", "parquet", "text")
+                where = file if is_builder else f"sources/{path}/{file}"
             found.append({
-                "path": where if file else path, "subset": each.get("name"),
+                "path": where, "subset": each.get("name"),
                 "split": each.get("split"), "revision": each.get("revision"),
                 "format": formats[0] if formats else None, "columns": columns,
             })  # fmt: skip
@@ -134,7 +135,7 @@ def _factory(given: Conversion, names: Any) -> Entries:
             folder = base / folder
             break
     found: Entries = []
-    for name in _listed(names):
+    for name in listed(names):
         info = known.get(name, {})
         if not info:
             given.note(name, "no dataset_info.json has it: name its file or Hub dataset in sources")
@@ -157,8 +158,8 @@ def _factory(given: Conversion, names: Any) -> Entries:
 
 
 def _trl(given: Conversion, value: Any) -> Entries:
-    subset, split = given.take("subset"), given.take("split")
-    test = given.take("test_split")
+    subset, split = given.take("dataset_config"), given.take("dataset_train_split")
+    test = given.take("dataset_test_split")
     if isinstance(value, Mapping) and "datasets" in value:
         if share := value.get("test_split_size"):
             given.given.setdefault("validation", Given(share, "test_split_size"))
@@ -174,7 +175,7 @@ def _trl(given: Conversion, value: Any) -> Entries:
             "path": path, "subset": each.get("config") or each.get("subset"),
             "split": each.get("split"), "weight": None if weight == 1 else weight,
         })  # fmt: skip
-        if test and FILE.search(str(path)) is None:
+        if test:
             held_out = {"id": path, "split": test, "config": each.get("config")}
             given.given.setdefault("eval_sources", Given([held_out], "dataset_test_split"))
     return found

@@ -1,7 +1,6 @@
 """What keys of axolotl, LLaMA-Factory and TRL mean, and a config on its way to our recipes.
 
 A key is ours where a table says so, else by OTHER_NAMES, else where it is a setting of that name.
-Names that are no settings of ours (`accumulation`, `checkpointing`) are those of conversion.py.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,7 @@ from utils.config.unknown_names import OTHER_NAMES, by_name
 
 @dataclass(frozen=True)
 class Toolkit:
-    """One toolkit: the keys that it is known by, its names for ours, and its defaults.
-
-    defaults: by our name, what it does where the file says nothing and we do otherwise.
-    """
+    """Keys a toolkit is known by, ours by its names, and what it does unless told, by our names."""
 
     marks: tuple[str, ...]
     names: Mapping[str, str]
@@ -38,8 +34,8 @@ LEFT = by_name({
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
     "overwrite_cache save_safetensors",
     "attention takes the fastest kernel that keeps packed documents apart": ""
-    "attn_implementation flash_attention flash_attn sdp_attention xformers_attention "
-    "flex_attention s2_attention flex_attn_compile_kwargs",
+    "attn_implementation flash_attention flash_attn sdp_attention flex_attention "
+    "xformers_attention flex_attn_compile_kwargs",
     "no padding token is needed; the token that ends a turn comes from the template": ""
     "special_tokens eos_token pad_token eot_tokens",
     "the tokenizer's own chat template is taken; another one is a file: chat_template of the data "
@@ -67,7 +63,6 @@ LEFT = by_name({
     "flash_attn_fuse_mlp experts_implementation use_scattermoe use_sonicmoe fused_attn_kernel",
     "every linear layer is adapted by default": "lora_target_linear lora_fan_in_fan_out",
     "quantized with bitsandbytes": "quantization_method",
-    "of the model's config.json": "rope_scaling",
     "Weights & Biases reads WANDB_ENTITY and the like from the environment": ""
     "wandb_entity wandb_run_id wandb_mode",
     "no tensor, context or expert parallelism: docs/parallelism.md": ""
@@ -78,59 +73,50 @@ LEFT = by_name({
     "loss_watchdog_threshold loss_watchdog_patience",
 })  # fmt: skip
 
-_EVERYWHERE = {
-    "gradient_accumulation_steps": "accumulation", "gradient_checkpointing": "checkpointing",
-    "warmup_ratio": "warmup_steps",
-}  # fmt: skip
-
 TOOLKITS = {
     "axolotl": Toolkit(
         marks=("base_model", "micro_batch_size", "sequence_len", "sample_packing", "adapter"),
-        names=_EVERYWHERE | {
-            "datasets": "sources", "pretraining_dataset": "sources",
-            "test_datasets": "eval_sources", "val_set_size": "validation",
+        names={
+            "datasets": "sources", "pretraining_dataset": "sources", "rl": "stage",
+            "test_datasets": "eval_sources", "val_set_size": "validation", "adapter": "adapter",
             "dataset_processes": "num_proc", "dataset_num_proc": "num_proc",
-            "excess_length_strategy": "overlong", "tokens": "add_tokens", "rl": "stage",
-            "adapter": "adapter", "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
-            "optimizer": "optimizer", "adam_eps": "adam_epsilon",
-            "lr_scheduler": "lr_scheduler_type", "cosine_min_lr_ratio": "min_lr",
-            "bfloat16": "bf16", "float16": "fp16", "torch_compile": "compile",
-            "dp_shard_size": "shards", "revision_of_model": "model_revision",
-            "wandb_name": "run_name", "evaluation_strategy": "eval_strategy",
+            "excess_length_strategy": "overlong", "tokens": "add_tokens", "wandb_name": "run_name",
+            "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora", "bfloat16": "bf16",
+            "adam_eps": "adam_epsilon", "lr_scheduler": "lr_scheduler_type", "float16": "fp16",
+            "warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy",
+            "torch_compile": "compile", "revision_of_model": "model_revision",
         },
         defaults={
-            "sequence_length": 512, "overlong": "drop", "packing": False, "lora_r": 8,
-            "lora_alpha": 8, "lora_dropout": 0.0, "lr_scheduler_type": "cosine",
-            "num_train_epochs": 1, "optimizer": "adamw_torch_fused",
+            "sequence_length": 512, "overlong": "drop", "lora_r": 8, "lora_alpha": 8,
+            "lora_dropout": 0.0, "lr_scheduler_type": "cosine", "num_train_epochs": 1,
         },
     ),
     "llamafactory": Toolkit(
         marks=("stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_rank"),
-        names=_EVERYWHERE | {
+        names={
             "dataset": "sources", "eval_dataset": "eval_sources", "val_size": "validation",
             "preprocessing_num_workers": "num_proc", "neat_packing": "packing",
-            "finetuning_type": "adapter", "lora_rank": "lora_r", "pure_bf16": "pure",
+            "finetuning_type": "adapter", "lora_rank": "lora_r", "warmup_ratio": "warmup_steps",
             "additional_target": "lora_modules_to_save",
-            "disable_gradient_checkpointing": "no_checkpointing",
         },
         defaults={
-            "sequence_length": 2048, "overlong": "truncate", "packing": False, "adapter": "lora",
-            "lora_r": 8, "lora_dropout": 0.0, "checkpointing": True,
-            "per_device_train_batch_size": 8, "learning_rate": 5e-5,
+            "sequence_length": 2048, "overlong": "truncate", "adapter": "lora", "lora_r": 8,
+            "lora_dropout": 0.0, "gradient_checkpointing": True, "learning_rate": 5e-5,
+            "per_device_train_batch_size": 8,
         },
     ),
     "trl": Toolkit(
         marks=("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split",
                "max_length", "chat_template", "model_revision", "hub_model_id"),
-        names=_EVERYWHERE | {
+        names={
             "dataset_name": "sources", "dataset_mixture": "sources", "dataset_mixer": "sources",
-            "datasets": "sources", "dataset_config": "subset", "dataset_train_split": "split",
-            "dataset_test_split": "test_split", "dataset_num_proc": "num_proc",
+            "datasets": "sources", "dataset_num_proc": "num_proc",
             "preprocessing_num_workers": "num_proc", "max_length": "sequence_length",
+            "warmup_ratio": "warmup_steps",
         },
         defaults={
-            "sequence_length": 1024, "overlong": "truncate", "packing": False, "bf16": True,
-            "checkpointing": True, "per_device_train_batch_size": 8, "learning_rate": 2e-5,
+            "sequence_length": 1024, "overlong": "truncate", "bf16": True,
+            "gradient_checkpointing": True, "per_device_train_batch_size": 8, "learning_rate": 2e-5,
         },
     ),
 }  # fmt: skip
@@ -156,7 +142,7 @@ class Conversion:
                 continue
             name = toolkit.names.get(key) or OTHER_NAMES.get(key, key)
             name = name if name.isidentifier() and key not in LEFT else key
-            if name not in self.given or not self.given[name].value:
+            if not self.value(name):
                 self.given[name] = Given(value, key, line)
         for name, value in toolkit.defaults.items():
             self.given.setdefault(name, Given(value, self.its_default))

@@ -12,7 +12,7 @@ from utils.config.preparation import (
     parse_preparation,
     sources_of,
 )
-from utils.config.recipes import load_file
+from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.config.unknown_names import OTHER_NAMES
 from utils.importing.__main__ import main, recipe_texts
@@ -169,7 +169,7 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatc
 
 def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     config = {**AXOLOTL, **LORA, "datasets": ALPACA, "made_up": 3, "off_here": False,
-              "qat": {"a": 1}, "trust_remote_code": True,
+              "qat": {"a": 1}, "trust_remote_code": True, "tokens": {"bos_token": "<s>"},
               "fsdp_config": {"offload_params": True}}  # fmt: skip
     found = convert(made(config))
     reasons = {key: why for why, keys in found.notes.items() for key in keys}
@@ -177,7 +177,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert "off_here" not in reasons
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
-    assert {"lora_target_linear", "special_tokens", "offload"} <= reasons.keys()
+    assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
     text = recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
     assert f"#   made_up: {UNKNOWN}\n" in text
     assert "global_batch_size: 8 " in text
@@ -198,10 +198,11 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
         ({**FACTORY, "stage": "pt"}, "pretrain.py trains every weight"),
         ({**TRL, "beta": 0.1}, "beta: supervised"),
         ({"a": 1}, "none of the keys that"),
+        (["a"], "expected settings as"),
     ],
 )
 def test_another_kind_of_training_is_refused(config, said, made, capsys):
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises((ConfigurationError, YamlError), match=said):
         convert(path := made(config))
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err
