@@ -18,6 +18,7 @@ ALLOWED = {
     "status": {"checkpoints", "launch", "config", "support"},
     "submit": {"callbacks", "data", "launch", "config", "support"},
     "doctor": {"kernels", "config", "support"},
+    "importing": {"config"},
     "runs": {
         "training", "planning", "model", "callbacks", "report", "checkpoints", "data", "launch",
         "config", "support",

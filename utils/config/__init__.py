@@ -8,7 +8,6 @@ command_line, recipes    flags and YAML files -> values, each with its source
 display           what --help and --print_config show
 declarations      name, type and default of a setting; the values of all
 unknown_names     refused settings, other toolkits' names, typing errors
-import_config     another toolkit's config -> our recipes; toolkits, foreign_data: its keys and data
 strategy, assumed        the accelerate config of a strategy; the GPUs that a dry run assumes
 precision, errors        bf16 that nobody set; exit codes and the errors that users can repair
 """

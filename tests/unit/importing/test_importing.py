@@ -1,21 +1,23 @@
 """Published configs of other toolkits, as key and value, become recipes that our parsers take."""
 
 import pytest
+import torch
 import yaml
 
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
-from utils.config.import_config import UNKNOWN, convert, main, recipe_texts
 from utils.config.preparation import (
     PreparationArguments,
     check_preparation,
     parse_preparation,
     sources_of,
 )
-from utils.config.recipes import load_file
+from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.config.toolkits import TOOLKITS
 from utils.config.unknown_names import OTHER_NAMES
+from utils.importing.__main__ import main, recipe_texts
+from utils.importing.conversion import UNKNOWN, convert
+from utils.importing.toolkits import LEFT, TOOLKITS
 
 ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
 MESSAGES = [{
@@ -37,19 +39,6 @@ FACTORY = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
     "num_train_epochs": 3.0, "warmup_ratio": 0.1, "save_steps": 500, "report_to": "none",
     "output_dir": "saves/qwen3-4b/sft", "preprocessing_num_workers": 16, "plot_loss": True,
-}  # fmt: skip
-TUNE = {
-    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": None},
-    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer",
-                     "checkpoint_dir": "/tmp/Meta-Llama-3.1-8B-Instruct/"},
-    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "packed": False,
-                "split": "train[:95%]"},
-    "dataset_val": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset",
-                    "split": "train[95%:]"},
-    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 2e-5},
-    "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
-    "batch_size": 2, "gradient_accumulation_steps": 1, "epochs": 1, "clip_grad_norm": None,
-    "dtype": "bf16", "enable_activation_checkpointing": True, "output_dir": "/tmp/full",
 }  # fmt: skip
 TRL = {
     "model_name_or_path": "HuggingFaceTB/SmolLM3-3B-Base", "torch_dtype": "bfloat16",
@@ -118,21 +107,6 @@ PUBLISHED = {
         {"strategy": "multi_gpu", "dtype": "bfloat16", "stochastic_rounding": True, "bf16": None,
          "activation_checkpointing": None, "use_peft": None}, {},
     ),
-    "torchtune full": (
-        TUNE, {},
-        {"model_name_or_path": "Meta-Llama-3.1-8B-Instruct", "dtype": "bfloat16",
-         "stochastic_rounding": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
-         "weight_decay": 0.01, "eval_data": ["data/made/validation"], "bf16": None},
-        {"sources": ["yahma/alpaca-cleaned"], "validation_fraction": 0.05},
-    ),
-    "torchtune qlora": (
-        TUNE, {"model": {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b",
-                         "lora_rank": 8, "lora_attn_modules": ["q_proj", "output_proj"]},
-               "lr_scheduler": {"_component_": "torchtune.get_cosine_schedule_with_warmup",
-                                "num_warmup_steps": 100}},
-        {"load_in_4bit": True, "lora_r": 8, "lora_target_modules": ["q_proj", "o_proj"],
-         "lr_scheduler_type": "cosine", "warmup_steps": 100.0}, {},
-    ),
     "trl mixture": (
         TRL, {"report_to": ["wandb"]},
         {"packing": None, "dtype": "bfloat16", "save_total_limit": 2, "global_batch_size": 16,
@@ -168,13 +142,13 @@ def made(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_becomes_two_recipes(name, made, tmp_path):
+def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     base, changes, run, data = PUBLISHED[name]
     found = convert(made({**base, **changes}), gpus=8)
     assert found.kind == name.split()[0]
-    texts = recipe_texts(found, tmp_path / "made.yaml", tmp_path / "ours")
+    texts = recipe_texts(found, tmp_path / "ours")
     (tmp_path / "ours").mkdir()
     recipes = {}
     for file, text in texts.items():
@@ -195,7 +169,7 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path):
 
 def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     config = {**AXOLOTL, **LORA, "datasets": ALPACA, "made_up": 3, "off_here": False,
-              "qat": {"a": 1}, "trust_remote_code": True,
+              "qat": {"a": 1}, "trust_remote_code": True, "tokens": {"bos_token": "<s>"},
               "fsdp_config": {"offload_params": True}}  # fmt: skip
     found = convert(made(config))
     reasons = {key: why for why, keys in found.notes.items() for key in keys}
@@ -203,15 +177,15 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert "off_here" not in reasons
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
-    assert {"lora_target_linear", "special_tokens", "offload"} <= reasons.keys()
-    text = recipe_texts(found, tmp_path / "a.yaml", tmp_path)[tmp_path / "a.yaml"]
+    assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
+    text = recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
     assert f"#   made_up: {UNKNOWN}\n" in text
     assert "global_batch_size: 8 " in text
     assert "# 2 x 4 accumulation x 1 GPU(s)" in text
     assert "# base_model\n" in text
-    template = recipe_texts(convert(made(TRL)), tmp_path / "t.yaml", tmp_path)
-    assert template[tmp_path / "t.jinja"] == TRL["chat_template"]
-    assert "chat_template: " in template[tmp_path / "t_data.yaml"]
+    template = recipe_texts(convert(made(TRL)), tmp_path)
+    assert template[tmp_path / "made.jinja"] == TRL["chat_template"]
+    assert "chat_template: " in template[tmp_path / "made_data.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -222,13 +196,13 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
         (AXOLOTL, "no dataset is named"),
         ({**FACTORY, "finetuning_type": "oft"}, "finetuning_type: oft: supervised"),
         ({**FACTORY, "stage": "pt"}, "pretrain.py trains every weight"),
-        ({**TUNE, "teacher_model": {"_component_": "x"}}, "teacher_model"),
         ({**TRL, "beta": 0.1}, "beta: supervised"),
         ({"a": 1}, "none of the keys that"),
+        (["a"], "expected settings as"),
     ],
 )
 def test_another_kind_of_training_is_refused(config, said, made, capsys):
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises((ConfigurationError, YamlError), match=said):
         convert(path := made(config))
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err
@@ -255,5 +229,5 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
 def test_the_tables_say_nothing_twice():
     for toolkit in TOOLKITS.values():
         assert not {name for name, ours in toolkit.names.items() if OTHER_NAMES.get(name) == ours}
-        assert not toolkit.names.keys() & {n for n, why in toolkit.left.items() if why == UNKNOWN}
+        assert not toolkit.names.keys() & LEFT.keys()
         assert set(toolkit.marks)
