@@ -90,13 +90,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
     "meta-llama/Llama-3.1-8B": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
     "meta-llama/Llama-3.3-70B-Instruct": _sizes("llama", (8192, 28672, 80, 64, 8, 128256)),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": _sizes(
+    "HuggingFaceTB/SmolLM2-135M": _sizes(
         "llama", (576, 1536, 30, 9, 3, 49152), tied=True
     ),
-    "HuggingFaceTB/SmolLM2-360M-Instruct": _sizes(
+    "HuggingFaceTB/SmolLM2-360M": _sizes(
         "llama", (960, 2560, 32, 15, 5, 49152), tied=True
     ),
-    "HuggingFaceTB/SmolLM2-1.7B-Instruct": _sizes(
+    "HuggingFaceTB/SmolLM2-1.7B": _sizes(
         "llama", (2048, 8192, 24, 32, 32, 49152), tied=True
     ),
     "HuggingFaceTB/SmolLM3-3B": _sizes("smollm3", (2048, 11008, 36, 16, 4, 128256), tied=True),

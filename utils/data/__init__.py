@@ -5,7 +5,6 @@ description    statistics and fingerprint of a split: stoker.json, or measured o
 token_dataset  the documents of a split, and what is wrong with them
 packing        which documents fill which sequence: a plan of indices
 order          which sequences each step and rank trains on: a function of seed and step
-sequences      micro-batches of packed sequences
-loader         micro-batches ahead of training; tokens seen per source
-tokenizers     loading, training and comparing them; prepare/ makes datasets
+loader         micro-batches of packed sequences, ahead of training; tokens seen per source
+tokenizers     loading and comparing them; prepare/ makes datasets
 """

@@ -54,7 +54,7 @@ def test_models_have_their_published_numbers_of_parameters():
     published = {
         "Qwen/Qwen3-8B": 8_190_735_360, "meta-llama/Llama-3.1-8B": 8_030_261_248,
         "google/gemma-3-1b-it": 999_885_952, "openai/gpt-oss-20b": 20_914_757_184,
-        "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008, "microsoft/phi-4": 14_659_507_200,
+        "HuggingFaceTB/SmolLM2-135M": 134_515_008, "microsoft/phi-4": 14_659_507_200,
         "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
         "Qwen/Qwen3-30B-A3B": 30_532_122_624, "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
         "allenai/OLMo-2-1124-7B-Instruct": 7_298_617_344,
