@@ -24,8 +24,10 @@ def notes_dir(tmp_path, monkeypatch):
 
 
 def write(directory, *notes: Note) -> None:
-    for one in notes:
-        (directory / f"rank-{one.rank}.json").write_text(json.dumps(dataclasses.asdict(one)))
+    for one in notes:  # renamed into place, as ranks do: a reader may look at any moment
+        partial = directory / "partial"
+        partial.write_text(json.dumps(dataclasses.asdict(one)))
+        partial.replace(directory / f"rank-{one.rank}.json")
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,14 @@ def test_an_entry_that_cannot_be_read_says_why(source):
             plan(source if given else entry, **given, validation_fraction=0.1)
 
 
-def test_the_documented_recipe_is_read():
+def test_the_documented_recipes_are_read():
     text = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
-    arguments = PreparationArguments(output_dir="out", **yaml.safe_load(block))
+    local, hub = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (smoltalk,) = sources_of(
+        PreparationArguments(output_dir="out", tokenizer_name_or_path="x", **yaml.safe_load(hub))
+    )
+    assert (smoltalk.subset, smoltalk.from_split, smoltalk.max_files) == ("all", "train", 1)
+    arguments = PreparationArguments(output_dir="out", **yaml.safe_load(local))
     alpaca, tulu, gsm8k, test = sources_of(arguments)
     assert (alpaca.weight, tulu.from_split, tulu.max_tokens) == (2, "train_sft", 50_000_000)
     assert tulu.filters == (("language", ["en", "de"]), ("score", {"min": 3}))
