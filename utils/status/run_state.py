@@ -235,7 +235,9 @@ def _judge(
     if owner and owner.alive:
         status.state, status.because = "running", f"process {owner.pid} on {owner.host}"
     elif last == ["summary"] and (directory / FINAL).is_dir() and (not owner or owner.left):
-        status.state, status.because = "finished", f"{directory / FINAL} holds the model"
+        early = status.max_steps and status.step and status.step < status.max_steps
+        ended = f"early stopping at step {status.step}; " if early else ""
+        status.state, status.because = "finished", f"{ended}{directory / FINAL} holds the model"
     elif job and in_queue in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
         status.state, status.because = "waiting", f"job {job.id} is in the queue: {job.reason}"
     elif last == ["stopped"] and (not owner or owner.left):
