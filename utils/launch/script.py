@@ -94,6 +94,8 @@ def configure_environment() -> None:
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     _stay_offline_in_jobs()
+    # PEFT imports it, where it is installed, and it asks for a package that training never uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
 
