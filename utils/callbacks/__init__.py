@@ -2,6 +2,7 @@
 
 journal        metrics.jsonl and the log's lines
 metrics        figures of training logs: speed, MFU, memory, a mixture's sources
+profiler       a trace of some steps, and their dearest kernels
 stop           stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite

@@ -12,10 +12,12 @@ from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
 from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.store import Checkpoints
+from utils.config.arguments import profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
@@ -50,6 +52,9 @@ def run_callbacks(
         asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
     if decay := settings.run.ema_decay:
         asked_for.append(AveragedWeights(decay, run.resume_from))
+    if settings.run.profile_steps:
+        window = profiled_steps(settings.run.profile_steps)
+        asked_for.append(ProfilerWindow(*window, checkpoints.output_dir))
     return [
         HangWatch(settings.run.hang_timeout_s, launch.hosts),
         *inherited,
