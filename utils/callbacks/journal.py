@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.metrics import MemoryMonitor
+from utils.callbacks.memory import MemoryMonitor, fullest_rank
 from utils.checkpoints.store import Checkpoints
 from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
 from utils.support.run_lock import known_loss
@@ -69,6 +69,7 @@ class Journal(TrainerCallback):
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
             line |= {"event": "eval", "split": split or None}
+            line["memory_by_rank"] = self.memory.by_rank
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
@@ -82,7 +83,8 @@ class Journal(TrainerCallback):
         """Write what each new checkpoint took."""
         if state.is_world_process_zero:
             for save in self.checkpoints.saves[self.saves_written :]:
-                self.write({"event": "save", **dataclasses.asdict(save)})
+                own = {"memory_by_rank": self.memory.of_saves.pop(save.step, ())}
+                self.write({"event": "save", **dataclasses.asdict(save), **own})
                 self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -127,7 +129,9 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
         begin = f"step {step:>{len(str(line['max_steps']))}}/{line['max_steps']}"
         ending = _remarks(line, limit_s)
     figures = [
-        text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
+        text.format(line[prefix + key]) + (fullest_rank(line) if "peak" in key else "")
+        for key, text in _FIGURES.items()
+        if prefix + key in line
     ]
     return "  ".join([begin, *figures, *ending])
 

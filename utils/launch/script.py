@@ -15,7 +15,7 @@ from collections.abc import Callable
 from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
-from utils.support.notes import last_line, leave_note, storage_error
+from utils.support.notes import last_line, leave_note, memory_error, storage_error
 from utils.support.redaction import install_redaction, redact
 from utils.support.run_lock import note_error
 
@@ -123,8 +123,9 @@ def _stay_offline_in_jobs() -> None:
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
-    all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
+    A ConfigurationError (full disks and memory, missing packages become one) is shown without
+    traceback: all of it by rank 0, one line by the first rank of each other node, whose fault may
+    be its own.
     Any other exception is shown with its traceback, host and rank in front, and becomes 1. Both
     leave a note for the launcher. SystemExit and KeyboardInterrupt pass through, but for Answer.
 
@@ -165,7 +166,7 @@ def _run(main: Callable[[], int | None]) -> int:
     except ConfigurationError as error:
         return _refuse(error)
     except Exception as error:
-        refusal = storage_error(error) or missing_package(error)
+        refusal = memory_error(error) or storage_error(error) or missing_package(error)
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
@@ -208,7 +209,9 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
         _show([f"{error.kind} ({count}):", *listed])
-    elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    elif of_this_rank:
+        _show([f"{_origin()}{line}" for line in f"{error.kind}: {problems[0]}".splitlines()])
+    elif int(os.environ.get("LOCAL_RANK", "0")) == 0:
         _show([f"{_origin()}{error.kind}: {first}"])
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.

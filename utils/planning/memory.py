@@ -6,7 +6,7 @@ No weight is loaded. What a micro-batch takes is counted on the model itself (me
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -81,7 +81,8 @@ class MemoryPlan:
     """The choice of activation checkpointing as the record of a start has it.
 
     `requested` is the word of the settings. `predicted_bytes` are a device's, by choice.
-    `room_bytes` is the least of all ranks', None where no device was asked.
+    `room_bytes` is the least of all ranks', None where no device was asked. `sequence_bytes` is
+    what one more sequence in a micro-batch takes, with the margin; None but for a GPU that is here.
     """
 
     choice: str
@@ -89,6 +90,7 @@ class MemoryPlan:
     reason: str
     predicted_bytes: dict[str, int]
     room_bytes: int | None
+    sequence_bytes: int | None = None
 
 
 def plan_memory(
@@ -141,8 +143,12 @@ def plan_memory(
     if room is not None and needed > room:
         logger.warning("%s. It will probably run out", problem)
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
-    totals = {name: estimate.total for name, estimate in predicted.items()}
-    return MemoryPlan(choice, requested, reason, totals, room)
+    totals, sequence = {name: estimate.total for name, estimate in predicted.items()}, None
+    if launch.device == "cuda" and not elsewhere:
+        more = replace(work, rows=work.rows + 1)
+        larger = estimate_memory(settings, config, launch, more, choice, counts).total
+        sequence = int((larger - needed) * margin)
+    return MemoryPlan(choice, requested, reason, totals, room, sequence)
 
 
 def workload(

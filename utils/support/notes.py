@@ -12,12 +12,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.config.errors import StorageError
+from utils.config.errors import OutOfMemoryError, StorageError
 from utils.support.host import global_rank, host_name
 
 _ROOT = Path(__file__).parents[2]
@@ -31,6 +31,12 @@ _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
+_MEMORY_TEXTS = (
+    "out of memory", "an't allocate memory", "annot allocate memory", "bad_alloc", "ALLOC_FAILED",
+    "is killed by signal: Killed",  # a data worker: of the kernel or Slurm, for lack of memory
+)  # fmt: skip
+# Of a run, for memory that ran out: (error, its cause, GPU or host) -> last words.
+memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,25 @@ def storage_error(error: BaseException) -> StorageError | None:
         "quota command) or have the storage repaired, and start the same command again: it resumes "
         "from the newest checkpoint."
     )
+
+
+def memory_error(error: BaseException) -> OutOfMemoryError | None:
+    """Return `error` as an OutOfMemoryError when a GPU's or the host's memory ran out; else None.
+
+    Looks through what it was raised from, as above; a run writes its page now.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemoryError):
+        # torch's types are RuntimeErrors; safetensors has its own.
+        untyped = isinstance(cause, OSError | RuntimeError) or "safetensors" in str(type(cause))
+        if untyped and any(text in str(cause) for text in _MEMORY_TEXTS):
+            break
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
+    words = f"{host_name()}: out of memory ({whose}): {last_line(cause)}"
+    return OutOfMemoryError(memory_reports[0](error, cause, whose) if memory_reports else words)
 
 
 def _storage_fault(error: BaseException) -> str | None:

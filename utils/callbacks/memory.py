@@ -1,0 +1,127 @@
+"""Memory of each rank in training, evaluations and saves; what a GPU has left for more."""
+
+import logging
+import resource
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from transformers import TrainerState
+from typing_extensions import override
+
+from utils.callbacks.metrics import MetricCallback
+from utils.support.collectives import gathered
+from utils.support.host import host_name
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+SETTLED = 2  # the training log of a start whose peak is that of all steps to come
+APART = 1.1  # peaks of ranks that differ by more are worth a word
+LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
+
+
+class MemoryMonitor(MetricCallback):
+    """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
+
+    torch's caching allocator counts the device's, and the driver says what is free; the host's is
+    that of this process, without its data-loading workers. The device's peak is that of training,
+    of a split's evaluation or of a save, since the last line. `sequence_bytes` is what one more
+    sequence in a micro-batch of `rows` is predicted to take.
+    """
+
+    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line
+    peak_bytes = logs = 0  # of training since its last line, before an evaluation or a save
+
+    def __init__(self, rows: int = 1, sequence_bytes: int | None = None) -> None:
+        self.rows, self.sequence_bytes = rows, sequence_bytes
+        self.of_saves: dict[int, Sequence[Mapping[str, Any]]] = {}  # by step, for the journal
+
+    @override
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
+        """Start the peak here: loading the model is no part of training."""
+        self.device = args.device
+        self._new_peak()
+
+    def _new_peak(self) -> int:
+        """Begin a new peak; return the last one in bytes, 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    @override
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Put training's peak aside for its line: evaluations and saves have their own."""
+        if control.should_evaluate or control.should_save:
+            self.peak_bytes = max(self.peak_bytes, self._new_peak())
+
+    @override
+    def on_log(self, *_: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Measure for the line of an evaluated split; collective over ranks."""
+        if any(key.startswith("eval_") and key.endswith("_loss") for key in logs):
+            self._measure(self._new_peak())
+
+    @override
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Measure for the line of a save; collective over ranks."""
+        self._measure(self._new_peak())
+        if state.is_world_process_zero:
+            self.of_saves[state.global_step] = self.by_rank
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        """Return the worst rank's figures of training; collective over ranks."""
+        self._measure(max(self.peak_bytes, self._new_peak()))
+        self.peak_bytes, self.logs = 0, self.logs + 1
+        if self.logs == SETTLED and self.sequence_bytes:
+            logger.info("memory: %s", self.headroom(self.sequence_bytes / GIB))
+        names = [name for name in self.by_rank[0] if name.endswith("_gib")]
+        return {
+            name: (min if name in LEFT else max)(sizes[name] for sizes in self.by_rank)
+            for name in names
+        }
+
+    def _measure(self, peak_bytes: int) -> None:
+        own: dict[str, float] = {
+            "host_rss_gib": psutil.Process().memory_info().rss,
+            "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if self.device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            reserved_bytes = torch.cuda.memory_reserved(self.device)
+            own |= {
+                "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
+                "memory_reserved_gib": reserved_bytes,
+                "memory_peak_gib": peak_bytes,
+                "memory_free_gib": free_bytes,
+                # What torch holds and what is free; the rest is CUDA's and other processes'.
+                "memory_headroom_gib": free_bytes + reserved_bytes - peak_bytes,
+                "memory_total_gib": total_bytes,
+            }
+        own = {name: size_bytes / GIB for name, size_bytes in own.items()}
+        ranks = gathered((host_name(), own))
+        self.by_rank = [
+            {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
+        ]
+
+    def headroom(self, sequence_gib: float) -> str:
+        """Say what the fullest GPU has left beyond training's peak, and which micro-batch fits."""
+        least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
+        room, all_of_it = least["memory_headroom_gib"], least["memory_total_gib"]
+        fits = self.rows + max(int(room / sequence_gib), 0)
+        larger = f"{fits + 1} would not fit"
+        if fits > self.rows:
+            larger = f"{fits} would fit, {fits + 1} would not"
+        where = f"{room:.1f} GiB of {all_of_it:.1f} on rank {least['rank']} ({least['host']})"
+        return f"headroom {where}: micro-batch {larger} (predicted)"
+
+
+def fullest_rank(line: Mapping[str, Any]) -> str:
+    """Return " (rank 3 on n2)", whose GPU's peak is the highest; "" where all are about alike."""
+    ranks = sorted(line.get("memory_by_rank", ()), key=lambda sizes: sizes["memory_peak_gib"])
+    if not ranks or ranks[-1]["memory_peak_gib"] <= APART * ranks[0]["memory_peak_gib"]:
+        return ""
+    return f" (rank {ranks[-1]['rank']} on {ranks[-1]['host']})"
