@@ -17,24 +17,22 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-SETTLED = 2  # the training log of a start whose peak is that of all steps to come
-APART = 1.1  # peaks of ranks that differ by more are worth a word
+MARGIN = 1.1  # of what a sequence takes, as utils/planning/memory.py has it
 LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
 
 
 class MemoryMonitor(MetricCallback):
     """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
 
-    torch's caching allocator counts the device's, and the driver says what is free; the host's is
-    that of this process, without its data-loading workers. The device's peak is that of training,
-    of a split's evaluation or of a save, since the last line. `sequence_bytes` is what one more
-    sequence in a micro-batch of `rows` is predicted to take.
+    torch's allocator counts the device's; the host's is that of this process, without its workers.
+    The peak is that of training, of a split's evaluation or of a save, since the last line.
+    `sequence_bytes` is what one more sequence in a micro-batch of `rows` is predicted to take.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line
     peak_bytes = logs = 0  # of training since its last line, before an evaluation or a save
 
-    def __init__(self, rows: int = 1, sequence_bytes: int | None = None) -> None:
+    def __init__(self, rows: int = 1, sequence_bytes: int = 0) -> None:
         self.rows, self.sequence_bytes = rows, sequence_bytes
         self.of_saves: dict[int, Sequence[Mapping[str, Any]]] = {}  # by step, for the journal
 
@@ -76,13 +74,11 @@ class MemoryMonitor(MetricCallback):
         """Return the worst rank's figures of training; collective over ranks."""
         self._measure(max(self.peak_bytes, self._new_peak()))
         self.peak_bytes, self.logs = 0, self.logs + 1
-        if self.logs == SETTLED and self.sequence_bytes:
-            logger.info("memory: %s", self.headroom(self.sequence_bytes / GIB))
-        names = [name for name in self.by_rank[0] if name.endswith("_gib")]
-        return {
-            name: (min if name in LEFT else max)(sizes[name] for sizes in self.by_rank)
-            for name in names
-        }
+        if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
+            logger.info("memory: %s", self.headroom())  # by the peak of all steps to come
+        figures = {name: [one[name] for one in self.by_rank] for name in self.by_rank[0]}
+        del figures["rank"], figures["host"]
+        return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
 
     def _measure(self, peak_bytes: int) -> None:
         own: dict[str, float] = {
@@ -90,38 +86,32 @@ class MemoryMonitor(MetricCallback):
             "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if self.device.type == "cuda":
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            reserved_bytes = torch.cuda.memory_reserved(self.device)
-            own |= {
-                "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
-                "memory_reserved_gib": reserved_bytes,
-                "memory_peak_gib": peak_bytes,
-                "memory_free_gib": free_bytes,
-                # What torch holds and what is free; the rest is CUDA's and other processes'.
-                "memory_headroom_gib": free_bytes + reserved_bytes - peak_bytes,
-                "memory_total_gib": total_bytes,
-            }
+            free, total = torch.cuda.mem_get_info(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            own |= {"memory_allocated_gib": torch.cuda.memory_allocated(self.device)}
+            own |= {"memory_reserved_gib": reserved, "memory_peak_gib": peak_bytes}
+            own |= {"memory_free_gib": free, "memory_total_gib": total}
+            # The rest is CUDA's and other processes'.
+            own["memory_headroom_gib"] = free + reserved - peak_bytes
         own = {name: size_bytes / GIB for name, size_bytes in own.items()}
         ranks = gathered((host_name(), own))
         self.by_rank = [
             {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
         ]
 
-    def headroom(self, sequence_gib: float) -> str:
+    def headroom(self) -> str:
         """Say what the fullest GPU has left beyond training's peak, and which micro-batch fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
-        room, all_of_it = least["memory_headroom_gib"], least["memory_total_gib"]
-        fits = self.rows + max(int(room / sequence_gib), 0)
-        larger = f"{fits + 1} would not fit"
-        if fits > self.rows:
-            larger = f"{fits} would fit, {fits + 1} would not"
-        where = f"{room:.1f} GiB of {all_of_it:.1f} on rank {least['rank']} ({least['host']})"
-        return f"headroom {where}: micro-batch {larger} (predicted)"
+        room, total = least["memory_headroom_gib"], least["memory_total_gib"]
+        fits = self.rows + max(int(room * GIB / (MARGIN * self.sequence_bytes)), 0)
+        fitting = f"{fits} would fit, " if fits > self.rows else ""
+        where = f"{room:.1f} GiB of {total:.1f} on rank {least['rank']} ({least['host']})"
+        return f"headroom {where}: micro-batch {fitting}{fits + 1} would not (predicted)"
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
     """Return " (rank 3 on n2)", whose GPU's peak is the highest; "" where all are about alike."""
     ranks = sorted(line.get("memory_by_rank", ()), key=lambda sizes: sizes["memory_peak_gib"])
-    if not ranks or ranks[-1]["memory_peak_gib"] <= APART * ranks[0]["memory_peak_gib"]:
+    if not ranks or ranks[-1]["memory_peak_gib"] <= 1.1 * ranks[0]["memory_peak_gib"]:
         return ""
     return f" (rank {ranks[-1]['rank']} on {ranks[-1]['host']})"

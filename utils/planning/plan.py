@@ -4,9 +4,7 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,9 +39,9 @@ from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
-from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory, workload
+from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.run_data import RunData
-from utils.planning.suggestions import make_planner, report_forecast, what_helps
+from utils.planning.suggestions import make_planner, report_forecast
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,6 @@ class RunPlan:
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of final/
-    what_helps: Callable[[], list[tuple[str, int]]]  # where its memory runs out
 
 
 def plan_run(
@@ -128,12 +125,10 @@ def plan_run(
     if run.dry_run:
         report_run(settings, launch, total_steps, saved_bytes)
     every = save_interval(training, total_steps)
-    work = workload(settings, config, launch, attention, loss_head, compiled)
     return RunPlan(
         sampler, total_steps, math.ceil(total_steps / every) if every else 0, attention, loss_head,
         memory, compiled, products_name(), optimizer_states, saved_bytes,
         saved_dtype(settings, config, weights_dtype(model, config)),
-        partial(what_helps, settings, config, launch, work, memory.choice),
     )  # fmt: skip
 
 

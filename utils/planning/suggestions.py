@@ -1,8 +1,7 @@
 """What a dry run says of GPUs elsewhere: how fast the run will be, and which settings fit best.
 
 --assume names the GPUs, --suggest tries strategies, micro-batches and recomputation on them. Both
-are predictions (memory.py) and forecasts (forecast.py): nothing is measured here. `what_helps` is
-for a run whose memory ran out.
+are predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
 """
 
 import copy
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import accumulation_steps, fitting_micro_batch
+from utils.config.arguments import accumulation_steps
 from utils.config.assumed import GPUS, AssumedGpus, assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
@@ -33,12 +32,10 @@ from utils.planning.memory import (
     RESERVED,
     VARIABLE,
     checkpointing_choices,
-    count_parameters,
     estimate_memory,
     planned_device,
     workload,
 )
-from utils.planning.memory_trace import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -257,34 +254,6 @@ def report_forecast(
         f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
         f"({SOURCE}{network})"
     )
-
-
-def what_helps(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, work: Workload,
-    choice: str,
-) -> list[tuple[str, int]]:  # fmt: skip
-    """Predict the peak in bytes of the run as it is, then of single changes to it, least first.
-
-    `choice` is its activation checkpointing.
-    """
-    training, counts = copy.copy(settings.training), count_parameters(settings.model, config)
-    training.activation_checkpointing = "auto"  # type: ignore[assignment] # ours is wider
-    settings, total = replace(settings, training=training), settings.run.global_batch_size
-
-    def peak(launch: LaunchFacts = launch, work: Workload = work, choice: str = choice) -> int:
-        training.gradient_accumulation_steps = total // (work.rows * launch.world_size)
-        return estimate_memory(settings, config, launch, work, choice, counts).total
-
-    own, peaks = peak(), {}
-    for other in checkpointing_choices(settings, config, launch)[1]:
-        peaks[f"--activation_checkpointing {other}"] = peak(choice=other)
-    for rows in {fitting_micro_batch(total, work.rows // 2, launch.world_size), 1} - {0}:
-        peaks[f"--per_device_train_batch_size {rows}"] = peak(work=replace(work, rows=rows))
-    if launch.strategy == "ddp":
-        gathered = replace(work, weights=work.autocast or work.weights)
-        peaks["strategy: fsdp2 (a new run)"] = peak(replace(launch, strategy="fsdp2"), gathered)
-    less = [each for each in peaks.items() if each[1] < own]
-    return [("", own), *sorted(less, key=lambda each: each[1])]
 
 
 def duration(seconds: float) -> str:

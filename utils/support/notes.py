@@ -5,6 +5,7 @@ of one node under slurm/launch_node.sh, of all nodes of a job under slurm/traini
 it there is nobody to read a note.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -151,41 +152,41 @@ def last_line(error: BaseException) -> str:
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return `error` as a StorageError when storage is its cause; None when it is not.
-
-    Looks through what it was raised from: torch closes a half-written archive with another error.
-    """
-    cause: BaseException | None = error
-    while cause is not None and (fault := _storage_fault(cause)) is None:
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    """Return `error` as a StorageError when storage is its cause; None when it is not."""
+    if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
     where = f", writing {target}" if target else f" ({last_line(error)})"
     return StorageError(
-        f"{host_name()}: {fault}{where}. Make room (df -h, df -i, your site's "
+        f"{host_name()}: {_storage_fault(cause)}{where}. Make room (df -h, df -i, your site's "
         "quota command) or have the storage repaired, and start the same command again: it resumes "
         "from the newest checkpoint."
     )
 
 
 def memory_error(error: BaseException) -> OutOfMemoryError | None:
-    """Return `error` as an OutOfMemoryError when a GPU's or the host's memory ran out; else None.
-
-    Looks through what it was raised from, as above; a run writes its page now.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemoryError):
-        # torch's types are RuntimeErrors; safetensors has its own.
-        untyped = isinstance(cause, OSError | RuntimeError) or "safetensors" in str(type(cause))
-        if untyped and any(text in str(cause) for text in _MEMORY_TEXTS):
-            break
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None."""
+    if (cause := _cause(error, _lacks_memory)) is None:
         return None
     whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
-    words = f"{host_name()}: out of memory ({whose}): {last_line(cause)}"
-    return OutOfMemoryError(memory_reports[0](error, cause, whose) if memory_reports else words)
+    words = ""
+    with contextlib.suppress(Exception):  # of memory as short as this
+        words = memory_reports[0](error, cause, whose) if memory_reports else ""
+    return OutOfMemoryError(words or f"{host_name()} ({whose}): {last_line(error)}")
+
+
+def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
+    """Look through what it was raised from: torch closes a half-written archive with another."""
+    while error is not None and not fits(error):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    # torch's types are RuntimeErrors; safetensors has its own.
+    untyped = isinstance(error, OSError | RuntimeError) or "safetensors" in str(type(error))
+    told = untyped and any(text in str(error) for text in _MEMORY_TEXTS)
+    return told or isinstance(error, MemoryError)
 
 
 def _storage_fault(error: BaseException) -> str | None:
