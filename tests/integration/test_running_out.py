@@ -46,7 +46,7 @@ def test_in_training(starved):
     assert re.search(shown, done.stdout), done.stdout[-2000:]
     assert re.match(rf"rank 0 on \S+ failed: \S+ {what}$", verdict.text)
     assert verdict.exit_code == 79
-    assert re.match(rf"\S+: {what}\n\n\*\*\* on 1 rank\(s\); micro-batch: 2 sequences x 64", text)
+    assert re.match(rf"\S+: {what}\n\n\*\*\* on 1 rank\(s\), 2 sequences x 64", text)
     assert re.search(r" tokens, \d+ of them real\n", text)
     for line in ("weights", "optimizer states", "other tensors", "this process, resident"):
         assert re.search(rf"^{SIZE}{line}$", text, re.MULTILINE), text[:3000]
@@ -77,7 +77,7 @@ def test_in_the_evaluation_of_one_of_two_ranks(starved):
     assert re.match(r"rank 1 on \S+ failed: \S+ out of memory \(host\), eval, step 6", verdict.text)
     assert verdict.exit_code == 79
     assert page.name == "out-of-memory-rank1.txt"
-    assert "micro-batch: 8 sequences x 64 tokens" in text
+    assert ", 8 sequences x 64 tokens" in text
     assert re.search(r"\n  --per_device_eval_batch_size 4: about [\d.]+ KiB less\n", text)
     assert "\n  --async_save false: " in text
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

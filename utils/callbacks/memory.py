@@ -17,7 +17,6 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-MARGIN = 1.1  # of what a sequence takes, as utils/planning/memory.py has it
 LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
 
 
@@ -26,20 +25,19 @@ class MemoryMonitor(MetricCallback):
 
     torch's allocator counts the device's; the host's is that of this process, without its workers.
     The peak is that of training, of a split's evaluation or of a save, since the last line.
-    `sequence_bytes` is what one more sequence in a micro-batch of `rows` is predicted to take.
+    `sequence_bytes` is what one more sequence in a micro-batch is predicted to take.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line
     peak_bytes = logs = 0  # of training since its last line, before an evaluation or a save
 
-    def __init__(self, rows: int = 1, sequence_bytes: int = 0) -> None:
-        self.rows, self.sequence_bytes = rows, sequence_bytes
-        self.of_saves: dict[int, Sequence[Mapping[str, Any]]] = {}  # by step, for the journal
+    def __init__(self, sequence_bytes: int = 0) -> None:
+        self.sequence_bytes = sequence_bytes
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         """Start the peak here: loading the model is no part of training."""
-        self.device = args.device
+        self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
 
     def _new_peak(self) -> int:
@@ -57,22 +55,9 @@ class MemoryMonitor(MetricCallback):
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
     @override
-    def on_log(self, *_: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Measure for the line of an evaluated split; collective over ranks."""
-        if any(key.startswith("eval_") and key.endswith("_loss") for key in logs):
-            self._measure(self._new_peak())
-
-    @override
-    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure for the line of a save; collective over ranks."""
-        self._measure(self._new_peak())
-        if state.is_world_process_zero:
-            self.of_saves[state.global_step] = self.by_rank
-
-    @override
     def metrics(self) -> dict[str, float]:
         """Return the worst rank's figures of training; collective over ranks."""
-        self._measure(max(self.peak_bytes, self._new_peak()))
+        self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
         if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
             logger.info("memory: %s", self.headroom())  # by the peak of all steps to come
@@ -80,7 +65,9 @@ class MemoryMonitor(MetricCallback):
         del figures["rank"], figures["host"]
         return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
 
-    def _measure(self, peak_bytes: int) -> None:
+    def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
+        """Return all ranks' memory, the peak since the last line or `before`; collective."""
+        peak_bytes = max(before, self._new_peak())
         own: dict[str, float] = {
             "host_rss_gib": psutil.Process().memory_info().rss,
             "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -98,12 +85,14 @@ class MemoryMonitor(MetricCallback):
         self.by_rank = [
             {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
         ]
+        return self.by_rank
 
     def headroom(self) -> str:
         """Say what the fullest GPU has left beyond training's peak, and which micro-batch fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
-        fits = self.rows + max(int(room * GIB / (MARGIN * self.sequence_bytes)), 0)
+        more = int(room * GIB / (1.1 * self.sequence_bytes))  # with the margin of a prediction
+        fits = self.rows + max(more, 0)
         fitting = f"{fits} would fit, " if fits > self.rows else ""
         where = f"{room:.1f} GiB of {total:.1f} on rank {least['rank']} ({least['host']})"
         return f"headroom {where}: micro-batch {fitting}{fits + 1} would not (predicted)"
@@ -111,7 +100,6 @@ class MemoryMonitor(MetricCallback):
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
     """Return " (rank 3 on n2)", whose GPU's peak is the highest; "" where all are about alike."""
-    ranks = sorted(line.get("memory_by_rank", ()), key=lambda sizes: sizes["memory_peak_gib"])
-    if not ranks or ranks[-1]["memory_peak_gib"] <= 1.1 * ranks[0]["memory_peak_gib"]:
-        return ""
-    return f" (rank {ranks[-1]['rank']} on {ranks[-1]['host']})"
+    *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
+    apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
+    return f" (rank {last['rank']} on {last['host']})" * apart

@@ -5,7 +5,6 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,17 +24,15 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 def report(error: BaseException, cause: BaseException, whose: str) -> str:
-    """Write RUN/out-of-memory-rankN.txt; return the last words, "" where nothing trains yet.
+    """Write RUN/out-of-memory-rankN.txt, return the last words; `whose`: the GPU's or the host's.
 
-    `whose` is the GPU's or the host's. The error's frames tell what was going on; what they hold is
-    freed once it is listed.
+    The error's frames tell what was going on; what they hold is freed once it is listed. Raises
+    what comes of there being no trainer yet.
     """
     traces = [each.__traceback__ for each in dict.fromkeys((error, cause))]
     frames = [pair for each in traces for pair in traceback.walk_tb(each)][::-1]
     held = [value for frame, _ in frames for value in [*frame.f_locals.values()]]
     trainer: Any = next((one for one in held if isinstance(one, Trainer)), None)
-    if not hasattr(trainer, "optimizer"):
-        return ""
     words, rank = f"{host_name()}: out of memory ({whose})", global_rank()
     called = [frame.f_code for frame, _ in frames[::-1] if "/utils/" in frame.f_code.co_filename]
     phase = next((PHASES[code.co_name] for code in called if code.co_name in PHASES), "train")
@@ -55,7 +52,8 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
             parts.append(f"(a part is missing: {failure!r})")
 
     if device == "cuda":
-        add(_snapshot, page.with_suffix(".pickle"))
+        dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
+        add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
     add(_batch, trainer, held)
     add(_tensors, _named(trainer, frames), device, sizes)
     held.clear()
@@ -71,18 +69,14 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     return f"{words}\nwhat would help most: {first}\nwhat took it: {page}"
 
 
-def _snapshot(file: Path) -> str:
-    torch.cuda.memory._dump_snapshot(str(file))  # of now: recording a history would slow the run
-    return f"all blocks, to drop on pytorch.org/memory_viz: {file.name}"
-
-
 def _batch(trainer: Any, held: list[Any]) -> str:
     batches = [each for each in held if isinstance(each, dict) and "input_ids" in each]
-    text = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
-    for batch in batches[:1]:
-        text += "; micro-batch: {} sequences x {:,} tokens".format(*batch["input_ids"].shape)
-    real = [int(each["sequence_tokens"].sum()) for each in batches if "sequence_tokens" in each]
-    return text + "".join(f", {tokens:,} of them real" for tokens in real[:1])
+    shapes = ["{} sequences x {:,} tokens".format(*each["input_ids"].shape) for each in batches]
+    real = [each["sequence_tokens"].sum() for each in batches if "sequence_tokens" in each]
+    told = [*shapes[:1], *(f"{int(tokens):,} of them real" for tokens in real[:1])]
+    return ", ".join(
+        [f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)", *told]
+    )
 
 
 def _named(trainer: Any, frames: list[tuple[Any, int]]) -> Iterator[tuple[Any, str, str]]:

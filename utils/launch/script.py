@@ -123,9 +123,8 @@ def _stay_offline_in_jobs() -> None:
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError (full disks and memory, missing packages become one) is shown without
-    traceback: all of it by rank 0, one line by the first rank of each other node, whose fault may
-    be its own.
+    A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
+    all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
     Any other exception is shown with its traceback, host and rank in front, and becomes 1. Both
     leave a note for the launcher. SystemExit and KeyboardInterrupt pass through, but for Answer.
 

@@ -48,8 +48,7 @@ def run_callbacks(
         inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
-    rows = settings.training.per_device_train_batch_size
-    memory = MemoryMonitor(rows, plan.memory.sequence_bytes)
+    memory = MemoryMonitor(plan.memory.sequence_bytes)
     memory_reports[:] = [report]
     asked_for: list[TrainerCallback] = []
     if patience := settings.run.early_stopping_patience:

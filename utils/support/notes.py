@@ -170,7 +170,7 @@ def memory_error(error: BaseException) -> OutOfMemoryError | None:
         return None
     whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
     words = ""
-    with contextlib.suppress(Exception):  # of memory as short as this
+    with contextlib.suppress(Exception):  # nothing trains yet, or even this takes too much
         words = memory_reports[0](error, cause, whose) if memory_reports else ""
     return OutOfMemoryError(words or f"{host_name()} ({whose}): {last_line(error)}")
 
@@ -183,10 +183,7 @@ def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseExce
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    # torch's types are RuntimeErrors; safetensors has its own.
-    untyped = isinstance(error, OSError | RuntimeError) or "safetensors" in str(type(error))
-    told = untyped and any(text in str(error) for text in _MEMORY_TEXTS)
-    return told or isinstance(error, MemoryError)
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _MEMORY_TEXTS)
 
 
 def _storage_fault(error: BaseException) -> str | None:

@@ -34,7 +34,8 @@ class Gpu:
 
 
 def memory_of(device: str, **known: int) -> MemoryMonitor:
-    monitor, args = MemoryMonitor(**known), SimpleNamespace(device=torch.device(device))
+    monitor = MemoryMonitor(**known)
+    args = SimpleNamespace(device=torch.device(device), per_device_train_batch_size=4)
     monitor.on_train_begin(args, TrainerState(), TrainerControl())
     return monitor
 
@@ -68,21 +69,18 @@ def test_each_line_has_the_peak_of_its_own_phase(monkeypatch):
     gpu.use(62)
     monitor.on_step_end(args, state, saving)
     gpu.use(30)  # an evaluation without a training log before it
-    monitor.on_log(args, state, saving, logs={"eval_a_loss": 1.0})
+    monitor.measure()
     line()
-    monitor.on_log(args, state, saving, logs={"eval_b_loss": 1.0})
+    monitor.measure()  # of another split
     line()
-    gpu.use(45)
-    monitor.on_save(args, state, saving)
+    gpu.use(45)  # a save
+    monitor.measure()
     line()
-    assert monitor.of_saves == {3: monitor.by_rank}
     gpu.use(55)
     monitor.on_step_end(args, state, nothing)
-    monitor.on_log(args, state, saving, logs={"loss": 1.0})
-    line()  # as it was
     monitor.metrics()
     line()
-    assert peaks == [30, 20, 45, 45, 62]
+    assert peaks == [30, 20, 45, 62]
     assert monitor.metrics()["memory_peak_gib"] == 20
 
 
@@ -95,7 +93,7 @@ def test_the_log_gets_the_worst_ranks_memory_and_what_fits(monkeypatch, caplog):
     gpu = Gpu(monkeypatch)
     gathered = "utils.callbacks.memory.gathered"
     monkeypatch.setattr(gathered, lambda own: [own, ("n2", own[1] | OTHER)])
-    monitor = memory_of("cuda", rows=4, sequence_bytes=GIB // 2)
+    monitor = memory_of("cuda", sequence_bytes=GIB // 2)
     gpu.use(62)
     figures = monitor.metrics()
     assert [line["memory_free_gib"] for line in monitor.by_rank] == [8, 1]

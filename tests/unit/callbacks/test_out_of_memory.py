@@ -30,7 +30,10 @@ def trainer(monkeypatch, tmp_path):
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    dump = lambda file: Path(file).write_bytes(b"blocks")  # noqa: E731 - of one argument
+
+    def dump(file: str) -> None:
+        Path(file).write_bytes(b"blocks")
+
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     made = Trainer.__new__(Trainer)
     made.args = SimpleNamespace(
@@ -74,8 +77,8 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     assert shown[2:] == [f"    what would help most: {best}", f"    what took it: {page}"]
     text = page.read_text()
     assert text.startswith(head)
-    assert "Linear on 8 rank(s); micro-batch: 4 sequences x 8,192 tokens, 16,197 of them" in text
-    assert "on pytorch.org/memory_viz: out-of-memory-rank0.pickle" in text
+    assert "Linear on 8 rank(s), 4 sequences x 8,192 tokens, 16,197 of them" in text
+    assert "pytorch.org/memory_viz draws all blocks: out-of-memory-rank0.pickle" in text
     assert (tmp_path / "out-of-memory-rank0.pickle").read_bytes() == b"blocks"
     for line in (
         "   800.0 MiB  other tensors", "     2.1 GiB  reserved by torch, not in use",

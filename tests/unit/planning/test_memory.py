@@ -55,7 +55,7 @@ def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
-    """For the page of a run whose memory runs out, and the headroom; a CPU's start is not slower."""
+    """For the page of a run whose memory runs out, and the headroom; a CPU's is not slower."""
     counted = []
 
     def stand_in(_settings, _config, launch, work, choice, _counts):
