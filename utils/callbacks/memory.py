@@ -91,8 +91,7 @@ class MemoryMonitor(MetricCallback):
         """Say what the fullest GPU has left beyond training's peak, and which micro-batch fits."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
-        more = int(room * GIB / (1.1 * self.sequence_bytes))  # with the margin of a prediction
-        fits = self.rows + max(more, 0)
+        fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: for error
         fitting = f"{fits} would fit, " if fits > self.rows else ""
         where = f"{room:.1f} GiB of {total:.1f} on rank {least['rank']} ({least['host']})"
         return f"headroom {where}: micro-batch {fitting}{fits + 1} would not (predicted)"

@@ -1,5 +1,6 @@
 """Memory that ran out, of a GPU or the host: a page tells what took it and what would help."""
 
+import contextlib
 import gc
 import re
 import traceback
@@ -24,11 +25,7 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 def report(error: BaseException, cause: BaseException, whose: str) -> str:
-    """Write RUN/out-of-memory-rankN.txt, return the last words; `whose`: the GPU's or the host's.
-
-    The error's frames tell what was going on; what they hold is freed once it is listed. Raises
-    what comes of there being no trainer yet.
-    """
+    """Write RUN/out-of-memory-rankN.txt by the error's frames, clear them; return the last words."""
     traces = [each.__traceback__ for each in dict.fromkeys((error, cause))]
     frames = [pair for each in traces for pair in traceback.walk_tb(each)][::-1]
     held = [value for frame, _ in frames for value in [*frame.f_locals.values()]]
@@ -39,7 +36,9 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     step = trainer.state.global_step + (phase == "train")  # that is not done
     asked = re.search(r"allocate ([\d.]+ ?\w+)", str(cause))
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
-    words += f", {phase}, step {step}: {asked[1] if asked else 'more'} was not to be had in {where}"
+    words += (
+        f", {phase}, step {step}: {asked[1] if asked else 'memory'} was not to be had in {where}"
+    )
     page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
     device, sizes = "cpu" if whose == "host" else trainer.args.device.type, Counter[str]()
     parts, trace = [words], "".join(traceback.format_exception(error))
@@ -56,8 +55,7 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
         add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
     add(_batch, trainer, held)
     add(_tensors, _named(trainer, frames), device, sizes)
-    held.clear()
-    frames.clear()
+    del held[:], frames[:]
     for each in traces:
         traceback.clear_frames(each)
     add(_what_helps, trainer, phase, device, sizes[OTHERS])
@@ -72,11 +70,9 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
 def _batch(trainer: Any, held: list[Any]) -> str:
     batches = [each for each in held if isinstance(each, dict) and "input_ids" in each]
     shapes = ["{} sequences x {:,} tokens".format(*each["input_ids"].shape) for each in batches]
-    real = [each["sequence_tokens"].sum() for each in batches if "sequence_tokens" in each]
-    told = [*shapes[:1], *(f"{int(tokens):,} of them real" for tokens in real[:1])]
-    return ", ".join(
-        [f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)", *told]
-    )
+    real = [int(each["sequence_tokens"].sum()) for each in batches if "sequence_tokens" in each]
+    model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
+    return ", ".join([model, *shapes[:1], *(f"{tokens:,} of them real" for tokens in real[:1])])
 
 
 def _named(trainer: Any, frames: list[tuple[Any, int]]) -> Iterator[tuple[Any, str, str]]:
@@ -100,7 +96,7 @@ def _tensors(named: Iterator[tuple[Any, str, str]], device: str, sizes: Counter[
     """Return memory by kind, as `sizes` gets it, and the largest tensors on the device."""
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, origin in named:
-        if isinstance(value, torch.Tensor) and type(value).__name__ != "FakeTensor":
+        with contextlib.suppress(AttributeError, RuntimeError):  # no tensor, or one without data
             local = getattr(value, "_local_tensor", value)  # FSDP2's: this rank's rows
             storage = local.untyped_storage()
             if local.device.type == device and (address := storage.data_ptr()):
@@ -135,9 +131,9 @@ def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
         lines = [f"--per_device_eval_batch_size {rows // 2}: about {less} less"]
     elif phase == "train" and device == args.device.type:
         rows, own = args.per_device_train_batch_size, plan.predicted_bytes[plan.choice]
-        predicted = plan.predicted_bytes.items()
+        predicted, smaller = plan.predicted_bytes.items(), range(1, rows)
         changes = {f"--activation_checkpointing {name}": size for name, size in predicted}
-        for fewer in {rows // 2, 1} - {0, rows}:
+        for fewer in [size for size in smaller if rows % size == 0]:  # divides as rows does
             size = own - (rows - fewer) * plan.sequence_bytes
             changes[f"--per_device_train_batch_size {fewer}"] = size
         changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes

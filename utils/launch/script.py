@@ -208,10 +208,8 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
         _show([f"{error.kind} ({count}):", *listed])
-    elif of_this_rank:
-        _show([f"{_origin()}{line}" for line in f"{error.kind}: {problems[0]}".splitlines()])
-    elif int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _show([f"{_origin()}{error.kind}: {first}"])
+    elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _show([f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"])
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
         time.sleep(SPEAK_FIRST_S)

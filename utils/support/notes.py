@@ -32,11 +32,9 @@ _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
-_MEMORY_TEXTS = (
-    "out of memory", "an't allocate memory", "annot allocate memory", "bad_alloc", "ALLOC_FAILED",
-    "is killed by signal: Killed",  # a data worker: of the kernel or Slurm, for lack of memory
-)  # fmt: skip
-# Of a run, for memory that ran out: (error, its cause, GPU or host) -> last words.
+# The last one is of a data worker, which the kernel or Slurm kills for lack of memory.
+_MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED", "signal: Killed"
+# Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
 memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
 
