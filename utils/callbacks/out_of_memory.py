@@ -25,7 +25,7 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 def report(error: BaseException, cause: BaseException, whose: str) -> str:
-    """Write RUN/out-of-memory-rankN.txt by the error's frames, clear them; return the last words."""
+    """Write RUN/out-of-memory-rankN.txt by the error's frames, clear them, return last words."""
     traces = [each.__traceback__ for each in dict.fromkeys((error, cause))]
     frames = [pair for each in traces for pair in traceback.walk_tb(each)][::-1]
     held = [value for frame, _ in frames for value in [*frame.f_locals.values()]]
