@@ -10,8 +10,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
-from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
+from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.out_of_memory import report
 from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
@@ -22,12 +24,14 @@ from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
+from utils.planning.plan import RunPlan
 from utils.report.page import write_at_the_end
 from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
 from utils.runs.provenance import mark_wandb_stopped
 from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
+from utils.support.notes import memory_reports
 from utils.support.run_lock import leave_run_lock, wait_until_left
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
@@ -37,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_callbacks(
-    settings: RunSettings, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
+    settings: RunSettings, plan: RunPlan, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
 ) -> list[TrainerCallback]:
     """Return the callbacks of both scripts, in the order in which they act."""
     inherited = []
@@ -46,7 +50,8 @@ def run_callbacks(
         inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
-    memory = MemoryMonitor()
+    memory = MemoryMonitor(plan.memory.sequence_bytes)
+    memory_reports[:] = [report]
     asked_for: list[TrainerCallback] = []
     if patience := settings.run.early_stopping_patience:
         asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
