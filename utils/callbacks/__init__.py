@@ -1,6 +1,7 @@
 """Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
 
 journal        metrics.jsonl and the log's lines
+live           on a terminal, a view below the log's lines
 metrics        figures of training logs: speed, MFU, memory, a mixture's sources
 stop           stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation     early stopping, and samples of what the model says
