@@ -100,8 +100,7 @@ class LiveView(TrainerCallback):
         row = Table.grid(padding=(0, 1))
         row.add_row(f"{step / max(steps, 1):4.0%}", ProgressBar(steps, step, 20), losses, Text(now))
         event = {**self.figures, "event": "train", "step": step, "max_steps": steps}
-        line = readable_line(event, self.limit_s())
-        return Group(row, Text(line, no_wrap=True, overflow="ellipsis"))
+        return Group(row, Text(readable_line(event, self.limit_s())))
 
 
 def fits_terminal() -> bool:
