@@ -100,7 +100,8 @@ class LiveView(TrainerCallback):
         row = Table.grid(padding=(0, 1))
         row.add_row(f"{step / max(steps, 1):4.0%}", ProgressBar(steps, step, 20), losses, Text(now))
         event = {**self.figures, "event": "train", "step": step, "max_steps": steps}
-        return Group(row, Text(readable_line(event, self.limit_s())))
+        line = Text(readable_line(event, self.limit_s()), no_wrap=False, overflow="fold")
+        return Group(row, line)
 
 
 def fits_terminal() -> bool:
