@@ -1,6 +1,7 @@
 """Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
 
 journal        metrics.jsonl and the log's lines
+live           on a terminal, a view below the log's lines
 metrics        figures of training logs: speed, MFU, a mixture's sources
 memory         each rank's memory by phase, and what a GPU has left for a larger micro-batch
 out_of_memory  the page of a run whose memory ran out

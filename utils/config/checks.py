@@ -190,8 +190,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
         if reporter in REPORTERS and not is_installed(reporter):
             yield (
-                f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
-                "(metrics.jsonl in the run's directory has every figure)"
+                f"report_to {reporter} needs {reporter}, which is not installed: pip install "
+                f"{reporter}, or leave it out (the run's metrics.jsonl has every figure)"
             )
     if values["lm_eval_tasks"] and not is_installed("lm_eval"):
         yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"

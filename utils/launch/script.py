@@ -96,6 +96,8 @@ def configure_environment() -> None:
     _stay_offline_in_jobs()
     # PEFT imports it, where it is installed, and it asks for a package that training never uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's, wherever it is installed and there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
 
