@@ -51,7 +51,7 @@ def run_callbacks(
     if decay := settings.run.ema_decay:
         asked_for.append(AveragedWeights(decay, run.resume_from))
     return [
-        HangWatch(settings.run.hang_timeout_s, launch.hosts),
+        HangWatch(settings.run.hang_timeout_s, launch.hosts, checkpoints.output_dir),
         *inherited,
         stop,
         *asked_for,
@@ -83,7 +83,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             leave_run_lock(output_dir)
             mark_wandb_stopped(ExitCode.STOPPED)
     finally:
-        HangWatch.current = None
+        HangWatch.leave()
     step = state.global_step
     if state.is_world_process_zero:
         write_at_the_end(output_dir)

@@ -61,12 +61,13 @@ def notes_directory() -> Path | None:
 
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
-) -> None:
+) -> Note:
     """Write this rank's note with further fields; the first stays. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
     _create(f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+    return note
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
@@ -115,13 +116,18 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
     if not frames:
         return "no Python code"
     for frame in reversed(frames):
-        name = frame.filename.removeprefix(f"{_ROOT}/")
+        name = short_place(frame)
         # The virtual environment may lie in the repository.
-        installed = name.rpartition("/site-packages/")[2]
-        ours = name != frame.filename if installed == name else installed.split("/")[0] in packages
-        if ours:
-            return f"{installed}:{frame.lineno} in {frame.name}"
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+        ours = "/site-packages/" not in frame.filename and not name.startswith(frame.filename)
+        if ours or name.split("/")[0] in packages:
+            return name
+    return short_place(frames[-1])
+
+
+def short_place(frame: traceback.FrameSummary) -> str:
+    """Return `file:line in function`, the file below this repository or its packages."""
+    name = frame.filename.removeprefix(f"{_ROOT}/").rpartition("/site-packages/")[2]
+    return f"{name}:{frame.lineno} in {frame.name}"
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,10 @@ ALONE = SimpleNamespace(process_index=0, world_size=1)
 class Training:
     """Events of training in the order of Trainer, on a clock of our own."""
 
-    def __init__(self, monkeypatch, timeout_s: float = 100.0):
+    def __init__(self, monkeypatch, output_dir: Path, timeout_s: float = 100.0):
         self.now = 0.0
         monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-        self.watch = HangWatch(timeout_s, ["n1"], clock=lambda: self.now)
+        self.watch = HangWatch(timeout_s, ["n1"], output_dir, clock=lambda: self.now)
         self.state = TrainerState(max_steps=50)
         self.control = TrainerControl()
         self.event("train_begin")
@@ -45,8 +46,8 @@ class Training:
 
 
 @pytest.fixture
-def training(monkeypatch) -> Training:
-    return Training(monkeypatch)
+def training(monkeypatch, tmp_path) -> Training:
+    return Training(monkeypatch, tmp_path)
 
 
 def test_every_event_is_a_beat(training):
@@ -82,7 +83,7 @@ def test_a_usual_step_hangs_at_the_timeout(training):
 
 def train(timeout_s: float, end) -> HangWatch:
     """Begin to train, as Trainer.train does."""
-    watch = HangWatch(timeout_s, ["n1"], end=end)
+    watch = HangWatch(timeout_s, ["n1"], Path("absent"), end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
     watch.start = -1  # the first step is done
     return watch
