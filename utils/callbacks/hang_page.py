@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from utils.support.files import replace_text
-from utils.support.notes import Note, short_place, thread_frames
+from utils.support.notes import Note, place, thread_frames
 from utils.support.redaction import redact
 
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
 # Of torch's flight recorder; which of them has NCCL's, and gloo's, depends on the version.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -25,19 +26,20 @@ def leave_record(output_dir: Path, note: Note) -> None:
     """Write this rank's note, the stacks of its threads, its last collectives. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
-        places = [short_place(frame) for frame in thread_frames(thread.ident or 0)]
-        if thread.name == "MainThread" or any(place.startswith(_SHOWN) for place in places):
+        lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
+        if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
             # Without what Python starts it by.
-            ours = itertools.dropwhile(lambda place: place.startswith(("/", "<")), places)
-            stacks[thread.name] = list(ours)
+            stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
     entries = collectives()
-    record = {
-        "note": dataclasses.asdict(note), "stacks": stacks, "groups": last_and_pending(entries),
-        "collectives": entries[-200:],
-    }  # fmt: skip
+    known = {
+        "note": dataclasses.asdict(note),
+        "stacks": stacks,
+        "groups": last_and_pending(entries),
+    }
     (output_dir / FOLDER).mkdir(exist_ok=True)
     path = output_dir / FOLDER / f"rank-{note.rank}.json"
-    replace_text(path, redact(json.dumps(record, indent=1)))
+    text = json.dumps({**known, "collectives": entries[-200:]}, indent=1)
+    replace_text(path, redact(text))
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
@@ -82,13 +84,13 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
             continue
         # One number, but other operations or sizes: the ranks' programs have parted.
         parted = len({text.split()[0] for text in pending}) < len(pending)
-        lines.append(f"{group}{': MISMATCH, ranks do different things' * parted}")
+        lines.append(f"  {group}{': MISMATCH, ranks do different things' * parted}")
         places: dict[str, list[int]] = {}
         for rank, stands in at.items():
             done, now = (stands.get(name, "none") for name in ("completed", "pending"))
             places.setdefault(f"in {now}; completed {done}", []).append(rank)
-        lines += [f"  {_named(ranks, hosts)}: {place}" for place, ranks in places.items()]
-    return lines or ["none that torch recorded"]
+        lines += [f"    {_named(ranks, hosts)}: {text}" for text, ranks in places.items()]
+    return lines or ["  none that torch recorded"]
 
 
 def write_page(
@@ -97,19 +99,16 @@ def write_page(
     """Write the page; ranks that stand alike share a part. Raises OSError."""
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines = [f"{utc}: the run hung after step {step}.", verdict, ""]
-    lines += ["Collectives under way (all: hang/rank-N.json)"]
-    lines += [f"  {line}" for line in compare(records, hosts)]
+    lines += ["Collectives under way (all: hang/rank-N.json)", *compare(records, hosts)]
     if silent := sorted(set(range(len(hosts))) - set(records)):
         lines += ["", f"{_named(silent, hosts)}: no record (stopped, frozen or gone)"]
     alike: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
         waits = "waits for other ranks" if record["note"]["waiting"] else "waits for no other rank"
         part = [f"beat {record['note']['beats']}, {waits}"]
-        for name, stack in record["stacks"].items():
-            part += [f"  {name}", *(f"    {place}" for place in stack)]
+        part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
         alike.setdefault("\n".join(part), []).append(rank)
-    for text, ranks in alike.items():
-        lines += ["", f"{_named(ranks, hosts)}: {text}"]
+    lines += [f"\n{_named(ranks, hosts)}: {text}" for text, ranks in alike.items()]
     replace_text(output_dir / PAGE, redact("\n".join(lines)) + "\n")
 
 
@@ -118,8 +117,8 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     parts = []
     for host, on_host in itertools.groupby(ranks, key=lambda rank: hosts[rank]):
         own = list(on_host)
-        runs = itertools.groupby(enumerate(own), key=lambda pair: pair[1] - pair[0])
-        spans = [[rank for _, rank in run] for _, run in runs]
+        runs = itertools.groupby(own, key=lambda rank: rank - own.index(rank))
+        spans = [[*run] for _, run in runs]
         texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in spans]
         parts.append(f"rank{'s' * (len(own) > 1)} {', '.join(texts)} on {host}")
     return "; ".join(parts)

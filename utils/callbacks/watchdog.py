@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.hang_page import PAGE, leave_record, read_records, write_page
+from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
 from utils.config.errors import ExitCode
 from utils.launch.verdict import hang_verdict
 from utils.support.host import host_name
@@ -31,7 +31,6 @@ from utils.support.redaction import redact
 from utils.support.run_lock import known_loss
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile
 OTHERS_LIMIT_S = 2.0  # for the other ranks to say where they stand
 LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
@@ -42,10 +41,9 @@ class HangWatch(TrainerCallback):
 
     Every event of training is a beat; a thread looks whether they continue. The first step of a
     start, evaluations, saves and all that follows the last step may take three times as long. When
-    none came, each rank leaves its stack in the log, a note and a record in the run directory, and
-    the first to know writes the verdict: the rank that the others wait for. The lowest rank makes
-    hang.txt of all records. A rank that is silent for half the time joins when another one has
-    given up, so that all notes come together.
+    none came, each rank leaves its stack in the log, a note and a record, and the first to know
+    writes the verdict: the rank that the others wait for; the lowest makes hang.txt of all records.
+    A rank that is silent for half the time joins when another one has given up.
 
     On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
     often: the counts can be compared. ``hosts`` holds one host name per rank.
@@ -140,8 +138,8 @@ class HangWatch(TrainerCallback):
             f"made no progress for {self.silent_s:.0f} s after step {self.step} "
             f"(beat {self.beats}), in {place(frames, LIBRARIES)}"
         )
-        details = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
-        note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **details)
+        known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
+        note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
         # Nothing may keep the process: neither storage nor what torch's recorder turns out to hold.
         self._try(lambda: leave_record(self.output_dir, note))

@@ -116,18 +116,13 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
     if not frames:
         return "no Python code"
     for frame in reversed(frames):
-        name = short_place(frame)
+        name = frame.filename.removeprefix(f"{_ROOT}/")
         # The virtual environment may lie in the repository.
-        ours = "/site-packages/" not in frame.filename and not name.startswith(frame.filename)
-        if ours or name.split("/")[0] in packages:
-            return name
-    return short_place(frames[-1])
-
-
-def short_place(frame: traceback.FrameSummary) -> str:
-    """Return `file:line in function`, the file below this repository or its packages."""
-    name = frame.filename.removeprefix(f"{_ROOT}/").rpartition("/site-packages/")[2]
-    return f"{name}:{frame.lineno} in {frame.name}"
+        installed = name.rpartition("/site-packages/")[2]
+        ours = name != frame.filename if installed == name else installed.split("/")[0] in packages
+        if ours:
+            return f"{installed}:{frame.lineno} in {frame.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:

@@ -61,6 +61,15 @@ def test_every_event_is_a_beat(training):
         assert training.wait(90) < 1, name
 
 
+def test_a_second_split_may_take_as_long_as_the_first(training):
+    training.step()
+    training.control.should_evaluate = False  # Trainer's, when the first split is done
+    training.watch.on_evaluate(ALONE, training.state, training.control, metrics={})
+    assert training.wait(299) < 1
+    training.event("step_begin")
+    assert training.wait(100) >= 1
+
+
 @pytest.mark.parametrize("phase", ["first step", "save", "evaluation", "stop"])
 def test_what_may_take_longer_is_a_hang_at_three_times_the_timeout(training, phase):
     if phase != "first step":
@@ -138,6 +147,18 @@ def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
     wait_until(lambda: not running())
 
 
+def test_a_run_directory_that_takes_nothing_leaves_the_verdict(notes, capsys):
+    ended = []
+    train(0.2, ended.append)
+    wait_until(lambda: ended)
+    HangWatch.leave()
+    assert (notes / "verdict.txt").read_text().startswith("rank 0 on n1 made no progress")
+    assert (
+        "hang.txt is not written, or without this rank: FileNotFoundError"
+        in capsys.readouterr().err
+    )
+
+
 def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     ended = []
     train(0, ended.append)
@@ -145,7 +166,7 @@ def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     train(0.2, lambda _: ended.append("first"))
     train(0.2, lambda _: ended.append("second"))
     wait_until(lambda: len(running()) == 1)
-    HangWatch.current = None
+    HangWatch.leave()
     wait_until(lambda: not running())
     time.sleep(0.25)
     assert not ended
