@@ -231,6 +231,8 @@ class _ChangedDefaults:
     hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
+    # HangWatch comes first, up to hang_timeout_s 2000, and says more than torch does.
+    ddp_timeout: int = setting(7200, "seconds after which torch gives a collective up")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
 

@@ -243,7 +243,7 @@ class PackedTrainer(Trainer):
                 self.checkpoints.finish()
             except Exception as error:  # what ended the run is what the user has to read
                 logger.error("the last checkpoint was not committed: %s", error)
-            HangWatch.current = None
+            HangWatch.leave()
             raise
         finally:
             self.checkpoints.close()
