@@ -109,9 +109,7 @@ class DataArguments:
     )
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
-        [],
-        "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss, _perplexity and "
-        "_accuracy, so one of each source tells them apart",
+        [], "held-out datasets, NAME=DIR or DIR; each logs eval_NAME_loss, _perplexity, _accuracy"
     )
     max_eval_sequences: int | None = setting(
         None,

@@ -63,11 +63,10 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), and what it is of.
+    """Return the cross-entropy of softmax(hidden @ weight.T + bias): summed, float32, shape ().
 
-    The sum, float32 of shape (), has a gradient. The losses of the tokens, float32 (N,), have none.
-    Third, bool (N,): whether the largest logit is the target's; None where gradients are made, for
-    these overwrite the logits.
+    And of each token, float32 (N,), without a gradient; and whether its target has the largest
+    logit, bool (N,), None where gradients are made in the logits' place.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
     Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` to rounding. Products are in

@@ -54,14 +54,10 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """A loss, what it is made of, and what a micro-batch has of a router's term.
-
-    Of the fused head: `by_source`, float64 (2, sources), the sum of losses and the loss tokens of
-    each source of a mixture; `hits`, bool (N,), in evaluations, which loss tokens were the most
-    likely ones. Padding has no part in the router's term.
-    """
+    """A loss, and with a router's term what a micro-batch has of it, without its padding."""
 
     loss: torch.Tensor | None = None
+    # Of the fused head: see `_sums_by_source`; which loss tokens were the most likely ones, (N,).
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # of its tokens over all layers, (experts,) float32
@@ -171,15 +167,12 @@ def _head_losses(
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return the sum of losses (N,) and the tokens of each source, float64 (2, sources).
-
-    Masked sums: a GPU's index_add adds in another order each time.
-    """
+    """Return the sum of losses (N,) and the number of tokens by source, float64 (2, sources)."""
     if sources is None or positions is None:
         return None
     own = sources.index_select(1, positions // length)
-    sums = torch.where(own, losses.double(), 0.0).sum(dim=1)
-    return torch.stack((sums, own.sum(dim=1).double()))
+    # Masked sums: a GPU's index_add adds in another order each time.
+    return torch.stack((torch.where(own, losses.double(), 0.0), own.double())).sum(dim=2)
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:

@@ -21,19 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class SourceLosses(MetricCallback):
-    """Logs `loss/NAME` of each source of a mixture: nats per loss token since the last log.
+    """Logs `loss/NAME` of each source of a mixture: the mean of its loss tokens since the last log.
 
-    The sum over the loss tokens of the source, divided by their number: the same for any ranks and
-    micro-batches, up to rounding. Sums stay on the device; only a log or a save waits for it.
-    Checkpoints hold each rank's sums of the steps that were not logged yet.
+    The same for any ranks and micro-batches, up to rounding. Only a log or a save waits for the
+    device. Checkpoints hold each rank's sums of the steps that were not logged yet.
     """
 
     def __init__(self, trainer: "PackedTrainer"):
         self.names = source_names([each.path for each in trainer.train_sequences.datasets])
         self.args, self.accelerator = trainer.args, trainer.accelerator
-        self._begin()
-
-    def _begin(self) -> None:
         shape = 2, len(self.names)  # losses, and how many tokens they are of
         self.totals = torch.zeros(shape, dtype=torch.float64, device=self.args.device)
 
@@ -43,14 +39,12 @@ class SourceLosses(MetricCallback):
 
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Take over this rank's sums; rank 0 takes all of another number of ranks."""
-        by_rank, rank = saved.get(KEY, []), self.args.process_index
-        if len(by_rank) == self.args.world_size:
-            by_rank = by_rank[rank : rank + 1]
-        elif rank != 0:
-            return
-        for sums in by_rank:  # by name: a resumed run may have other sources
-            own = [sums.get(name, (0.0, 0.0)) for name in self.names]
-            self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
+        by_rank = saved.get(KEY, [])
+        same = len(by_rank) == self.args.world_size
+        for rank, sums in enumerate(by_rank):  # by name: a resumed run may have other sources
+            if self.args.process_index == (rank if same else 0):
+                own = [sums.get(name, (0.0, 0.0)) for name in self.names]
+                self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
     def resume_state(self) -> dict[str, Any]:
         """Return each rank's sums by source."""
@@ -59,9 +53,9 @@ class SourceLosses(MetricCallback):
     @override
     def metrics(self) -> dict[str, float]:
         """Return the mean losses since the last log, of the sources that had a loss token."""
-        losses, tokens = self.accelerator.reduce(self.totals, reduction="sum").tolist()
-        self._begin()
-        each = zip(self.names, losses, tokens, strict=True)
+        sums = self.accelerator.reduce(self.totals, reduction="sum").tolist()
+        self.totals.zero_()
+        each = zip(self.names, *sums, strict=True)
         return {f"loss/{name}": loss / count for name, loss, count in each if count}
 
 
