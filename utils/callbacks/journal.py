@@ -103,6 +103,7 @@ class Journal(TrainerCallback):
 _FIGURES = {
     "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
+    "accuracy": "accuracy {:.1%}",
     "learning_rate": "lr {:.2e}",
     "grad_norm": "grad {:7.3f}",
     "tokens_per_s": "{:>9,.0f} tokens/s",

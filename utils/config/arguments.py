@@ -114,7 +114,7 @@ class DataArguments:
     )
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
-        [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
+        [], "held-out datasets, NAME=DIR or DIR; each logs eval_NAME_loss, _perplexity, _accuracy"
     )
     max_eval_sequences: int | None = setting(
         None,
