@@ -1,6 +1,6 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP) and raise come at the Nth batch of that rank; full is a disk without room,
+sleep, stop (SIGSTOP), kill and raise come at the Nth batch of that rank; full is a disk without room,
 met while saving.
 """
 
@@ -37,6 +37,8 @@ def trouble_batches() -> None:
             sys.stdout.flush()
             if KIND == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if KIND == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             sleep_a_while() if KIND == "sleep" else fail()
         return get(self, rows)
 
@@ -54,7 +56,7 @@ def trouble_saves() -> None:
 
 
 def main() -> int | None:
-    if os.environ["RANK"] == RANK:
+    if os.environ.get("RANK", "0") == RANK:
         trouble_saves() if KIND == "full" else trouble_batches()
     return pretrain.main()
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from utils.checkpoints.files import PROVENANCE, readable
 from utils.config.errors import ConfigurationError
-from utils.report import findings
+from utils.report import findings, ranks
 from utils.report.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
-from utils.report.history import JOURNAL, History, read_run
+from utils.report.history import History, read_run
 from utils.support.files import replace_text
+from utils.support.journal_file import FILE_NAME as JOURNAL
+from utils.support.journal_file import counted, duration
 from utils.support.redaction import redact
 
 FILE_NAME = "report.html"
@@ -74,12 +76,14 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
     Raises ConfigurationError where a run cannot be read or a file cannot be written.
     """
-    runs = [read_run(path, time.time()) for path in paths]
+    runs = [read_run(path) for path in paths]
     if output is None:
         output = (runs[0].path if len(runs) == 1 else Path()) / FILE_NAME
-    spikes = findings.spikes(runs[0].train_lines()) if len(runs) == 1 else []
-    charts = charts_of(runs[0], spikes) if len(runs) == 1 else charts_of_several(runs)
-    facts = _facts_of_one(runs[0], spikes) if len(runs) == 1 else _facts_of_several(runs, output)
+    if len(runs) == 1:
+        facts = _facts_of_one(runs[0])
+        charts = charts_of(runs[0], *(facts[key] for key in ("spikes", "memory", "stragglers")))
+    else:
+        facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
     marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
     try:
         replace_text(output, _rendered(facts, {"charts": charts, "marks": marks}))
@@ -106,7 +110,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "figure": figure, "count": count, "clock": clock, "duration": findings.duration,
+        "figure": figure, "count": counted, "clock": clock, "duration": duration,
         "size": readable,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
@@ -116,14 +120,16 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     return redact(page.render(data=text.replace("<", "\\u003c"), script=script, **facts))
 
 
-def _facts_of_one(run: History, spikes: Sequence[findings.Spike]) -> dict[str, Any]:
+def _facts_of_one(run: History) -> dict[str, Any]:
     """Return what the page of one run says in words and tables."""
+    memory = ranks.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     whole = sum(seconds.values()) or 1.0
     samples = [line for line in run.lines if line["event"] == "samples"]
     last = next((start.entry for start in reversed(run.starts) if start.entry), {})
     return {
         "title": run.name,
+        "now": time.time(),
         "run": run,
         "ending": findings.run_ending(run),
         "figures": findings.figures(run),
@@ -134,8 +140,15 @@ def _facts_of_one(run: History, spikes: Sequence[findings.Spike]) -> dict[str, A
             for key, name in findings.HOURS
             if seconds[key] >= 0.5
         ],
-        "spikes": sorted(spikes, key=lambda one: -one.score)[: SHOWN["spikes"]],
-        "spike_count": len(spikes),
+        "memory": memory,
+        "fullest": ranks.memory_table(memory),
+        "headroom": min(
+            (one for one in memory if one["left"] is not None),
+            key=lambda one: float(one["left"]),
+            default=None,
+        ),
+        "stragglers": ranks.stragglers(run),
+        "spikes": findings.spikes(run.trained),
         "nonfinite": run.nonfinite,
         "samples": [_sample_row(line) for line in reversed(samples[-SHOWN["evaluations"] :])],
         "samples_left_out": max(0, len(samples) - SHOWN["evaluations"]),
@@ -204,16 +217,6 @@ def figure(value: float | None, digits: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
-
-
-def count(value: float | None) -> str:
-    """Format a count in the unit that people say: 1.25 B, 3.2 M, 4,096."""
-    if value is None:
-        return "-"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f}"
 
 
 def clock(seconds: float | None) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from utils.checkpoints.files import readable
 from utils.status.run_state import STATES, Job, RunStatus, queued_jobs, read_status, runs_below
-from utils.support.journal_file import duration, strict_json
+from utils.support.journal_file import counted, duration, strict_json
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # of what goes into a file or a pipe
@@ -156,15 +156,3 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
                       *[""] * 7, job.id, Text(what))  # fmt: skip
     return table
-
-
-def counted(number: float) -> str:
-    """Shorten a count.
-
-    >>> counted(950), counted(1_234_000_000)
-    ('950', '1.23 B')
-    """
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:,.0f}"

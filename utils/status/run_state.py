@@ -23,10 +23,9 @@ from utils.checkpoints.files import (
 )
 from utils.config.errors import ConfigurationError
 from utils.support.journal_file import FILE_NAME, STARTS, as_series, duration, read_lines
-from utils.support.notes import VERDICT
+from utils.support.notes import verdict_of
 from utils.support.run_lock import LastOwner, look_at_run_lock
 
-ROOT = Path(__file__).resolve().parents[2]
 STATES = ("running", "waiting", "failed", "stopped", "finished")
 # Of a long journal: what holds the pace at the start, and the last lines with an evaluation.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
@@ -139,8 +138,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     status.job = jobs.get(str((owner and owner.job) or slurm.get("job_id")))
     _judge(directory, status, owner, lines)
     if status.state == "failed":
-        verdict = _verdict(slurm)
-        status.error = verdict or (owner.error if owner else None) or status.because
+        status.error = verdict_of(slurm) or (owner.error if owner else None) or status.because
     status.advice = _advice(directory, status, starts)
     return status
 
@@ -251,20 +249,6 @@ def _judge(
         status.because = f"process {owner.pid} on {owner.host} {died}: killed, or its node is down"
     else:
         status.because = "its last start ended early and left no reason in its directory"
-
-
-def _verdict(slurm: Mapping[str, Any]) -> str | None:
-    """Return what the job script found out of all ranks, kept below the repository."""
-    if not slurm.get("job_id"):
-        return None
-    job = slurm["job_id"]
-    if slurm.get("array_job_id"):
-        job = f"{slurm['array_job_id']}_{slurm['array_task_id']}"
-    path = ROOT / ".stoker" / f"job-{job}.{slurm.get('restart_count') or 0}" / VERDICT
-    try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
 
 
 def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, Any]]) -> str:

@@ -76,7 +76,8 @@ def write_run(run: Path) -> Path:
                 "given": {"learning_rate": "recipes/mine.yaml:3", "max_steps": "--max_steps"},
             }
         )  # fmt: skip
-        owner = {"owner": {"since": iso(BEGIN + after)}, "beat": 1, "left": end is not None}
+        who = {"since": iso(BEGIN + after), "host": "n1", "pid": 7, "job": "77", "machine": "m"}
+        owner = {"owner": who, "beat": 1, "left": end is not None}
         lock = run / ".lock" / f"owner-{index + 1}"
         lock.write_text(json.dumps(owner))
         beat = lines[-1]["time"] + 4

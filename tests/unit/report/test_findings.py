@@ -8,21 +8,21 @@ import pytest
 from made_up_run import write_run
 
 from utils.report import findings
-from utils.report.charts import charts_of, charts_of_several, starts_on_axes, thinned
-from utils.report.history import read_run
+from utils.report.charts import charts_of, charts_of_several, starts_on_axes
+from utils.report.history import read_run, thinned
 
 
 def end(run):
-    return findings.run_ending(read_run(run, now=run.stat().st_mtime))
+    return findings.run_ending(read_run(run))
 
 
 def test_the_ends_of_starts_and_of_the_run(made_up_run):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     endings = [findings.start_ending(run, start) for start in run.starts]
     assert [ending.kind for ending in endings] == ["failed", "stopped", "finished"]
     assert endings[0].text == "step 61 was not finite"
     (made_up_run / "nonfinite-step-61.json").unlink()
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     killed = findings.start_ending(run, run.starts[0])
     assert killed.kind == "interrupted"
     assert "no last word" in killed.text
@@ -41,7 +41,7 @@ def test_the_ends_of_starts_and_of_the_run(made_up_run):
 
 
 def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     spent = findings.where_the_hours_went(run)
     whole = run.starts[-1].ended - run.starts[0].began
     assert sum(spent.values()) == pytest.approx(whole)
@@ -75,14 +75,14 @@ def test_spikes_are_found_and_noise_is_not():
 
 
 def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     figures = findings.figures(run)
     assert figures["tokens"] == 160 * 4096
     assert figures["evals"]["web"]["best"][0] == 160
     assert [row["name"] for row in findings.set_settings(run)] == ["learning_rate", "max_steps"]
     path = write_run(tmp_path / "other")
     (path / "config.yaml").write_text("learning_rate: 0.002\nmax_steps: 160\ntrain_data:\n- web\n")
-    other = read_run(path, now=0)
+    other = read_run(path)
     assert findings.settings_that_differ([run, other]) == [("learning_rate", [0.001, 0.002])]
     assert findings.settings_that_differ([run, run]) == []
 
@@ -99,8 +99,8 @@ def test_thinning_keeps_every_extreme_and_gaps():
 
 
 def test_each_chart_has_its_series_on_three_axes(made_up_run):
-    run = read_run(made_up_run, now=0)
-    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.train_lines()))}
+    run = read_run(made_up_run)
+    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.trained))}
     loss = {line["label"]: line for line in charts["Loss"]["lines"] if line["style"] != "lost"}
     assert loss["train"]["step"] == list(range(1, 161))
     assert loss["train"]["tokens"][-1] == 160 * 4096

@@ -18,7 +18,7 @@ from utils.checkpoints.files import FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError
 from utils.status import display, run_state
 from utils.status.run_state import Job, queued_jobs, read_status, runs_below
-from utils.support import run_lock
+from utils.support import notes, run_lock
 from utils.support.run_lock import _machine
 
 ROOT = Path(__file__).parents[3]
@@ -157,15 +157,15 @@ def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
 def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_first(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run_state, "ROOT", tmp_path)
+    monkeypatch.setattr(notes, "_ROOT", tmp_path)
     error = "storage error: no space"
     for job, folder in ((SLURM, "job-7.1"), (SLURM | {"array_job_id": "6", "array_task_id": "2"},
                                              "job-6_2.1")):  # fmt: skip
         run = make_run(tmp_path / folder, slurm=job, owner=ELSEWHERE, left=True, error=error)
         assert read_status(run, {}).error == error
-        notes = tmp_path / ".stoker" / folder
-        notes.mkdir(parents=True)
-        (notes / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
+        left = tmp_path / ".stoker" / folder
+        left.mkdir(parents=True)
+        (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
         found = read_status(run, {})
         assert (found.state, found.error) == ("failed", "rank 3 on n2 was killed by SIGKILL")
     again = "slurm/submit.sh [OPTIONS] slurm/multinode_job.sh pretrain.py --config 'my run.yaml'"
