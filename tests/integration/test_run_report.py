@@ -174,7 +174,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     script = ["tests/integration/troubled_run.py", *pretraining(run, save_steps=2)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
     for launcher, kind, batch, words in (
-        (["slurm/launch_node.sh"], "kill", 4, "no last word: it was killed"),
+        (["slurm/launch_node.sh"], "kill", 9, "no last word: it was killed"),
         ([sys.executable], "raise", 3, "RuntimeError: the batch is spoilt"),
     ):
         env = quiet_environment(python | {"STOKER_TEST_TROUBLE": f"{kind}:0:{batch}"})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from utils.config.errors import ConfigurationError
 from utils.report.findings import Spike
 from utils.report.history import History, column, thinned
 from utils.report.ranks import DEVICE, Point, memory_series, slowest
+from utils.support.journal_file import duration
 
 POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
 SMOOTH_FROM = 200  # logs: fewer are shown as they are
@@ -38,6 +40,15 @@ _TRAIN = (
     ),
     ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
 )  # fmt: skip
+# Of pictures: texts stay texts in an SVG, which is the same each time it is drawn.
+_LOST, _BAR = "#c4c9d1", "from left to right; blue: work that counts, grey: done again later, light: no start ran"
+_LOOK = {
+    "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
+    "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
+    "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
+    "xtick.color": "0.35", "ytick.color": "0.35",
+}  # fmt: skip
 _COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
 # Shown elsewhere on the page, or a part of what is.
 _NO_CHART = {
@@ -215,41 +226,77 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
     return marks
 
 
-def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
-    """Draw the first four charts by step into a file, whose name says its kind (.png, .pdf, .svg).
+def draw_picture(
+    charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Draw five charts by step, and below the first the starts in time; see `starts_in_time`.
 
-    Raises ConfigurationError where matplotlib is not installed or the file cannot be written.
+    The name of the file says its kind (.png, .pdf, .svg). Raises ConfigurationError where
+    matplotlib is not installed or the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             "--png needs matplotlib, which is not installed here: pip install matplotlib"
         ) from error
-    shown = list(charts[:4])
-    figure = Figure(figsize=(10, 3.2 * math.ceil(len(shown) / 2)), layout="constrained")
-    figure.suptitle(title)
-    for index, chart in enumerate(shown):
-        axes = figure.add_subplot(math.ceil(len(shown) / 2), 2 if len(shown) > 1 else 1, index + 1)
-        for line in chart["lines"]:
-            y = [math.nan if value is None else value for value in line["y"]]
-            colour = "0.7" if line["style"] == "lost" else f"C{line['colour'] % 10}"
-            marker = {"dots": "o", "marks": "v"}.get(line["style"], "")
-            label = line["label"] if line["style"] != "lost" else line["note"]
-            axes.plot(
-                line["step"], y, color=colour, label=label, marker=marker, markersize=3,
-                linestyle="none" if line["style"] == "marks" else "-", linewidth=1.2,
-                alpha=0.35 if line["style"] == "faint" else 1,
-            )  # fmt: skip
-        axes.set(title=chart["title"], xlabel="step", ylabel=chart["unit"])
-        axes.set_yscale("log" if chart["log"] else "linear")
-        axes.grid(alpha=0.3)
-        if len(chart["lines"]) > 1:
-            axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
+    rows = [3.4, *[0.6] * (len(starts) > 1), *[2.6] * (len(charts[1:5]) + 1 >> 1)]
+    with rc_context(_LOOK):
+        figure = Figure(figsize=(10, sum(rows)), layout="constrained")
+        grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
+        for index, chart in enumerate(charts[:5]):
+            row, side = divmod(index + 1, 2)
+            place = grid[row + (len(starts) > 1), side] if index else grid[0, :]
+            _draw(figure.add_subplot(place), chart, starts[:-1] if index == 0 else ())
+        if len(starts) > 1:
+            axes = figure.add_subplot(grid[1, :], ylim=(0, 1), xlim=(0, 100))
+            axes.set_axis_off()
+            axes.barh(0.5, 100, 0.5, color="0.95")
+            for number, row in enumerate(starts, 1):
+                left, width, useful = row["left"], row["width"], row["useful"] / 100
+                axes.barh(0.5, [width, width * useful], 0.5, left, color=[_LOST, "C0"])
+                axes.text(left, 0.85, f"start {number}" if width > 8 else "", va="bottom")
+            took = duration(starts[-1]["start"].ended - starts[0]["start"].began)
+            axes.text(0, 0.15, f"{took}, {_BAR}", va="top", color="0.4")
+        if title:
+            figure.suptitle(title)
+        try:
+            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
+
+
+def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one chart by step; say where and how starts `ended`."""
+    for line in chart["lines"]:
+        y = [math.nan if value is None else value for value in line["y"]]
+        lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
+        axes.plot(
+            line["step"], y, color=_LOST if lost else colour, linewidth=5 if lost else 1.4,
+            label=line["note"] if lost else line["label"], markersize=3,
+            marker={"dots": "o", "points": ".", "marks": "v"}.get(line["style"], ""),
+            linestyle="none" if line["style"] in ("marks", "points") else "-",
+            alpha=0.35 if line["style"] == "faint" else 1,
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel=chart["unit"], yscale="log" if chart["log"] else "linear")
+    axes.set_title(chart["title"], loc="left", fontweight="bold")
+    axes.margins(x=0.01)
+    for number, row in enumerate(ended, 1):
+        start, line = row["start"], next(one for one in chart["lines"] if one["style"] != "lost")
+        if not start.lost_steps:
+            continue
+        text = f"step {start.last_step:,}: " + row["ending"].text.partition(" (")[0]
+        resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
+        text, right = f"{fill(text, 44)}\n{resumed}", start.last_step > 0.7 * line["step"][-1]
+        at = start.last_step, np.interp(start.last_step, line["step"], np.array(line["y"], float))
+        axes.plot(*at, "o", color="C1", zorder=3)
+        axes.annotate(
+            text, at, (0, 48), textcoords="offset points", ha="right" if right else "left",
+            arrowprops={"arrowstyle": "-", "relpos": (int(right), 0), "color": "0.5"},
+        ).set_in_layout(False)  # fmt: skip
+    if len(chart["lines"]) > 1:
+        axes.legend(frameon=False)
 
 
 def _chart(

@@ -90,7 +90,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
     except OSError as error:
         raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
     if picture is not None:
-        draw_picture(charts, runs[0].name if len(runs) == 1 else "", picture)
+        draw_picture(charts, facts["title"] if len(charts) > 1 else "", picture, facts.get("starts", ()))
     return output
 
 
