@@ -15,6 +15,7 @@ from typing import Any
 
 from utils.checkpoints.files import earlier_starts
 from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import job_times
 from utils.support.files import replace_text
 from utils.support.redaction import redact
 
@@ -94,6 +95,7 @@ def write_provenance(
     devices = [launch.device]
     if launch.device == "cuda":
         devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+    slurm = slurm_job(os.environ)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
@@ -106,7 +108,7 @@ def write_provenance(
             "hosts": list(dict.fromkeys(launch.hosts)),
             "devices": devices,
         },
-        "slurm": slurm_job(os.environ),
+        "slurm": slurm and {**slurm, **job_times()},
         **facts,
     }
     content = {"format": 1, "run_id": run_id, "starts": [*earlier_starts(path), entry]}

@@ -69,8 +69,8 @@ def _lines(run: RunStatus) -> list[Text]:
     )
     lines = {
         "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
-        "loss": _losses(run), "saved": _saved(run), "job": _job(run), "error": run.error,
-        "damaged": "\n".join(run.damaged), "next": run.advice,
+        "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run), "saved": _saved(run), "job": _job(run), "error": run.error,
+        "page": ", ".join(run.pages), "damaged": "\n".join(run.damaged), "next": run.advice,
     }  # fmt: skip
     shown = [
         Text.assemble((f"  {name:<10}", "dim"), (text, "red" if name == "error" else ""))
@@ -107,6 +107,16 @@ def _speed(run: RunStatus) -> str:
         return ""
     mfu = f", MFU {run.mfu:.1%}" if run.mfu else ""
     return f"{now:,.0f} tokens/s{mfu}" + (f" (at the start {then:,.0f})" if then else "")
+
+
+def _slowest(run: RunStatus) -> str:
+    name, cost = run.slowest or ("", 0.0)
+    return f"{name}: the other ranks wait for it {cost:.1%} of each step" if cost > 0.01 else ""
+
+
+def _memory(run: RunStatus) -> str:
+    parts = [("{:.1f} GiB at its peak", run.memory_peak_gib), ("{:.1f} left", run.memory_left_gib)]
+    return ", ".join(text.format(gib) for text, gib in parts if gib is not None)
 
 
 def _losses(run: RunStatus) -> str:

@@ -50,8 +50,10 @@ class RunStatus:
 
     because: what tells the state. evaluations: of each split its newest loss and its step.
     tokens_per_s: now, and at the start of the run. left_s: of training, without waiting in the
-    queue. error: why its last start ended. advice: what to do next. damaged: files that could not
-    be read.
+    queue. memory_left_gib: of the GPU with the least. slowest: the rank that the others wait for, and the
+    share of each step that this takes. error: why its last start ended. pages: what its last start
+    wrote when memory ran out or it hung. advice: what to do next. damaged: files that could not be
+    read.
     """
 
     run: str
@@ -65,6 +67,9 @@ class RunStatus:
     tokens_per_s: float | None = None
     tokens_per_s_at_start: float | None = None
     mfu: float | None = None
+    memory_peak_gib: float | None = None
+    memory_left_gib: float | None = None
+    slowest: tuple[str, float] | None = None
     left_s: float | None = None
     logged_ago_s: float | None = None
     saved_step: int | None = None
@@ -73,6 +78,7 @@ class RunStatus:
     starts: int = 0
     job: Job | None = None
     error: str | None = None
+    pages: list[str] = field(default_factory=list)
     advice: str = ""
     damaged: list[str] = field(default_factory=list)
 
@@ -139,6 +145,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     _judge(directory, status, owner, lines)
     if status.state == "failed":
         status.error = verdict_of(slurm) or (owner.error if owner else None) or status.because
+        status.pages = _pages(directory, starts)
     status.advice = _advice(directory, status, starts)
     return status
 
@@ -182,6 +189,12 @@ def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[
         status.loss, status.tokens = train[-1].get("loss"), train[-1].get("tokens_seen")
         status.tokens_per_s = _median("tokens_per_s", train[-LINES:])
         status.mfu = _median("mfu", train[-LINES:])
+        status.memory_peak_gib = train[-1].get("memory_peak_gib")
+        left = train[-1].get("memory_headroom_gib", train[-1].get("memory_free_gib"))
+        status.memory_left_gib = left
+        if "slowest_rank" in train[-1]:
+            rank = "rank {} on {}".format(*map(train[-1].get, ("slowest_rank", "slowest_host")))
+            status.slowest = rank, _median("slowest_cost", train[-LINES:]) or 0.0
     first = [line for line in head if line["event"] == "train" and "tokens_per_s" in line]
     status.tokens_per_s_at_start = _median("tokens_per_s", first[:LINES])
     _estimate(status, lines, train)
@@ -251,6 +264,16 @@ def _judge(
         status.because = "its last start ended early and left no reason in its directory"
 
 
+def _pages(directory: Path, starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the pages that the last start wrote as it failed."""
+    try:
+        since = datetime.datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
+    except (LookupError, ValueError):
+        since = 0.0
+    found = [*sorted(directory.glob("out-of-memory-rank*.txt")), directory / "hang.txt"]
+    return [str(page) for page in found if page.exists() and page.stat().st_mtime >= since]
+
+
 def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, Any]]) -> str:
     where, job = shlex.quote(str(directory)), status.job
     if status.state == "running":
@@ -262,7 +285,10 @@ def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, An
     if status.state == "finished":
         return f"python chat.py {where}"
     again = _command(starts[-1]) if starts else "the same command again"
-    return f"{'start again' if status.saved_step is None else 'resume'}: {again}"
+    again = f"{'start again' if status.saved_step is None else 'resume'}: {again}"
+    if any("out-of-memory" in page for page in status.pages):
+        return f"change what the page says helps most, then {again}"
+    return again
 
 
 def _command(start: Mapping[str, Any]) -> str:

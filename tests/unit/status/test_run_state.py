@@ -174,6 +174,32 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
     assert read_status(run, {}).advice == f"resume: {again}"
 
 
+def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True, error="out of memory")
+    figures = {
+        "memory_peak_gib": 61.24, "memory_free_gib": 9.0, "slowest_rank": 3, "slowest_host": "n2",
+    }  # fmt: skip
+    old = run / "out-of-memory-rank1.txt"
+    old.write_text("of an earlier start")
+    os.utime(old, (1, 1))
+    start = json.loads((run / "provenance.json").read_text())
+    start["starts"][0]["time"] = "2026-01-01T00:00:00+00:00"
+    (run / "provenance.json").write_text(json.dumps(start))
+    journal(run, started(), *(trained(s, slowest_cost=s / 500, **figures) for s in (10, 20, 30)))
+    text = shown(read_status(run, {}))
+    assert "memory    61.2 GiB at its peak, 9.0 left\n" in text
+    assert "slowest   rank 3 on n2: the other ranks wait for it 4.0% of each step\n" in text
+    assert "page" not in text
+    (run / "out-of-memory-rank0.txt").write_text("n2: out of memory")
+    (run / "hang.txt").write_text("rank 1 hangs")
+    journal(run, trained(40, memory_headroom_gib=5.5, **figures))
+    text = shown(read_status(run, {}))
+    assert "9.0 left" not in text
+    assert "5.5 left" in text
+    assert f"page      {run}/out-of-memory-rank0.txt, {run}/hang.txt\n" in text
+    assert "next      change what the page says helps most, then start again: python" in text
+
+
 @pytest.mark.parametrize("damage", ["cut", "binary", "provenance", "manifest", "lock", "empty"])
 def test_a_damaged_run_is_shown_and_the_damage_named(damage, tmp_path):
     run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
