@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from made_up_run import write_run
+from made_up_run import BEGIN, write_run
 
 from utils.report import findings
 from utils.report.charts import charts_of, charts_of_several, starts_on_axes
@@ -54,6 +54,25 @@ def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
     assert spent["startup"] == pytest.approx(3 * 10)
     # Steps 41 to 60 of the first start with its evaluation and save, and 4 s until it was gone.
     assert spent["lost"] == pytest.approx(20 * 2 + 7 + 1 + 4)
+
+
+def test_the_time_in_the_queue_is_told_apart_where_slurm_tells(made_up_run):
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    for entry, submit, begin in zip(
+        content["starts"], (-70, 300, 0), (-10, 990, 1950), strict=True
+    ):
+        entry["slurm"] |= {"submit_time": BEGIN + submit, "start_time": BEGIN + begin}
+    path.write_text(json.dumps(content))
+    run = read_run(made_up_run)
+    spent = findings.where_the_hours_went(run)
+    first, second, third = run.starts
+    # The third start has the submission of a job that was requeued.
+    queue = 60 + (990 - 300) + (BEGIN + 1950 - second.ended)
+    assert spent["queue"] == pytest.approx(queue)
+    assert spent["between"] == pytest.approx(BEGIN + 300 - first.ended)
+    assert spent["startup"] == pytest.approx(3 * 10 + 10 + 10 + 50)
+    assert sum(spent.values()) == pytest.approx(third.ended - first.began + 70)
 
 
 def test_spikes_are_found_and_noise_is_not():
