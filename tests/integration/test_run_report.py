@@ -139,9 +139,9 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
     assert [dark, light] == ["rgb(20, 22, 26)", "rgb(255, 255, 255)"]
     page.locator("#theme").click()
     assert background(page) == dark
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
     assert background(page) == light
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
     page.pdf(path=tmp_path / "page.pdf", print_background=True)
     assert (tmp_path / "page.pdf").stat().st_size > 10_000
     page.set_viewport_size({"width": 400, "height": 800})

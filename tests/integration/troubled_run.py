@@ -1,7 +1,7 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP), kill and raise come at the Nth batch of that rank; full is a disk without room,
-met while saving.
+sleep, stop (SIGSTOP), kill and raise come at the Nth batch of that rank; full is a disk without
+room, met while saving.
 """
 
 import errno

@@ -169,7 +169,6 @@ def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_
 
 
 def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
-    import json
     import sys
 
     from benchmarks.figures import speed_plot

@@ -27,22 +27,17 @@ _TRAIN = (
     ("Throughput", "tokens/s", {"tokens_per_s": "all devices"}, False),
     ("Model FLOPs utilization", "share of the peak", {"mfu": "MFU"}, False),
     ("Time of a step", "s", {"step_time_s": "step", "data_wait_s": "waiting for data"}, False),
-    (
-        "Device memory", "GiB, the fullest rank",
-        {
-            "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
-            "memory_allocated_gib": "allocated", "memory_free_gib": "free",
-        }, False,
-    ),
-    (
-        "Host memory", "GiB, the largest process",
-        {"host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False,
-    ),
+    ("Device memory", "GiB, the fullest rank", {
+        "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
+        "memory_allocated_gib": "allocated", "memory_free_gib": "free"}, False),
+    ("Host memory", "GiB, the largest process", {
+        "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
     ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
 )  # fmt: skip
 # Of pictures: texts stay texts in an SVG, which is the same each time it is drawn.
-_LOST, _BAR = "#c4c9d1", "from left to right; blue: work that counts, grey: done again later, light: no start ran"
-_LOOK = {
+_LOST = "#c4c9d1"
+_BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
+_LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
     "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
     "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
@@ -78,13 +73,9 @@ class Curves:
         return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
 
     def series(
-        self,
-        label: str,
-        key: str,
-        lines: Sequence[Line] | None = None,
-        style: str = "line",
-        note: str = "",
-    ) -> Chart | None:
+        self, label: str, key: str, lines: Sequence[Line] | None = None,
+        style: str = "line", note: str = "",
+    ) -> Chart | None:  # fmt: skip
         """Return one series of training logs, or of `lines`, with its place on each axis.
 
         None without a finite value of `key`. A value that is not finite is a gap, none is not.
@@ -170,16 +161,16 @@ def charts_of(
         _chart("Loss of each source", f"nats per token{mean}", of_sources),
         _chart("Token accuracy", "share of the tokens in evaluations", right),
     ]
-    for title, unit, names, log in groups:
-        lines = [curves.series(name, key) for key, name in names.items() if key in keys]
-        charts.append(_chart(title, unit, lines, log=log))
-    lines = [
+    by_rank = [
         curves.series(name, "gib", own, "line" if own[0]["event"] == "train" else "points")
         for name, own in memory_series(memory).items()
     ]
     what = "device, peak since the last line" if DEVICE in keys else "host, resident"
-    charts.append(_chart("Memory by rank and phase", f"GiB, {what}", lines))
+    charts.append(_chart("Memory by rank and phase", f"GiB, {what}", by_rank))
     charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
+    for title, unit, names, log in groups:
+        lines = [curves.series(name, key) for key, name in names.items() if key in keys]
+        charts.append(_chart(title, unit, lines, log=log))
     return [chart for chart in charts if chart["lines"]]
 
 
@@ -187,10 +178,8 @@ def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
     """Return the chart of the slowest ranks: these by name, then all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
-    for line in curves.trained if names else ():
-        if "slowest_rank" in line:
-            name = slowest(line)
-            by_name[name if name in names else others].append(line)
+    for line in (line for line in curves.trained if "slowest_rank" in line):
+        by_name.get(slowest(line), by_name[others]).append(line)
     lines = [curves.series(name, "slowest_cost", at, "points") for name, at in by_name.items()]
     return _chart("Slowest rank", "share of the step that the others wait", lines)
 
@@ -229,7 +218,7 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 def draw_picture(
     charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw five charts by step, and below the first the starts in time; see `starts_in_time`.
+    """Draw five charts by step, and below the first the starts in time; as the page has them.
 
     The name of the file says its kind (.png, .pdf, .svg). Raises ConfigurationError where
     matplotlib is not installed or the file cannot be written.
@@ -246,8 +235,8 @@ def draw_picture(
         figure = Figure(figsize=(10, sum(rows)), layout="constrained")
         grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
         for index, chart in enumerate(charts[:5]):
-            row, side = divmod(index + 1, 2)
-            place = grid[row + (len(starts) > 1), side] if index else grid[0, :]
+            down, side = divmod(index + 1, 2)
+            place = grid[down + (len(starts) > 1), side] if index else grid[0, :]
             _draw(figure.add_subplot(place), chart, starts[:-1] if index == 0 else ())
         if len(starts) > 1:
             axes = figure.add_subplot(grid[1, :], ylim=(0, 1), xlim=(0, 100))

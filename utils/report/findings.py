@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ class Spike:
     before: float  # median of the logs before
     score: float
     grad_norm: float | None
-    documents: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def start_ending(run: History, start: Start) -> Ending:
@@ -101,8 +100,7 @@ def resume(run: History) -> str:
 
 def remaining(run: History) -> str:
     """Say how long the steps to come take, at the pace of the last log."""
-    lines = run.trained
-    pace = number(lines[-1].get("step_time_s")) if lines else None
+    pace = number(run.trained[-1].get("step_time_s")) if run.trained else None
     if not pace or not run.max_steps:
         return ""
     return f"About {duration(pace * (run.max_steps - last_step(run)))} of steps remain."
@@ -197,21 +195,16 @@ def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
         for index in (np.flatnonzero(~(scores < SPIKE_SCORE)) + first).tolist():
             line, loss = kept[index], float(losses[index])
             score = float((loss - middle) / spread)
-            new = Spike(
-                line["step"], line["step"], loss, middle, score, number(line.get("grad_norm"))
-            )
+            begin = line["step"]
             if index == previous + 1:
-                _extend(found[-1], new)
-            else:
-                found.append(new)
-            previous = index
+                before, previous = found.pop(), index
+                begin = before.step
+                if loss <= before.loss:
+                    found.append(replace(before, last_step=line["step"]))
+                    continue
+            norm, previous = number(line.get("grad_norm")), index
+            found.append(Spike(begin, line["step"], loss, middle, score, norm))
     return found
-
-
-def _extend(spike: Spike, by: Spike) -> None:
-    spike.last_step = by.step
-    if not by.loss <= spike.loss:
-        spike.loss, spike.score, spike.grad_norm = by.loss, by.score, by.grad_norm
 
 
 def set_settings(run: History) -> list[dict[str, Any]]:

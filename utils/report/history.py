@@ -170,12 +170,6 @@ def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
         return np.array([number(value) for value in values], dtype=float)
 
 
-def as_written(run: History, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Read lines of the journal once more, with the figures of each rank."""
-    with (run.path / FILE_NAME).open("rb") as file:
-        return [json.loads(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
-
-
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
     """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
     if len(values) <= points:
@@ -205,7 +199,12 @@ def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
             while texts := file.readlines(_CHUNK):
                 places = accumulate(map(len, texts), initial=at)
                 for line, text, place in zip(_parsed(texts), texts, places, strict=False):
-                    if _is_event(line):
+                    if (
+                        isinstance(line, dict)
+                        and isinstance(line.get("event"), str)
+                        and isinstance(line.get("step"), int)
+                        and isinstance(line.get("time"), (int, float))
+                    ):
                         line["at"] = place
                         lines.append(line)
                     count += not text.isspace()
@@ -215,15 +214,6 @@ def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     if broken := count - len(lines):
         missing.append(f"{path.name}: {broken} of {count:,} lines are cut off or damaged")
     return lines
-
-
-def _is_event(line: Any) -> bool:
-    return (
-        isinstance(line, dict)
-        and isinstance(line.get("event"), str)
-        and isinstance(line.get("step"), int)
-        and isinstance(line.get("time"), (int, float))
-    )
 
 
 def _parsed(texts: list[bytes]) -> list[Any]:

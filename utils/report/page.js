@@ -278,9 +278,9 @@ for (const button of document.querySelectorAll("input[name=axis]")) {
   button.onchange = () => { view.axis = button.value; view.at = null; zoom(null); };
 }
 document.getElementById("reset").onclick = () => zoom(null);
+let dark = matchMedia("(prefers-color-scheme: dark)").matches;
 document.getElementById("theme").onclick = () => {
-  chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  applyTheme(false);
+  document.documentElement.style.colorScheme = (dark = !dark) ? "dark" : "light";
 };
 addEventListener("keydown", (event) => { if (event.key === "Escape") { zoom(null); pointAll(null); } });
 let asked = 0;

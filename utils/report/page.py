@@ -28,18 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 def parse_arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read the command line; raises ConfigurationError for what cannot work together."""
+    """Read the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("report.py", description=description, formatter_class=form)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of them")
     add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
     add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
-    add("--compare", action="store_true", help="compare RUN with the other runs of its folder")
-    given = parser.parse_args(argv)
-    if given.compare and len(given.runs) > 1:
-        raise ConfigurationError("--compare: several runs are compared as they are; leave it out.")
-    return given
+    return parser.parse_args(argv)
 
 
 def run_directories(given: argparse.Namespace) -> list[Path]:
@@ -47,11 +43,11 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
 
     Raises ConfigurationError with everything that is no run.
     """
-    named = [path.resolve().parent for path in given.runs] if given.compare else given.runs
     found: list[Path] = []
     problems = []
-    for path in named:
-        inside = [path] if _is_run(path) else sorted(filter(_is_run, _entries(path)))
+    for path in given.runs:
+        entries = [path] if _is_run(path) or not path.is_dir() else sorted(path.iterdir())
+        inside = list(filter(_is_run, entries))
         found += inside
         if not inside:
             problems.append(
@@ -65,10 +61,6 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
 
 def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (JOURNAL, PROVENANCE))
-
-
-def _entries(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else []
 
 
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
@@ -90,7 +82,8 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
     except OSError as error:
         raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
     if picture is not None:
-        draw_picture(charts, facts["title"] if len(charts) > 1 else "", picture, facts.get("starts", ()))
+        title = facts["title"] if len(charts) > 1 else ""
+        draw_picture(charts, title, picture, facts.get("starts", ()))
     return output
 
 
@@ -128,33 +121,21 @@ def _facts_of_one(run: History) -> dict[str, Any]:
     samples = [line for line in run.lines if line["event"] == "samples"]
     last = next((start.entry for start in reversed(run.starts) if start.entry), {})
     return {
-        "title": run.name,
-        "now": time.time(),
-        "run": run,
-        "ending": findings.run_ending(run),
-        "figures": findings.figures(run),
-        "entry": last,
+        "title": run.name, "now": time.time(), "run": run, "entry": last,
+        "ending": findings.run_ending(run), "figures": findings.figures(run),
         "starts": _start_rows(run),
         "hours": [
             {"name": name, "key": key, "seconds": seconds[key], "share": seconds[key] / whole}
             for key, name in findings.HOURS
             if seconds[key] >= 0.5
         ],
-        "memory": memory,
-        "fullest": ranks.memory_table(memory),
-        "headroom": min(
-            (one for one in memory if one["left"] is not None),
-            key=lambda one: float(one["left"]),
-            default=None,
-        ),
-        "stragglers": ranks.stragglers(run),
-        "spikes": findings.spikes(run.trained),
-        "nonfinite": run.nonfinite,
+        "memory": memory, "fullest": ranks.memory_table(memory),
+        "headroom": sorted((one for one in memory if one["left"]), key=lambda one: one["left"])[:1],
+        "stragglers": ranks.stragglers(run), "spikes": findings.spikes(run.trained),
         "samples": [_sample_row(line) for line in reversed(samples[-SHOWN["evaluations"] :])],
         "samples_left_out": max(0, len(samples) - SHOWN["evaluations"]),
-        "settings": findings.set_settings(run),
-        "shown": SHOWN,
-    }
+        "settings": findings.set_settings(run), "shown": SHOWN,
+    }  # fmt: skip
 
 
 def _sample_row(line: dict[str, Any]) -> dict[str, Any]:

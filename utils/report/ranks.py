@@ -1,11 +1,12 @@
 """What the ranks of a run tell: the memory of each by phase, and which one the others wait for."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from utils.report.history import History, as_written, column, number, thinned
+from utils.report.history import FILE_NAME, History, column, number, thinned
 
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
@@ -36,11 +37,11 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    found = (line.get("memory_by_rank") for line in as_written(run, lines))
-    return [
-        [one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else []
-        for ranks in found
-    ]
+    """Read lines of the journal once more, for what each rank had."""
+    with (run.path / FILE_NAME).open("rb") as file:
+        whole = [json.loads(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
+    found = (line.get("memory_by_rank") or [] for line in whole)
+    return [[one for one in ranks if isinstance(one, dict)] for ranks in found]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:

@@ -139,7 +139,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(changed)}
 
 
-def slurm_job(environment: Mapping[str, str]) -> dict[str, str | None] | None:
+def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Slurm's facts about this job; None outside of one."""
     if "SLURM_JOB_ID" not in environment:
         return None

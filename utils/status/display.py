@@ -69,8 +69,9 @@ def _lines(run: RunStatus) -> list[Text]:
     )
     lines = {
         "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
-        "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run), "saved": _saved(run), "job": _job(run), "error": run.error,
-        "page": ", ".join(run.pages), "damaged": "\n".join(run.damaged), "next": run.advice,
+        "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run),
+        "saved": _saved(run), "job": _job(run), "error": run.error, "page": ", ".join(run.pages),
+        "damaged": "\n".join(run.damaged), "next": run.advice,
     }  # fmt: skip
     shown = [
         Text.assemble((f"  {name:<10}", "dim"), (text, "red" if name == "error" else ""))

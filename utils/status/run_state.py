@@ -50,8 +50,8 @@ class RunStatus:
 
     because: what tells the state. evaluations: of each split its newest loss and its step.
     tokens_per_s: now, and at the start of the run. left_s: of training, without waiting in the
-    queue. memory_left_gib: of the GPU with the least. slowest: the rank that the others wait for, and the
-    share of each step that this takes. error: why its last start ended. pages: what its last start
+    queue. memory_left_gib: of the GPU with the least. slowest: the rank that the others wait for,
+    and the share of each step that this takes. error: why its last start ended. pages: what it
     wrote when memory ran out or it hung. advice: what to do next. damaged: files that could not be
     read.
     """

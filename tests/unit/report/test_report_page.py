@@ -47,8 +47,8 @@ def test_ranks_sources_accuracy_and_what_a_failure_left(tmp_path, monkeypatch):
     report.main([str(run)])
     page = (run / "report.html").read_text()
     assert "secret-in-a-value" not in page
-    for words in ("&lt;b&gt;out of memory", "rank 5 hangs", "ampere_gemm 41 %", "trace-rank0.json.gz",
-                  "accuracy 49.", "Waiting in Slurm&#39;s queue", "in 82% of the logs"):  # fmt: skip
+    for words in ("&lt;b&gt;out of memory", "rank 5 hangs", "ampere_gemm 41 %", "accuracy 49.",
+                  "trace-rank0.json.gz", "Waiting in Slurm&#39;s queue", "in 82% of"):  # fmt: skip
         assert words in page
     row = re.search(r"<td>rank 5 \(gpu12\)</td>(.*?)</tr>", page)[1]
     assert re.findall(r">([^<]+)</td>", row) == ["82%", "4m27s", "5.3%"]
@@ -72,10 +72,10 @@ def test_several_runs_or_a_folder_of_them_are_compared(made_up_run, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     report.main([str(other)])
     pages = []
-    for words in ([str(made_up_run), str(other)], ["runs"], [str(other), "--compare"]):
+    for words in ([str(made_up_run), str(other)], ["runs"]):
         report.main([*words, "--output", "page.html"])
         pages.append((tmp_path / "page.html").read_text())
-    assert pages[0] == pages[1] == pages[2]
+    assert pages[0] == pages[1]
     assert 'href="runs/other/report.html"' in pages[0]
     assert "No setting, version or device differs." in pages[0]
 
@@ -109,5 +109,3 @@ def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):
     with pytest.raises(ConfigurationError) as refused:
         report.main(words)
     assert len(refused.value.problems) == 2
-    with pytest.raises(ConfigurationError, match="--compare"):
-        report.main([str(made_up_run), str(made_up_run), "--compare"])
