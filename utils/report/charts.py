@@ -272,7 +272,8 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title(chart["title"], loc="left", fontweight="bold")
     axes.margins(x=0.01)
     for number, row in enumerate(ended, 1):
-        start, line = row["start"], next(one for one in chart["lines"] if one["style"] != "lost")
+        start = row["start"]
+        line = next((one for one in chart["lines"] if one["style"] != "lost"), chart["lines"][0])
         if not start.lost_steps:
             continue
         text = f"step {start.last_step:,}: " + row["ending"].text.partition(" (")[0]
