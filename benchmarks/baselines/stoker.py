@@ -1,5 +1,6 @@
 """Stoker itself, by its scripts; tuned: with --compile, which a GPU needs not be told."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from unittest import mock
 from benchmarks.recording.job import Job, Outcome, run_baseline
 from benchmarks.workloads.workload import SEED
 from utils.launch.script import configure_environment
+
+BLIND = "blind"  # the variant whose run nobody can watch, to learn what watching costs
 
 
 def train(job: Job) -> Outcome:
@@ -22,7 +25,10 @@ def train(job: Job) -> Outcome:
     recorder = StepRecorder(job)
     watch_trainer(recorder)
     script = pretrain if job.kind == "pretrain" else sft_train
-    with mock.patch("utils.runs.finish.export_final", return_value=run):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch("utils.runs.finish.export_final", return_value=run))
+        if job.variant == BLIND:
+            patches.enter_context(unwatched())
         assert script.main(argv) == 0
     start = json.loads((run / "provenance.json").read_text())["starts"][-1]
     plan = start["activation_checkpointing"]
@@ -30,6 +36,27 @@ def train(job: Job) -> Outcome:
         **{name: start[name] for name in ("attention", "loss_head")},
         predicted_memory_bytes=plan["predicted_bytes"][plan["choice"]],
     )
+
+
+def unwatched() -> Any:
+    """Patch a run's callbacks: none that only watches, no figures, no lines, a silent journal."""
+    from utils.callbacks.journal import Journal
+    from utils.callbacks.nonfinite import NonFiniteGuard
+    from utils.callbacks.stop import StopWatch
+    from utils.runs.finish import run_callbacks
+
+    class Silent(Journal):  # the trainer asks for one
+        def on_log(self, *_: Any, **__: Any) -> None:
+            """Write nothing."""
+
+    def kept(*given: Any) -> list[Any]:
+        callbacks = run_callbacks(*given)
+        for each in callbacks:
+            if isinstance(each, Journal):
+                each.__class__ = Silent
+        return [one for one in callbacks if isinstance(one, (Journal, StopWatch, NonFiniteGuard))]
+
+    return mock.patch("utils.runs.finish.run_callbacks", kept)
 
 
 def settings(job: Job, run: Path) -> dict[str, Any]:

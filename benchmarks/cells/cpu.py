@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from benchmarks.baselines.stoker import BLIND
 from benchmarks.cells.kinds import (
     LITGPT,
     PLAIN_LOOP,
@@ -99,6 +100,11 @@ EXPERIMENTS: tuple[Cell, ...] = (
             _stoker_with("heap kept", THP_MEM_ALLOC_ENABLE="0", **_HEAP_KEPT),
             _stoker_with("huge pages, heap kept", THP_MEM_ALLOC_ENABLE="1", **_HEAP_KEPT),
         ),
+    ),
+    TrainingCell(
+        "watching", "Pretraining as above, fp32: what log lines, journal and watches cost",
+        _ROWS, "fp32", 4, (STOKER, Baseline("unwatched", "stoker", variant=BLIND)),
+        steps=23,
     ),
     ComponentCell("float32_products"),
     ComponentCell("short_documents"),

@@ -37,7 +37,9 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
     try:
-        for disk, reason in zip(disks.values(), (r"read-only/run cannot be", "MiB free"), strict=True):
+        for disk, reason in zip(
+            disks.values(), (r"read-only/run cannot be", "MiB free"), strict=True
+        ):
             refused(jobs, jobs.submit(disk / "run", *ONE_NODE), 74, f"n[12].*{reason}")
     finally:
         wait_until(lambda: on_main(jobs) == "", "jobs are left")

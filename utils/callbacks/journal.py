@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.metrics import MemoryMonitor
+from utils.callbacks.memory import MemoryMonitor, fullest_rank
 from utils.checkpoints.store import Checkpoints
 from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
 from utils.support.run_lock import known_loss
@@ -36,7 +36,7 @@ class Journal(TrainerCallback):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
-        self.saves_written = 0
+        self.saves_written, self.memory_of = 0, dict[int, Any]()  # of saves, by step
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -52,38 +52,41 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        *_: Any,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Write one event; Trainer's keys tell its kind."""
+        """Write one event; Trainer's keys tell its kind. All ranks measure for an evaluation."""
+        losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
+        if losses:
+            self.memory.measure()
         if not state.is_world_process_zero or not logs:
             return
-        self.on_save(args, state)  # of what was written in the background meanwhile
+        self._write_saves()  # of what was written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
         line["max_steps"] = state.max_steps
-        losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
             line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
-        else:
+        if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
         self.write(line)
         logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write what each new checkpoint took."""
+        """Measure memory, collective over ranks; write what each new checkpoint took."""
+        memory = self.memory.measure()
         if state.is_world_process_zero:
-            for save in self.checkpoints.saves[self.saves_written :]:
-                self.write({"event": "save", **dataclasses.asdict(save)})
-                self.saves_written += 1
+            self.memory_of[state.global_step] = memory
+            self._write_saves()
+
+    def _write_saves(self) -> None:
+        for save in self.checkpoints.saves[self.saves_written :]:
+            memory = {"memory_by_rank": self.memory_of.pop(save.step, ())}
+            self.write({"event": "save", **dataclasses.asdict(save), **memory})
+            self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line, unless another job owns the run directory by now (the lock logged it)."""
@@ -127,7 +130,9 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
         begin = f"step {step:>{len(str(line['max_steps']))}}/{line['max_steps']}"
         ending = _remarks(line, limit_s)
     figures = [
-        text.format(line[prefix + key]) for key, text in _FIGURES.items() if prefix + key in line
+        text.format(line[prefix + key]) + (fullest_rank(line) if "peak" in key else "")
+        for key, text in _FIGURES.items()
+        if prefix + key in line
     ]
     return "  ".join([begin, *figures, *ending])
 

@@ -1,13 +1,11 @@
 """Callbacks that add figures to each training log; docs/metrics.md says what each figure is."""
 
 import logging
-import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -17,11 +15,8 @@ from utils.data.loader import TrainLoader
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
 from utils.support.collectives import gathered
-from utils.support.host import host_name
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 
 class MetricCallback(TrainerCallback):
@@ -176,44 +171,3 @@ def _compiled_graphs() -> int:
     """Return how many graphs torch has compiled in this process, or taken from its cache."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-
-class MemoryMonitor(MetricCallback):
-    """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
-
-    torch's caching allocator counts the device's, since training began, and the driver says what
-    is free; the host's is that of this process, without its data-loading workers.
-    """
-
-    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last `metrics()`
-
-    @override
-    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Start the peak here: loading the model is no part of training."""
-        self.device = args.device
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    @override
-    def metrics(self) -> dict[str, float]:
-        """Return the worst rank's figures; collective over ranks."""
-        own: dict[str, float] = {
-            "host_rss_gib": psutil.Process().memory_info().rss,
-            "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        if self.device.type == "cuda":
-            own |= {
-                "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
-                "memory_reserved_gib": torch.cuda.memory_reserved(self.device),
-                "memory_peak_gib": torch.cuda.max_memory_allocated(self.device),
-                "memory_free_gib": torch.cuda.mem_get_info(self.device)[0],
-            }
-        own = {name: size_bytes / GIB for name, size_bytes in own.items()}
-        ranks = gathered((host_name(), own))
-        self.by_rank = [
-            {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
-        ]
-        worst = {name: max(sizes[name] for _, sizes in ranks) for name in own}
-        if "memory_free_gib" in own:
-            worst["memory_free_gib"] = min(sizes["memory_free_gib"] for _, sizes in ranks)
-        return worst

@@ -78,6 +78,11 @@ class RunArguments:
         "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "
         "files with one a line; if sft_train.py trains on chats, they are asked as such",
     )
+    profile_steps: str | None = setting(
+        None,
+        "profile these steps on rank 0, as 10:13 for 10, 11 and 12: a trace for ui.perfetto.dev "
+        "and the ten dearest kernels, in profile/; null: none",
+    )
     sample_max_new_tokens: int = setting(64, "tokens that each of sample_prompts gets at most")
     accept_changes: list[str] = setting(
         [], "changed settings with which this run resumes although they make it another run"
@@ -273,6 +278,23 @@ def token_count(written: float | str) -> int:
             return count
     raise ValueError(
         f"max_tokens {shown(written)}: expected a number of tokens above 0, such as 500M, 50B, 50e9"
+    )
+
+
+def profiled_steps(written: str) -> tuple[int, int]:
+    """Return the first step and the one to stop before, of `10:13` or `10`; ValueError else.
+
+    >>> profiled_steps("10:13"), profiled_steps("10")
+    ((10, 13), (10, 11))
+    """
+    first, colon, stop = written.partition(":")
+    with suppress(ValueError):
+        steps = int(first), int(stop) if colon else int(first) + 1
+        if 0 < steps[0] < steps[1]:
+            return steps
+    raise ValueError(
+        f"profile_steps {written}: expected FIRST:STOP, as 10:13 for the steps 10, 11 and 12; the "
+        "first step is 1"
     )
 
 

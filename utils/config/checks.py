@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from utils.config.arguments import eval_splits, token_count, train_sources
+from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.precision import is_true
 from utils.config.strategy import check_strategy
@@ -30,9 +30,10 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
-    if values["max_tokens"] is not None:
+    for name, read in (("max_tokens", token_count), ("profile_steps", profiled_steps)):
         try:
-            token_count(values["max_tokens"])
+            if values[name] is not None:
+                read(values[name])
         except ValueError as error:
             yield str(error)
     try:
@@ -189,8 +190,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
         if reporter in REPORTERS and not is_installed(reporter):
             yield (
-                f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
-                "(metrics.jsonl in the run's directory has every figure)"
+                f"report_to {reporter} needs {reporter}, which is not installed: pip install "
+                f"{reporter}, or leave it out (the run's metrics.jsonl has every figure)"
             )
     if values["lm_eval_tasks"] and not is_installed("lm_eval"):
         yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"

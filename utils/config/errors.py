@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     LOST_RANK = 76  # a rank hung or was killed by a signal
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
+    OUT_OF_MEMORY = 79  # of a device or a host: the same settings would end so again
 
 
 class ConfigurationError(ValueError):
@@ -70,4 +71,12 @@ class NotFiniteError(ConfigurationError):
 
     exit_code = ExitCode.NOT_FINITE
     kind = "not finite"
+    ending = "failed"
+
+
+class OutOfMemoryError(ConfigurationError):
+    """Memory of a device or a host that ran out; names the rank, the phase and what would help."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+    kind = "out of memory"
     ending = "failed"

@@ -18,7 +18,7 @@ from pathlib import Path
 from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
-from utils.support.notes import last_line, leave_note, storage_error
+from utils.support.notes import last_line, leave_note, memory_error, storage_error
 from utils.support.redaction import install_redaction, redact
 from utils.support.run_lock import held_runs, note_error
 
@@ -100,6 +100,8 @@ def configure_environment() -> None:
     _stay_offline_in_jobs()
     # PEFT imports it, where it is installed, and it asks for a package that training never uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's, wherever it is installed and there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
 
@@ -190,7 +192,7 @@ def _run(main: Callable[[], int | None]) -> int:
     except ConfigurationError as error:
         return _refuse(error)
     except Exception as error:
-        refusal = storage_error(error) or missing_package(error)
+        refusal = memory_error(error) or storage_error(error) or missing_package(error)
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
@@ -234,7 +236,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
         _show([f"{error.kind} ({count}):", *listed])
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _show([f"{_origin()}{error.kind}: {first}"])
+        _show([f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"])
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
         time.sleep(SPEAK_FIRST_S)

@@ -95,6 +95,8 @@ def judge(notes: Iterable[Note]) -> Verdict:
 
 def _likelihood(note: Note) -> int:
     """0 for what is the cause if it happened at all; higher for what may follow from a cause."""
+    if note.exit_code == ExitCode.OUT_OF_MEMORY:
+        return 0  # whatever its text names, and also where torchrun killed the others thereafter
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
     if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):

@@ -6,7 +6,7 @@ No weight is loaded. What a micro-batch takes is counted on the model itself (me
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -81,7 +81,8 @@ class MemoryPlan:
     """The choice of activation checkpointing as the record of a start has it.
 
     `requested` is the word of the settings. `predicted_bytes` are a device's, by choice.
-    `room_bytes` is the least of all ranks', None where no device was asked.
+    `room_bytes` is the least of all ranks', None where no device was asked. Beside them: what one
+    more sequence in a micro-batch takes (at most, without a GPU), and the total under fsdp2.
     """
 
     choice: str
@@ -89,16 +90,14 @@ class MemoryPlan:
     reason: str
     predicted_bytes: dict[str, int]
     room_bytes: int | None
+    sequence_bytes: int = 0
+    sharded_bytes: int = 0
 
 
 def plan_memory(
-    settings: RunSettings,
-    config: PreTrainedConfig,
-    launch: LaunchFacts,
-    attention: AttentionChoice | None,
-    loss_head: LossHeadChoice,
-    compiled: bool,
-) -> MemoryPlan:
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts,
+    attention: AttentionChoice | None, loss_head: LossHeadChoice, compiled: bool,
+) -> MemoryPlan:  # fmt: skip
     """Predict the memory of one device, choose the activation checkpointing, and log both.
 
     Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
@@ -117,7 +116,7 @@ def plan_memory(
         )
     predicted = {
         choice: estimate_memory(settings, config, launch, work, choice, counts)
-        for choice in possible
+        for choice in (possible if requested == "auto" else [requested])
     }
     elsewhere = attention is None
     own = planned_device(settings.run, os.environ) if elsewhere else own_device(launch)
@@ -141,8 +140,18 @@ def plan_memory(
     if room is not None and needed > room:
         logger.warning("%s. It will probably run out", problem)
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
+
+    def peak(choice: str, work: Workload, launch: LaunchFacts = launch) -> int:
+        return estimate_memory(settings, config, launch, work, choice, counts).total
+
     totals = {name: estimate.total for name, estimate in predicted.items()}
-    return MemoryPlan(choice, requested, reason, totals, room)
+    sequence, sharded = predicted[choice].activations // work.rows, needed
+    if launch.device == "cuda" and not elsewhere:  # a second or two, for when memory runs out
+        totals = {name: totals.get(name) or peak(name, work) for name in possible}
+        sequence = peak(choice, replace(work, rows=work.rows + 1)) - needed
+        rows = replace(work, weights=work.autocast or work.weights)
+        sharded = peak(choice, rows, replace(launch, strategy="fsdp2"))
+    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded)
 
 
 def workload(
@@ -167,7 +176,7 @@ def workload(
 def checkpointing_choices(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> tuple[str, list[str]]:
-    """Return none, selective, full or auto as the settings have it, and what that leaves to choose.
+    """Return none, selective, full or auto as the settings have it, and what is possible.
 
     Raises ConfigurationError where nothing is left, and where two places say what is recomputed.
     """
@@ -185,7 +194,7 @@ def checkpointing_choices(
     if not causal_lm_class(config).supports_gradient_checkpointing:
         possible = ["none"]
     if word == "auto" or word in possible:
-        return word, possible if word == "auto" else [word]
+        return word, possible
     raise ConfigurationError(
         f"activation_checkpointing: {word} is not possible for {config.model_type} with strategy "
         f"{launch.strategy}: set it to {' or '.join(possible)}. (Some models of transformers have "

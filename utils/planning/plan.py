@@ -16,6 +16,7 @@ from utils.config.arguments import (
     FineTuneConfig,
     accumulation_steps,
     batch_arithmetic,
+    profiled_steps,
     token_count,
 )
 from utils.config.errors import ConfigurationError
@@ -103,6 +104,8 @@ def plan_run(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * run.global_batch_size * length:,} tokens with padding"
     )
+    if run.profile_steps and (last := profiled_steps(run.profile_steps)[1] - 1) > total_steps:
+        raise ConfigurationError(f"profile_steps {run.profile_steps}: the run has no step {last:,}")
     check_quantization(settings, config, launch.strategy)
     optimizer_states = choose_optimizer_states(settings, config, launch)
     logger.info("precision: %s", precision_line(settings, config, optimizer_states, launch.device))

@@ -10,22 +10,29 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
-from utils.callbacks.metrics import MemoryMonitor, MixtureShares, Throughput
+from utils.callbacks.live import LiveView
+from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.out_of_memory import report
+from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.store import Checkpoints
+from utils.config.arguments import eval_splits, profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
-from utils.report.page import write_at_the_end
+from utils.planning.plan import RunPlan
+from utils.report.page import FILE_NAME, write_at_the_end
 from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
-from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.provenance import end_wandb
 from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
+from utils.support.notes import memory_reports
 from utils.support.run_lock import leave_run_lock, wait_until_left
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
@@ -35,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_callbacks(
-    settings: RunSettings, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
+    settings: RunSettings, plan: RunPlan, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
 ) -> list[TrainerCallback]:
     """Return the callbacks of both scripts, in the order in which they act."""
     inherited = []
@@ -44,12 +51,16 @@ def run_callbacks(
         inherited = [InheritedOptimizer(Path(run.weights_from))]
     # After what asks for evaluations and saves, before what measures their time.
     stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
-    memory = MemoryMonitor()
+    memory = MemoryMonitor(plan.memory.sequence_bytes)
+    memory_reports[:] = [report]
     asked_for: list[TrainerCallback] = []
     if patience := settings.run.early_stopping_patience:
         asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
     if decay := settings.run.ema_decay:
         asked_for.append(AveragedWeights(decay, run.resume_from))
+    if settings.run.profile_steps:
+        window = profiled_steps(settings.run.profile_steps)
+        asked_for.append(ProfilerWindow(*window, checkpoints.output_dir))
     return [
         HangWatch(settings.run.hang_timeout_s, launch.hosts),
         *inherited,
@@ -60,6 +71,7 @@ def run_callbacks(
         memory,
         NonFiniteGuard(checkpoints.output_dir),
         Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s),
+        LiveView(list(eval_splits(settings.data.eval_data)), stop.limit_s),
     ]
 
 
@@ -81,12 +93,12 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         trainer.accelerator.end_training()
         if trainer.watch.stopped:
             leave_run_lock(output_dir)
-            mark_wandb_stopped(ExitCode.STOPPED)
+        if state.is_world_process_zero:
+            write_at_the_end(output_dir)
+            end_wandb(output_dir / FILE_NAME, trainer.watch.stopped)
     finally:
         HangWatch.current = None
     step = state.global_step
-    if state.is_world_process_zero:
-        write_at_the_end(output_dir)
     if trainer.watch.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"

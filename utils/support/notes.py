@@ -5,6 +5,7 @@ of one node under slurm/launch_node.sh, of all nodes of a job under slurm/traini
 it there is nobody to read a note.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -12,12 +13,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.config.errors import StorageError
+from utils.config.errors import OutOfMemoryError, StorageError
 from utils.support.host import global_rank, host_name
 
 _ROOT = Path(__file__).parents[2]
@@ -31,6 +32,10 @@ _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
+# The last one is of a data worker, which the kernel or Slurm kills for lack of memory.
+_MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED", "signal: Killed"
+# Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
+memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
 
 @dataclass(frozen=True)
@@ -162,22 +167,38 @@ def last_line(error: BaseException) -> str:
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return `error` as a StorageError when storage is its cause; None when it is not.
-
-    Looks through what it was raised from: torch closes a half-written archive with another error.
-    """
-    cause: BaseException | None = error
-    while cause is not None and (fault := _storage_fault(cause)) is None:
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    """Return `error` as a StorageError when storage is its cause; None when it is not."""
+    if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
     where = f", writing {target}" if target else f" ({last_line(error)})"
     return StorageError(
-        f"{host_name()}: {fault}{where}. Make room (df -h, df -i, your site's "
+        f"{host_name()}: {_storage_fault(cause)}{where}. Make room (df -h, df -i, your site's "
         "quota command) or have the storage repaired, and start the same command again: it resumes "
         "from the newest checkpoint."
     )
+
+
+def memory_error(error: BaseException) -> OutOfMemoryError | None:
+    """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None."""
+    if (cause := _cause(error, _lacks_memory)) is None:
+        return None
+    whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
+    words = ""
+    with contextlib.suppress(Exception):  # nothing trains yet, or even this takes too much
+        words = memory_reports[0](error, cause, whose) if memory_reports else ""
+    return OutOfMemoryError(words or f"{host_name()} ({whose}): {last_line(error)}")
+
+
+def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
+    """Look through what it was raised from: torch closes a half-written archive with another."""
+    while error is not None and not fits(error):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _MEMORY_TEXTS)
 
 
 def _storage_fault(error: BaseException) -> str | None:

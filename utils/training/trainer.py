@@ -61,7 +61,7 @@ class PackedTrainer(Trainer):
     ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.max_eval_sequences = settings.data.max_eval_sequences
-        self.sampler, self.compiled = plan.sampler, plan.compiled
+        self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
         assert plan.attention is not None, "only a dry run leaves it open"
         loss_head, self.batches = plan.loss_head, plan.attention.batches
         self.fused_head = loss_head.name == "fused"

@@ -17,7 +17,8 @@ from utils.support.journal_file import read_journal, strict_json
 def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
     """One start of a run: `events` are (step, logs)."""
     checkpoints = SimpleNamespace(output_dir=folder, saves=[])
-    journal = Journal(checkpoints, SimpleNamespace(by_rank=[{"rank": 0}]), lambda: stopped)
+    memory = SimpleNamespace(by_rank=[{"rank": 0}], measure=lambda: None)
+    journal = Journal(checkpoints, memory, lambda: stopped)
     state = TrainerState(
         global_step=start_step, max_steps=max_steps, is_world_process_zero=rank == 0
     )
@@ -54,6 +55,8 @@ def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog)
     assert [(line["event"], line["split"]) for line in evaluations] == [
         ("eval", "held_out"), ("eval", None),
     ]  # fmt: skip
+    assert all(line["memory_by_rank"] == [{"rank": 0}] for line in evaluations)
+    assert "memory_by_rank" not in summary
     assert summary["event"] == "summary"
     kinds = [record.message.split()[0] for record in caplog.records]
     assert kinds == ["step", "eval", "eval", "finished"]
@@ -110,6 +113,9 @@ TRAIN = {
 }  # fmt: skip
 ON_A_GPU = {
     "mfu": 0.4131, "memory_peak_gib": 62.14, "memory_free_gib": 12.31, "tokens_per_s": 9_412_400.0,
+    "memory_by_rank": [
+        {"rank": rank, "host": "n2", "memory_peak_gib": gib} for rank, gib in [(3, 62.14), (4, 56)]
+    ],
 }  # fmt: skip
 FIRST = {"data_wait_s": 0.0123, "first_step_time_s": 41.23, "graphs_compiled": 2}
 FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
@@ -120,7 +126,7 @@ FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
     [
         (TRAIN, None, FIGURES + "   12,400 tokens/s    0.41 s/step  eta 53m51s"),
         (TRAIN | ON_A_GPU, 11_100, FIGURES + "9,412,400 tokens/s  MFU 41.3%    0.41 s/step  "
-         "memory 62.1 GiB  12.3 free  eta 53m51s (time limit 3h05m)"),
+         "memory 62.1 GiB (rank 3 on n2)  12.3 free  eta 53m51s (time limit 3h05m)"),
         (TRAIN | FIRST, None, FIGURES + "   12,400 tokens/s    0.41 s/step  eta 53m51s  "
          "waits for data 3%  first step 41.2 s  compiled 2 graphs meanwhile"),
         ({"event": "train", "step": 1, "max_steps": 8000, "loss": math.nan}, 60,

@@ -1,14 +1,13 @@
-"""Speed on a clock of our own, and memory."""
+"""Speed on a clock of our own."""
 
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks.metrics import GIB, MemoryMonitor, Throughput
+from utils.callbacks.metrics import Throughput
 from utils.data.loader import TokenCounts
 
 
@@ -88,41 +87,3 @@ def test_mfu_is_the_share_of_a_known_peak_and_compilation_is_told(monkeypatch):
     assert run.callback.metrics()["graphs_compiled"] == 1
     run.step(0.5)
     assert "graphs_compiled" not in run.callback.metrics()
-
-
-def memory_of(device: str) -> MemoryMonitor:
-    monitor, args = MemoryMonitor(), SimpleNamespace(device=torch.device(device))
-    monitor.on_train_begin(args, TrainerState(), TrainerControl())
-    return monitor
-
-
-def test_on_a_cpu_there_are_host_figures_only():
-    figures = memory_of("cpu").metrics()
-    assert set(figures) == {"host_rss_gib", "host_peak_rss_gib"}
-    rss = psutil.Process().memory_info().rss / GIB
-    assert figures["host_rss_gib"] == pytest.approx(rss, rel=0.2)
-    assert figures["host_peak_rss_gib"] >= figures["host_rss_gib"] * 0.99
-    assert figures["host_peak_rss_gib"] < 64, "KiB taken for bytes or the other way round"
-
-
-def test_the_log_gets_the_worst_ranks_memory(monkeypatch):
-    peak = [50]  # loading the model
-    answers = {
-        "memory_allocated": 1 * GIB, "memory_reserved": 8 * GIB, "mem_get_info": (70 * GIB, 0),
-    }  # fmt: skip
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: peak[0] * GIB)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: peak.__setitem__(0, 5))
-    other = {"host_rss_gib": 99, "memory_free_gib": 1}
-    gathered = "utils.callbacks.metrics.gathered"
-    monkeypatch.setattr(gathered, lambda own: [own, ("n2", own[1] | other)])
-    monitor = memory_of("cuda")
-    figures = monitor.metrics()
-    assert [line["memory_free_gib"] for line in monitor.by_rank] == [70, 1]
-    assert (monitor.by_rank[1]["rank"], monitor.by_rank[1]["host"]) == (1, "n2")
-    del figures["host_peak_rss_gib"]
-    assert figures == {
-        "host_rss_gib": 99, "memory_allocated_gib": 1, "memory_reserved_gib": 8,
-        "memory_peak_gib": 5, "memory_free_gib": 1,
-    }  # fmt: skip

@@ -36,6 +36,12 @@ def write(directory, *notes: Note) -> None:
         (note("failed", NCCL, 0), note("failed", "KeyError", 2, at=2), "rank 2 on n2 failed: K", 1),
         (note("killed", "SIGABRT", 0, 76), note("failed", "a", 3, at=2), "rank 3 on n2 failed", 1),
         (note("failed", "exit code 143", 0, 143), note("hung", "", 1, 76, 5), "rank 1 on n1 h", 76),
+        (
+            note("killed", "SIGKILL", 0, 76, 5),
+            note("failed", "GPU, in nccl.py", 2, 79, 1),
+            "rank 2 on n2 failed: GPU, in nccl.py",
+            79,
+        ),
         (None, note("refused", "a: no file", 0, 74), "rank 0 on n1 refused to run: a: no file", 74),
         (None, note("stopped", "stopped at step 3", 0, 75), "stopped at step 3", 75),
         (None, note("failed", PEER, 1), "rank 1 on n1 lost another rank, which left no word", 76),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import tiny_config
-from planned import LAUNCH, LLAMA, MIXTRAL, settings, work
+from planned import CPU, LAUNCH, LLAMA, MIXTRAL, settings, work
 from safetensors.torch import save_model
 from transformers import LlamaForCausalLM
 
@@ -54,6 +54,28 @@ def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
         assert "It will probably run out" in caplog.text
 
 
+def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
+    """For the page of a run whose memory runs out, and the headroom; a CPU's is not slower."""
+    counted = []
+
+    def stand_in(_settings, _config, launch, work, choice, _counts):
+        counted.append(choice)
+        static = 30 if launch.strategy == "fsdp2" else 60
+        return MemoryEstimate(0, 0, static, work.rows * (9 - 4 * CHOICES.index(choice)), True)
+
+    monkeypatch.setattr(memory, "estimate_memory", stand_in)
+    monkeypatch.setattr(memory, "own_device", lambda _launch: (10**9, 10**9))
+    given = settings(per_device_train_batch_size=4, activation_checkpointing="none")
+    for device, calls in (("cuda", 5), ("cpu", 1)):
+        counted.clear()
+        launch = replace(LAUNCH, device=device, world_size=2, strategy="ddp")
+        plan = plan_memory(given, LLAMA, launch, CPU, LossHeadChoice("fused", ""), False)
+        assert (plan.choice, plan.sequence_bytes, len(counted)) == ("none", 9, calls)
+        if device == "cuda":
+            assert plan.predicted_bytes == {"none": 96, "selective": 80, "full": 64}
+            assert plan.sharded_bytes == 66
+
+
 TOTALS = {"none": estimate(30), "selective": estimate(20), "full": estimate(10)}
 
 
@@ -82,8 +104,8 @@ def test_one_place_says_what_is_recomputed(monkeypatch):
 
     words = {"none": "none", "false": "none", "true": "full", "selective": "selective"}
     for given, choice in words.items():
-        assert choices(activation_checkpointing=given) == (choice, [choice])
-    assert choices(gradient_checkpointing="true") == ("full", ["full"])
+        assert choices(activation_checkpointing=given) == (choice, list(CHOICES))
+    assert choices(gradient_checkpointing="true") == ("full", list(CHOICES))
     auto = {"activation_checkpointing": "auto"}
     assert choices(**auto) == ("auto", ["none", "selective", "full"])
     assert choices(strategy="zero3", **auto) == ("auto", ["none", "full"])

@@ -1,0 +1,134 @@
+"""A GPU whose memory ran out, as torch tells it: the page, the last words, the exit code."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer, TrainerState
+
+from utils.callbacks.out_of_memory import report
+from utils.launch.script import run_script
+from utils.support import notes
+
+MIB = 2**20
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    """A Trainer of which the page asks no more than this, on a GPU that only answers."""
+    blocks = [
+        {"address": 16, "size": 300 * MIB, "state": "active_allocated"},
+        {"address": 17, "size": 500 * MIB, "state": "active_allocated"},
+        {"address": 18, "size": 900 * MIB, "state": "inactive"},
+    ]
+    answers = {
+        "memory_snapshot": [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}],
+        "mem_get_info": (100 * MIB, 4000 * MIB), "memory_reserved": 3000 * MIB,
+        "memory_allocated": 800 * MIB,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+
+    def dump(file: str) -> None:
+        Path(file).write_bytes(b"blocks")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    made = Trainer.__new__(Trainer)
+    made.args = SimpleNamespace(
+        device=torch.device("cuda"), world_size=8, dataloader_num_workers=0,
+        per_device_eval_batch_size=8, per_device_train_batch_size=4,
+    )  # fmt: skip
+    made.state, made.events = TrainerState(global_step=6), []
+    made.model = torch.nn.Linear(2, 2)
+    made.optimizer = torch.optim.AdamW(made.model.parameters())
+    made.checkpoints = SimpleNamespace(output_dir=tmp_path, background=None)
+    made.samples = SimpleNamespace(journal=SimpleNamespace(write=made.events.append))
+    made.memory = SimpleNamespace(
+        choice="selective", sequence_bytes=500 * MIB, sharded_bytes=2500 * MIB,
+        predicted_bytes={"none": 4000 * MIB, "selective": 3000 * MIB, "full": 2800 * MIB},
+    )  # fmt: skip
+    monkeypatch.setattr(notes, "memory_reports", [report])
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
+    return made
+
+
+def training_step(trainer, inputs, error):
+    raise error
+
+
+BATCH = {"input_ids": torch.zeros((4, 8192)), "sequence_tokens": torch.tensor([8000, 8192, 5, 0])}
+
+
+def fail(trainer, error):
+    return run_script(lambda: training_step(trainer, BATCH, error))
+
+
+def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path, capsys):
+    assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
+    page = tmp_path / "out-of-memory-rank0.txt"
+    head = "n2: out of memory (GPU), train, step 7: cannot allocate 2.00 GiB in tests/unit/"
+    best = "--per_device_train_batch_size 1: 1.5 GiB (predicted; now 2.9 GiB)"
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "out of memory (1 problem):"
+    assert shown[1].startswith(f"  - {head}")
+    assert shown[2:] == [f"    what would help most: {best}", f"    what took it: {page}"]
+    text = page.read_text()
+    assert text.startswith(head)
+    assert "Linear on 8 rank(s), 4 sequences x 8,192 tokens, 16,197 of them" in text
+    assert "pytorch.org/memory_viz draws all blocks: out-of-memory-rank0.pickle" in text
+    assert (tmp_path / "out-of-memory-rank0.pickle").read_bytes() == b"blocks"
+    for line in (
+        "   800.0 MiB  other tensors", "     2.1 GiB  reserved by torch, not in use",
+        "   900.0 MiB  other processes, CUDA itself", "   100.0 MiB  free",
+        "   500.0 MiB  kept for the backward pass, or by a library",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in text, text
+    helps = [best, "--per_device_train_batch_size 2: 2.0 GiB", "strategy: fsdp2 (a new run): 2.4"]
+    listed = text.partition("what would help most\n")[2].splitlines()[:4]
+    assert [line.strip().startswith(each) for line, each in zip(listed, helps, strict=False)]
+    assert listed[3] == ""
+    assert text.endswith(f"torch.OutOfMemoryError: {CUDA}\n")
+    (event,) = trainer.events
+    assert event["page"] == page.name
+    assert notes.read_notes(tmp_path)[0].exit_code == 79
+
+
+@pytest.mark.parametrize(
+    ("error", "whose"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "GPU"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "host"),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (MemoryError(), "host"),
+    ],
+)
+def test_memory_has_many_words(trainer, tmp_path, error, whose, capsys):
+    """Also where it is a cause; and of a GPU's run the host is not helped by smaller batches."""
+
+    def main():
+        try:
+            training_step(trainer, BATCH, error)
+        except Exception as cause:
+            raise ValueError("half a file") from cause
+
+    assert run_script(main) == 79
+    assert f"n2: out of memory ({whose}), train, step 7" in capsys.readouterr().err
+    text = (tmp_path / "out-of-memory-rank0.txt").read_text()
+    assert ("\n  more memory for the job" in text) == (whose == "host")
+    assert ("--per_device_train" in text) == (whose == "GPU")
+    assert text.rstrip().endswith("ValueError: half a file")
+
+
+def test_without_a_trainer_or_a_disk_there_are_words_still(trainer, tmp_path, capsys):
+    def load(error):
+        raise error
+
+    assert run_script(lambda: load(torch.OutOfMemoryError(CUDA))) == 79
+    assert f"n2 (GPU): torch.OutOfMemoryError: {CUDA}" in capsys.readouterr().err
+    trainer.checkpoints.output_dir = tmp_path / "gone"
+    assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
+    assert "n2: out of memory (GPU), train, step 7" in capsys.readouterr().err
+    assert run_script(lambda: load(RuntimeError("not of memory"))) == 1

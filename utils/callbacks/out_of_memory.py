@@ -1,0 +1,149 @@
+"""Memory that ran out, of a GPU or the host: a page tells what took it and what would help."""
+
+import contextlib
+import gc
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from transformers import Trainer
+
+from utils.callbacks.watchdog import LIBRARIES
+from utils.checkpoints.files import readable
+from utils.support.files import replace_text
+from utils.support.host import global_rank, host_name, memory_room_bytes
+from utils.support.notes import place
+from utils.support.redaction import redact
+
+# By functions of ours in the traceback; without any of them it is training.
+PHASES = {"evaluate": "eval", "_save_checkpoint": "save", "finish": "save", "export_final": "save"}
+WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states", "other tensors"
+
+
+def report(error: BaseException, cause: BaseException, whose: str) -> str:
+    """Write RUN/out-of-memory-rankN.txt by the error's frames, clear them, return last words."""
+    traces = [each.__traceback__ for each in dict.fromkeys((error, cause))]
+    frames = [pair for each in traces for pair in traceback.walk_tb(each)][::-1]
+    held = [value for frame, _ in frames for value in [*frame.f_locals.values()]]
+    trainer: Any = next((one for one in held if isinstance(one, Trainer)), None)
+    words, rank = f"{host_name()}: out of memory ({whose})", global_rank()
+    called = [frame.f_code for frame, _ in frames[::-1] if "/utils/" in frame.f_code.co_filename]
+    phase = next((PHASES[code.co_name] for code in called if code.co_name in PHASES), "train")
+    step = trainer.state.global_step + (phase == "train")  # that is not done
+    asked, size = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause)), "more"
+    if asked:
+        size = readable(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+    where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
+    words += f", {phase}, step {step}: cannot allocate {size} in {where}"
+    page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
+    device, sizes = "cpu" if whose == "host" else trainer.args.device.type, Counter[str]()
+    parts, trace = [words], "".join(traceback.format_exception(error))
+
+    def add(part: Callable[..., str], *args: Any) -> None:
+        try:
+            parts.append(part(*args))
+            replace_text(page, redact("\n\n".join(parts)))  # a launcher may end this process soon
+        except Exception as failure:  # memory is short, the disk may be
+            parts.append(f"(a part is missing: {failure!r})")
+
+    if device == "cuda":
+        dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
+        add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
+    add(_batch, trainer, held)
+    add(_tensors, _named(trainer, frames), device, sizes)
+    del held[:], frames[:]
+    for each in traces:
+        traceback.clear_frames(each)
+    add(_what_helps, trainer, phase, device, sizes[OTHERS])
+    first = parts[-1].splitlines()[:2][-1].strip()
+    add(str, trace)
+    if rank == 0:
+        event = {"event": "out_of_memory", "step": step, "rank": rank, "host": host_name()}
+        trainer.samples.journal.write(event | {"phase": phase, "page": page.name})
+    return f"{words}\nwhat would help most: {first}\nwhat took it: {page}"
+
+
+def _batch(trainer: Any, held: list[Any]) -> str:
+    batches = [each for each in held if isinstance(each, dict) and "input_ids" in each]
+    shapes = ["{} sequences x {:,} tokens".format(*each["input_ids"].shape) for each in batches]
+    real = [int(each["sequence_tokens"].sum()) for each in batches if "sequence_tokens" in each]
+    model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
+    return ", ".join([model, *shapes[:1], *(f"{tokens:,} of them real" for tokens in real[:1])])
+
+
+def _named(trainer: Any, frames: list[tuple[Any, int]]) -> Iterator[tuple[Any, str, str]]:
+    """Yield all that may be a tensor with its kind and origin, the best known first."""
+    names = {weight: name for name, weight in trainer.model.named_parameters()}
+    for weight, name in names.items():
+        yield weight, WEIGHTS, name
+        yield weight.grad, GRADIENTS, f"gradient of {name}"
+    for weight, states in getattr(trainer.optimizer, "state", {}).items():
+        for name, state in states.items():
+            yield state, STATES, f"{name} of {names.get(weight, 'a weight')}"
+    for frame, line in frames:
+        for name, value in [*frame.f_locals.items()]:
+            yield value, OTHERS, f"{name} in {frame.f_code.co_qualname}, line {line}"
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            yield each, OTHERS, each.grad_fn.name() if each.grad_fn else "held elsewhere"
+
+
+def _tensors(named: Iterator[tuple[Any, str, str]], device: str, sizes: Counter[str]) -> str:
+    """Return memory by kind, as `sizes` gets it, and the largest tensors on the device."""
+    found: dict[int, tuple[int, str, str]] = {}  # by address
+    for value, kind, origin in named:
+        with contextlib.suppress(AttributeError, RuntimeError):  # no tensor, or one without data
+            local = getattr(value, "_local_tensor", value)  # FSDP2's: this rank's rows
+            storage = local.untyped_storage()
+            if local.device.type == device and (address := storage.data_ptr()):
+                text = f"{str(local.dtype)[6:]} {tuple(local.shape)}  {origin}"
+                found.setdefault(address, (storage.nbytes(), kind, text))
+    if device == "cuda":
+        for block in [one for each in torch.cuda.memory_snapshot() for one in each["blocks"]]:
+            if block["state"] == "active_allocated":
+                kept = (block["size"], OTHERS, "kept for the backward pass, or by a library")
+                found.setdefault(block["address"], kept)
+        (free, total), reserved = torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
+        rest = {"reserved by torch, not in use": reserved - torch.cuda.memory_allocated()}
+        rest |= {"other processes, CUDA itself": total - free - reserved, "free": free}
+    else:
+        rest = {"this process, resident": psutil.Process().memory_info().rss}
+        workers = psutil.Process().children(recursive=True)
+        rest[f"its {len(workers)} workers"] = sum(each.memory_info().rss for each in workers)
+        rest["left of the host, or of the job's limit"] = memory_room_bytes()
+    for size, kind, _ in found.values():
+        sizes[kind] += size
+    largest = [(text, size) for size, _, text in sorted(found.values(), reverse=True)]
+    tables = (list((sizes | rest).items()), largest[:10])
+    lines = ["\n".join(f"{readable(size):>12}  {name}" for name, size in rows) for rows in tables]
+    return "\n\nthe largest tensors\n".join(lines)
+
+
+def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
+    """Return the changes that help most, as predicted at the start or by the `others` alive."""
+    args, plan, on_host, lines = trainer.args, trainer.memory, device == "cpu", []
+    if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:
+        less = readable(others * (rows - rows // 2) // rows)
+        lines = [f"--per_device_eval_batch_size {rows // 2}: about {less} less"]
+    elif phase == "train" and device == args.device.type:
+        rows, own = args.per_device_train_batch_size, plan.predicted_bytes[plan.choice]
+        predicted, smaller = plan.predicted_bytes.items(), range(1, rows)
+        changes = {f"--activation_checkpointing {name}": size for name, size in predicted}
+        for fewer in [size for size in smaller if rows % size == 0]:  # divides as rows does
+            size = own - (rows - fewer) * plan.sequence_bytes
+            changes[f"--per_device_train_batch_size {fewer}"] = size
+        changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes
+        best = sorted((size, change) for change, size in changes.items() if size < own)
+        now = f"(predicted; now {readable(own)})"
+        lines = [f"{change}: {readable(size)} {now}" for size, change in best]
+    if on_host and trainer.checkpoints.background is not None:
+        lines.append("--async_save false: no checkpoint is staged in the node's memory")
+    if on_host and (workers := args.dataloader_num_workers):
+        lines.append(f"--dataloader_num_workers {workers // 2}: each is a process")
+    lines += ["more memory for the job: sbatch --mem, ulimit -v"] * on_host
+    lines.append("strategy: fsdp2, more GPUs, a shorter sequence_length (docs/faq.md)")
+    return "\n  ".join(["what would help most", *lines[:3]])
