@@ -40,7 +40,7 @@ from utils.support.run_lock import FOLDER, WATCH_S, look_at_run_lock
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
 # The figures of each rank are most of a line: they are read of some lines alone, see ranks.py.
-_BY_RANK = re.compile(rb', "memory_by_rank": \[[^\]]*\]')
+_BY_RANK = re.compile(rb', "memory_by_rank": \[[^\]\n]*\]')
 _CHUNK = 2**19  # bytes that are parsed in one call, twice as fast as line by line
 # What slurm/job_setup.sh writes into a job's log before it puts the job back into the queue.
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
@@ -218,13 +218,13 @@ def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
 
 def _parsed(texts: list[bytes]) -> list[Any]:
     """Return what each line holds; None of one that is cut off, where a process died."""
-    plain = [_BY_RANK.sub(b"", text).decode("utf-8", "replace") for text in texts]
+    plain = _BY_RANK.sub(b"", b"".join(texts)).decode("utf-8", "replace").removesuffix("\n")
     with contextlib.suppress(ValueError):
-        found = json.loads(f"[{','.join(plain)}]")
+        found = json.loads("[" + plain.replace("\n", ",") + "]")
         if len(found) == len(texts):
             return list(found)
     found = []
-    for text in plain:
+    for text in plain.split("\n"):  # not splitlines(): texts may hold what that breaks at
         found.append(None)
         with contextlib.suppress(ValueError):
             found[-1] = json.loads(text)
@@ -332,9 +332,8 @@ def _that_count(starts: list[Start]) -> list[dict[str, Any]]:
     """Return the lines that count, of several of one kind, split and step the last."""
     kept = {}
     for start in starts:
-        for line in start.lines:
-            if not line["lost"]:
-                kept[line["event"], line.get("split"), line["step"]] = line
+        lines = [line for line in start.lines if not line["lost"]]
+        kept |= {(line["event"], line.get("split"), line["step"]): line for line in lines}
     return list(kept.values())
 
 

@@ -89,7 +89,7 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     begin = time.process_time()
     report.main([str(made_up_run)])
     seconds = time.process_time() - begin
-    assert seconds < 3, "1.2 s on the machine where it was written"
+    assert seconds < 4, "1.4 s on two calm cores, 2 s where others compute beside it"
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000
     loss = data_of(page)["charts"][0]["lines"]
