@@ -1,8 +1,8 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP), raise and part (another collective than the other ranks') come at the Nth
-batch of that rank; full is a disk without room, met while saving. slow: for N batches the rank is
-late with each, then as slow in its forward passes for N more; then it is as fast as the others.
+sleep, stop (SIGSTOP), kill, raise and part (another collective than the other ranks') come at the
+Nth batch of that rank; full is a disk without room, met while saving. slow: for N batches the rank
+is late with each, then as slow in its forward passes for N more; then it is as fast as the others.
 """
 
 import errno
@@ -45,6 +45,8 @@ def trouble_batches() -> None:
             sys.stdout.flush()
             if KIND == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if KIND == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             {"sleep": sleep_a_while, "part": part}.get(KIND, fail)()
         return get(self, rows)
 
@@ -83,7 +85,7 @@ def trouble_saves() -> None:
 
 
 def main() -> int | None:
-    if os.environ["RANK"] == RANK:
+    if os.environ.get("RANK", "0") == RANK:
         {"full": trouble_saves, "slow": be_slow}.get(KIND, trouble_batches)()
     return pretrain.main()
 

@@ -18,6 +18,7 @@ from utils.checkpoints.files import earlier_starts
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import job_times
 from utils.support.files import replace_text
 from utils.support.redaction import redact
 
@@ -137,6 +138,7 @@ def write_provenance(
     devices = [launch.device]
     if launch.device == "cuda":
         devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+    slurm = slurm_job(os.environ)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
@@ -149,7 +151,7 @@ def write_provenance(
             "hosts": list(dict.fromkeys(launch.hosts)),
             "devices": devices,
         },
-        "slurm": slurm_job(os.environ),
+        "slurm": slurm and {**slurm, **job_times()},
         **facts,
     }
     content = {"format": 1, "run_id": run_id, "starts": [*earlier_starts(path), entry]}
@@ -180,7 +182,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(changed)}
 
 
-def slurm_job(environment: Mapping[str, str]) -> dict[str, str | None] | None:
+def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Slurm's facts about this job; None outside of one."""
     if "SLURM_JOB_ID" not in environment:
         return None
