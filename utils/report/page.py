@@ -35,6 +35,7 @@ def parse_arguments(argv: Sequence[str] | None, description: str | None) -> argp
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of them")
     add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
     add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
+    add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
     return parser.parse_args(argv)
 
 
@@ -45,7 +46,8 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
     """
     found: list[Path] = []
     problems = []
-    for path in given.runs:
+    alone = given.compare and len(given.runs) == 1 and _is_run(given.runs[0])
+    for path in [given.runs[0].resolve().parent] if alone else given.runs:
         entries = [path] if _is_run(path) or not path.is_dir() else sorted(path.iterdir())
         inside = list(filter(_is_run, entries))
         found += inside

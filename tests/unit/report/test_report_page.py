@@ -72,10 +72,10 @@ def test_several_runs_or_a_folder_of_them_are_compared(made_up_run, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     report.main([str(other)])
     pages = []
-    for words in ([str(made_up_run), str(other)], ["runs"]):
+    for words in ([str(made_up_run), str(other)], ["runs"], [str(other), "--compare"]):
         report.main([*words, "--output", "page.html"])
         pages.append((tmp_path / "page.html").read_text())
-    assert pages[0] == pages[1]
+    assert pages[0] == pages[1] == pages[2]
     assert 'href="runs/other/report.html"' in pages[0]
     assert "No setting, version or device differs." in pages[0]
 
