@@ -3,12 +3,12 @@
 import json
 import statistics
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells.kinds import OURS, OURS_TUNED, Baseline, TrainingCell
+from benchmarks.cells.kinds import OURS, OURS_TUNED, STOKER, Baseline, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
 from benchmarks.hardware.efficiency import Device, efficiency
@@ -65,6 +65,7 @@ def hold(
             name: summary(runs) | efficiency(cell, runs, device) for name, runs in outcomes.items()
         },
         "ratios": ratios(outcomes, [one.name for one in cell.baselines if one.tuned]),
+        "costs": costs(cell, outcomes),
         "parity": parity(cell, outcomes, expected),
         "not_run": turns.not_run,
     }
@@ -173,6 +174,33 @@ def ratios(
         for name, theirs in speeds.items()
         if name not in (OURS, OURS_TUNED)
     }
+
+
+# Seconds of the timed steps: by the clock with the log lines among them, of a step without, and
+# of the CPU, which bears other load better.
+COSTS: dict[str, Callable[[Outcome], float]] = {
+    "clock": lambda one: one.window_s,
+    "median step": lambda one: statistics.median(one.step_s),
+    "cpu": lambda one: one.window_cpu_s,
+}
+
+
+def costs(
+    cell: TrainingCell, outcomes: Mapping[str, Sequence[Outcome]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return how much longer Stoker takes than its variants without a part, in percent.
+
+    The median over pairs of runs and its 95 % interval; {} where all others are other toolkits.
+    """
+    parts = [one.name for one in cell.baselines if one.module == STOKER.module and one.variant]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in [name for name in parts if OURS in outcomes and name in outcomes]:
+        found[name] = {}
+        for kind, seconds in COSTS.items():
+            ratio = paired_ratio(*(list(map(seconds, outcomes[who])) for who in (OURS, name)))
+            percent = {key: round(100 * (value - 1), 3) for key, value in ratio._asdict().items()}
+            found[name][kind] = percent
+    return found
 
 
 def _ours(outcomes: Mapping[str, Sequence[Outcome]]) -> str | None:

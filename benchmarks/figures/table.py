@@ -20,6 +20,12 @@ def table(result: Mapping[str, Any]) -> str:
     rows += [[name, f"not run: {why}"] for name, why in result["not_run"].items()]
     lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * width)
+    for name, by in result.get("costs", {}).items():
+        parts = [
+            f"{cost['median']:+.2f} % by {kind} ({cost['low']:+.2f} to {cost['high']:+.2f})"
+            for kind, cost in by.items()
+        ]
+        lines.append(f"\nA step takes longer than {name}: {', '.join(parts)}.")
     return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
 
 

@@ -65,7 +65,7 @@ class Outcome:
     """What a run was measured to do.
 
     `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only, of which
-    `window_loss_tokens` are loss tokens;
+    `window_loss_tokens` are loss tokens; `window_cpu_s` is the CPU time of all threads in them;
     `first_step_s` counts from the start of the process to the end of its first step. A fine-tuning
     run's first batch held the workload's `first_documents`. `notes` says which settings and kernels
     were in use.
@@ -79,6 +79,7 @@ class Outcome:
     peak_memory_bytes: int
     reserved_memory_bytes: int = 0
     window_loss_tokens: int = 0
+    window_cpu_s: float = 0.0
     first_documents: list[int] = dataclasses.field(default_factory=list)
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -28,6 +28,7 @@ class StepRecorder:
     def __init__(self, job: Job):
         self.job = job
         self.ends: list[float] = []
+        self.cpu_ends: list[float] = []  # of this process, all threads
         self.events: list[torch.cuda.Event] = []
         self.losses: list[torch.Tensor] = []
         self.tokens: list[torch.Tensor] = []
@@ -66,6 +67,7 @@ class StepRecorder:
         if place in (0, self.job.warmup_steps - 1, self.job.steps - 1):
             wait_for_device()
         self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
         if place == 0:
             self.first_step_s = seconds_since_start()
         if place == self.job.warmup_steps - 1:
@@ -93,6 +95,7 @@ class StepRecorder:
         documents = self.job.files / "documents"
         return Outcome(
             window_s=self.ends[end - 1] - self.ends[warm - 1],
+            window_cpu_s=self.cpu_ends[end - 1] - self.cpu_ends[warm - 1],
             window_tokens=sum(int(tokens) for tokens in self.tokens[warm:end]),
             window_loss_tokens=sum(int(tokens) for tokens in self.loss_tokens[warm:end]),
             step_s=self._step_seconds()[: end - 1],

@@ -1,23 +1,42 @@
 """No step between two log lines reads a value from the device: a GPU would be waited for.
 
-On a CPU nothing waits, but the same operation reads: `_local_scalar_dense`, which is what
-`.item()`, `bool(tensor)` and `float(tensor)` come down to.
+On a CPU nothing waits, but the same operations read: `_local_scalar_dense`, which is what
+`.item()`, `bool(tensor)` and `float(tensor)` come down to, those whose result has a length that
+depends on values, and copies to the host. Trainer itself reads nothing there with our settings;
+with its own it would the filter of NaN losses, and the loss tokens of each step.
 """
 
+import ast
 import traceback
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_callback import CallbackHandler
 
 import pretrain
 import sft_train
+from utils.callbacks.metrics import MixtureShares
 
 pytestmark = pytest.mark.slow
 
-READING = torch.ops.aten._local_scalar_dense.default
+ROOT = Path(__file__).parents[2]
+READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
+COPYING = {"tolist", "numpy", "cpu"}
+# What is on the host already: a loader's batch, figures that an event says have arrived; and the
+# attention of CPUs alone.
+ON_THE_HOST = {
+    ("loader.py", "model_inputs"), ("nonfinite.py", "_read"),
+    ("per_document.py", "per_document_sdpa"),
+}  # fmt: skip
+# Where the device is waited for: before evaluations and saves, and around a profile.
+WAITING = {
+    "utils/callbacks/metrics.py: on_step_end", "utils/callbacks/nonfinite.py: _read",
+    "utils/callbacks/profiler.py: _wait",
+}  # fmt: skip
 # Four micro-batches a step, one log at the end.
 SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "max_grad_norm": 1.0}
 
@@ -29,11 +48,41 @@ class Readings(TorchDispatchMode):
         super().__init__()
         self.first, self.last, self.step = 1, steps - 1, 0
         self.places: list[str] = []
+        self.names: list[str] = []
+
+    def note(self, name: str) -> None:
+        stack = traceback.extract_stack(limit=14)[:-2]
+        known = {(Path(frame.filename).name, frame.name) for frame in stack[-2:]} & ON_THE_HOST
+        if self.first <= self.step < self.last and not known:
+            self.names.append(name)
+            self.places.append("".join(traceback.format_list(stack)))
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation is READING and self.first <= self.step < self.last:
-            self.places.append("".join(traceback.format_stack(limit=12)[:-1]))
+        name = operation.overloadpacket.__name__
+        if name in READING or (name.startswith("index") and _has_mask(args)):
+            self.note(name)
         return operation(*args, **(kwargs or {}))
+
+
+def _has_mask(args) -> bool:
+    """Whether a tensor is indexed by a boolean one: its length depends on values."""
+    indices = args[1] if isinstance(args[1], (list, tuple)) else []
+    return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
+
+
+class Copies(TorchFunctionMode):
+    """Tells `readings` of copies to the host, which no operation shows on a CPU."""
+
+    def __init__(self, readings: Readings):
+        super().__init__()
+        self.readings = readings
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        awaited = name == "to" and args[1:2] == ("cpu",) and not kwargs.get("non_blocking")
+        if name in COPYING or awaited:
+            self.readings.note(name)
+        return function(*args, **kwargs)
 
 
 @pytest.fixture
@@ -47,19 +96,36 @@ def readings(monkeypatch):
         return control
 
     monkeypatch.setattr(CallbackHandler, "on_step_end", watched)
-    return found
+    with Copies(found), found:
+        yield found
 
 
-CASES = {"pretraining": {}, "fine-tuning": {}, "lora": {"use_peft": True}}
+CASES = {"pretraining": {"ema_decay": 0.9}, "fine-tuning": {}, "lora": {"use_peft": True}}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_reads_nothing(case, pretraining, fine_tuning, tmp_path, readings):
-    argv_of, script = (pretraining, pretrain) if case == "pretraining" else (fine_tuning, sft_train)
-    with readings:
-        assert script.main(argv_of(tmp_path / "run", **SETTINGS, **CASES[case])) == 0
+def test_a_step_reads_nothing(case, pretraining, fine_tuning, workspace, tmp_path, readings):
+    settings = SETTINGS | CASES[case]
+    argv_of, script = (fine_tuning, sft_train)
+    if case == "pretraining":
+        argv_of, script = (pretraining, pretrain)
+        settings["train_data"] = [f"{workspace}/documents=2", f"{workspace}/heldout=1"]
+    assert script.main(argv_of(tmp_path / "run", **settings)) == 0
     assert readings.step == 6
     assert not readings.places, readings.places[0]
+
+
+def test_the_device_is_waited_for_at_known_places_alone():
+    """On a CPU no test comes by them."""
+    found = set()
+    for path in sorted((ROOT / "utils").rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any(
+                isinstance(node, ast.Attribute) and node.attr == "synchronize"
+                for node in ast.walk(function)
+            ):
+                found.add(f"{path.relative_to(ROOT)}: {function.name}")
+    assert found == WAITING
 
 
 @pytest.mark.gpu
@@ -87,9 +153,18 @@ def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
     assert tiny.starts(tmp_path / "run")[0]["compiled"] is (not asked)
 
 
-def test_what_reads_is_found(pretraining, tmp_path, readings):
-    """Trainer's filter of NaN losses reads each micro-batch's: 4 steps of 4, two values each."""
+def test_what_reads_is_found(pretraining, tmp_path, readings, monkeypatch):
+    """Trainer's filter of NaN losses reads two values of each micro-batch's; and a callback's."""
+
+    def reads(self, *_, **__):
+        """Of the steps 2 to 5, once each."""
+        value = torch.ones(2)
+        value[0].item(), value.tolist(), value.cpu(), value.to("cpu"), value.nonzero()
+        assert value[value > 2].numel() == 0
+
+    monkeypatch.setattr(MixtureShares, "on_step_end", reads)
     argv = pretraining(tmp_path / "run", **SETTINGS, logging_nan_inf_filter=True)
-    with readings:
-        assert pretrain.main(argv) == 0
-    assert len(readings.places) >= 4 * 4
+    assert pretrain.main(argv) == 0
+    counted = {name: readings.names.count(name) for name in readings.names}
+    assert counted.pop("_local_scalar_dense") >= 4 * 4 + 4
+    assert counted == dict.fromkeys(("tolist", "cpu", "to", "nonzero", "index"), 4)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from launching import run_two_processes
 from torch.autograd import DeviceType
 
 import pretrain
-from utils.callbacks.profiler import covered, summarize, table
+from utils.callbacks.profiler import covered_us, summarize
 from utils.config.errors import ExitCode
 
 STEPS = {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-3, "global_batch_size": 4}
@@ -24,32 +25,44 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
     assert pretrain.main(pretraining(plain, **settings)) == 0
     assert not (plain / "profile").exists()
     capsys.readouterr()
-    assert pretrain.main(pretraining(run, **settings, profile_steps="3:5", save_steps=3)) == 0
+    assert pretrain.main(pretraining(run, **settings, profile_steps="3:5", save_steps=1)) == 0
     shown = capsys.readouterr().out
     assert tiny.losses(run) == tiny.losses(plain)
     assert tiny.weights(run) == tiny.weights(plain)
 
     trace = run / "profile/steps3-4-rank0.json.gz"
     assert f"profile: {trace} (ui.perfetto.dev opens it)" in shown
-    text = (run / "profile/kernels.txt").read_text()
-    assert text in shown + "\n"
-    assert re.match(r"steps 3 to 4, [\d.]+ s with the profiler's own cost, with a save\n", text)
-    rows = re.findall(r"^ +([\d.]+)% +([\d,]+) +[\d.]+ ms  (\S+)", text, re.MULTILINE)
+    head, _, *rows = (run / "profile/kernels.txt").read_text().splitlines()
+    assert f"profile: {head}" in shown
+    assert f"profile: {rows[0]}" in shown
+    assert f"profile: {rows[3]}" not in shown, "ten rows are for the file"
+    assert head.startswith("steps 3 to 4 of rank 0, ")
+    assert head.endswith("; without a save after step 3"), "not those before and after the window"
+    found = re.findall(r"([\d.]+)%", head)
+    assert len(found) == 4
+    assert sum(map(float, found)) == pytest.approx(100, abs=0.5)
+    rows = [re.match(r" *([\d.]+)% +([\d,]+) +[\d.]+ ms  (\S+)", row) for row in rows]
+    shares = [float(row[1]) for row in rows]
     assert len(rows) == 10
-    shares = [float(share) for share, *_ in rows]
     assert shares == sorted(shares, reverse=True)
-    assert sum(shares) <= 100.5
-    assert re.search(r"the CPU outside of torch's operators: \d+\.\d% of the time; waits", text)
+    assert 0 < sum(shares) <= 100.5
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    steps = [event for event in events if event.get("name", "").startswith("Optimizer.step#")]
+    names = [event.get("name", "") for event in events]
+    assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
+    steps = [name for name in names if name.startswith("Optimizer.step#")]
     assert len(steps) == 2, "of the steps 3 and 4 alone"
 
-    # The window is behind a start that resumes after its first step.
-    trace.unlink()
-    tiny.cut(run, step=3)
-    assert pretrain.main(pretraining(run, **settings, profile_steps="3:5", save_steps=3)) == 0
-    assert "profile: none, this start begins after step 3" in capsys.readouterr().out
-    assert not trace.exists()
+    # What is behind a start is left out: of the steps 3 to 5, then all of 2 and 3.
+    tiny.cut(run, step=4)
+    for written, said in (
+        ("3:6", "steps 5 to 5 of rank 0"), ("2:4", "profile: none, this start begins after step 4"),
+    ):  # fmt: skip
+        copy = tmp_path / written[0]
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".lock", "profile"))
+        assert pretrain.main(pretraining(copy, **settings, profile_steps=written)) == 0
+        assert said in capsys.readouterr().out
+        assert (copy / "profile").exists() is (written == "3:6")
+        assert tiny.losses(copy) == tiny.losses(plain)
 
 
 @pytest.mark.slow
@@ -60,8 +73,8 @@ def test_rank_0_alone_writes_and_shows_what_collectives_take(pretraining, tmp_pa
     files = sorted(path.name for path in (tmp_path / "run/profile").iterdir())
     assert files == ["kernels.txt", "steps1-1-rank0.json.gz"]
     text = (tmp_path / "run/profile/kernels.txt").read_text()
-    assert "the first step of a start and what it compiles among them" in text
-    share = re.search(r"collectives ([\d.]+)% of all operators' time", text)
+    assert "; the first step of a start compiles and allocates, choose later ones" in text
+    share = re.search(r"else collectives ([\d.]+)%", text)
     assert float(share[1]) > 0, text
 
 
@@ -80,28 +93,41 @@ def test_a_window_that_cannot_be_is_refused(written, said, pretraining, tmp_path
         pretrain.main(argv)
 
 
-def test_kernels_of_a_device_are_summed_over_streams():
-    """Stand-ins for a GPU's events: two streams overlap for 10 us, and 40 us nothing runs."""
+def event(name, start, end, kind=DeviceType.CUDA, annotation=False):
+    """A stand-in for one of the profiler's events, times in us."""
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, time_range=span, device_type=kind, self_cpu_time_total=end - start,
+        is_user_annotation=annotation,
+    )  # fmt: skip
 
-    def kernel(name, start, end, kind=DeviceType.CUDA, annotation=False):
-        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-        return SimpleNamespace(
-            name=name, time_range=span, device_type=kind, self_cpu_time_total=end - start,
-            is_user_annotation=annotation,
-        )  # fmt: skip
 
+def test_the_time_of_a_gpu_is_shared_out():
+    """Two steps of 100 us, an evaluation between them; streams overlap, so do waits and kernels."""
+    host = DeviceType.CPU
     events = [
-        kernel("gemm", 0, 30), kernel("gemm", 30, 50), kernel("ncclDevKernel_AllReduce", 40, 60),
-        kernel("aten::mm", 0, 100, DeviceType.CPU), kernel("step", 0, 100, annotation=True),
+        event("step 1", 0, 100, host, True), event("step 2", 200, 300, host, True),
+        event("step 1", 5, 95, annotation=True),  # the same mark on the device
+        event("gemm", 0, 30), event("gemm", 30, 50), event("gemm", 210, 250),
+        event("ncclDevKernel_AllReduce", 40, 60), event("nccl:all_reduce", 40, 60, annotation=True),
+        event("evaluation", 110, 190), event("aten::mm", 0, 100, host),
+        event("enumerate(DataLoader)#_Iter", 200, 220, host, True),
     ]  # fmt: skip
-    shares, busy_us = summarize(events, on_gpu=True)
-    assert [(s.name, s.calls, s.time_us) for s in shares] == [
-        ("gemm", 2, 50), ("ncclDevKernel_AllReduce", 1, 20),
+    rows, where = summarize(events, on_gpu=True)
+    assert rows[1:] == [
+        " 45.0%         3  0.030 ms  gemm", " 10.0%         1  0.020 ms  ncclDevKernel_AllReduce",
     ]  # fmt: skip
-    assert busy_us == 60 == covered([(0, 30), (30, 50), (40, 60), (41, 42)])
-    text = table(shares, busy_us, 100e-6, 10e-6, on_gpu=True)
-    assert "   71.4%         2    0.025 ms  gemm" in text
-    assert "the device: idle 40.0% of the time; waits for data 10.0%; collectives 28.6%" in text
+    shares = "computes 45.0%; else collectives 5.0%, waiting for data 5.0%, for Python and"
+    assert f"0.000 s with the profiler's own cost: the GPU {shares} launches 45.0%" in where
+    with pytest.raises(RuntimeError, match="no kernel of the GPU"):
+        summarize([one for one in events if one.device_type is host], on_gpu=True)
+
+
+def test_what_overlaps_is_counted_once_and_within_the_steps():
+    spans = [event("", *span) for span in [(0, 30), (41, 42), (30, 50), (40, 60), (70, 200)]]
+    assert covered_us(spans, [(0, 100)]) == 90
+    assert covered_us(spans, [(10, 20), (65, 75), (300, 400)]) == 15
+    assert covered_us([], [(0, 100)]) == 0
 
 
 def test_a_profiler_that_does_not_run_is_a_warning(pretraining, tmp_path, monkeypatch, capsys):

@@ -10,4 +10,6 @@ stop           stops or saves at the same step on all ranks: signals, files, the
 evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite
 watchdog       ends a run in which nothing moves any more
+hang_page      hang.txt: where all ranks stood then, and in which collective
+stragglers     a rank's own time, and the rank that the others wait for
 """

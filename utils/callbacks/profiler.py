@@ -1,175 +1,176 @@
-"""`profile_steps`: a trace of some steps, and what took the time of the device in them."""
+"""`profile_steps`: a trace of some steps, and where the time of the device went in them."""
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import DeviceType
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
-from utils.data.loader import TrainLoader
+from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "profile"
-KERNELS = "kernels.txt"
-SHOWN = 10
+SHOWN, NAMED = 10, 3  # of the dearest kernels: in the file, in the log
 NAME_LENGTH = 90  # of a kernel: templates name theirs in thousands of characters
-COLLECTIVES = ("nccl", "gloo", "c10d")
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one kernel took of the window, or one operator without those it calls."""
-
-    name: str
-    calls: int
-    time_us: float
+COLLECTIVES = ("nccl", "gloo:", "c10d::")
+WAIT = "enumerate(DataLoader)#"  # torch's own mark around the wait for a batch
+STEP = "step "  # ours
 
 
 class ProfilerWindow(TrainerCallback):
     """Profiles the steps first, ..., stop - 1 on rank 0, into `output_dir`/profile.
 
-    torch's profiler exists for these steps alone. It writes a Chrome trace, and the ten dearest
-    kernels (on a CPU: operators) as a table. A profiler that does not work is a warning.
+    torch's profiler exists for these steps alone; one that does not work is a warning. A step
+    begins where the one before it ends, with the wait for its data. Evaluations and saves, and the
+    wait after them, are in the trace but in no figure.
     """
 
     def __init__(self, first: int, stop: int, output_dir: Path):
-        self.first, self.stop = first, stop
-        self.directory = output_dir / DIRECTORY
+        self.first, self.stop, self.directory = first, stop, output_dir / "profile"
         self.profiler: Any = None
-        self.begun_at = 0  # the step that this start resumed after
-        self.interrupted: set[str] = set()
+        self.mark: Any = None  # around the step under way
+        self.remarks = ""
 
     @override
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Note where this start begins; take the loader over."""
-        self.loader: TrainLoader = kwargs["train_dataloader"]
-        self.begun_at = state.global_step
-        if state.global_step >= self.first and state.is_world_process_zero:
-            logger.info(
-                "profile: none, this start begins after step %d, so step %d is behind it",
-                state.global_step, self.first,
-            )  # fmt: skip
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Leave out the steps that are behind this start."""
+        self.device, begun = args.device, state.global_step + 1
+        self.first = max(self.first, begun)
+        if not state.is_world_process_zero:
+            self.stop = 0
+        elif self.first >= self.stop:
+            logger.info("profile: none, this start begins after step %d", begun - 1)
+        elif self.first == begun:
+            self.remarks = "; the first step of a start compiles and allocates, choose later ones"
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Begin before the window's first step."""
-        if state.global_step != self.first - 1 or not state.is_world_process_zero:
+        """Begin the run's first step, or the first one behind an evaluation or a save."""
+        self._begin(state.global_step + 1)
+
+    @override
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """End the step; write what the window showed, or begin the next one."""
+        done = state.global_step
+        ends = control.should_training_stop or done == self.stop - 1
+        asked = {"an evaluation": control.should_evaluate, "a save": control.should_save}
+        due = " and ".join(name for name, is_due in asked.items() if is_due)
+        if self.mark is not None:
+            if ends or due:
+                self._wait()
+            self.mark.__exit__(None, None, None)
+            self.mark = None
+        if ends:
+            self._finish(done)
+        elif not due:
+            self._begin(done + 1)
+        elif self.profiler is not None:
+            self.remarks += f"; without {due} after step {done}"
+
+    @override
+    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Write what there is where an evaluation ended the run."""
+        self._finish(state.global_step)
+
+    def _begin(self, step: int) -> None:
+        if self.mark is not None or not self.first <= step < self.stop:
             return
-        activity = torch.profiler.ProfilerActivity
-        self.device: torch.device = args.device
-        on_gpu = [activity.CUDA] if self.device.type == "cuda" else []
         try:
-            self._wait()
-            self.profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
-            self.profiler.start()
+            if self.profiler is None:
+                self._wait()
+                activity = torch.profiler.ProfilerActivity
+                on_gpu = [activity.CUDA] if self.device.type == "cuda" else []
+                profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
+                profiler.start()
+                self.profiler = profiler
+            self.mark = torch.profiler.record_function(f"{STEP}{step}")
+            self.mark.__enter__()
         except RuntimeError as error:  # of CUPTI: no permission, or another profiler has it
             logger.warning("profile: torch's profiler does not run here: %s", error)
-            self.profiler = None
-        self.begin_s, self.waited_s = time.perf_counter(), self.loader.wait_s
+            self.stop = 0
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    @override
-    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """End after the window's last step, and write what it showed."""
-        if self.profiler is not None and state.global_step == self.stop - 1:
-            self._finish(state.global_step)
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Note that the window is not of training alone."""
-        self.interrupted.add("an evaluation")
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Note that the window is not of training alone."""
-        self.interrupted.add("a save")
-
-    @override
-    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """End a window that a stop has cut."""
-        if self.profiler is not None:
-            self._finish(state.global_step)
-
     def _finish(self, last: int) -> None:
-        self._wait()
-        window_s = time.perf_counter() - self.begin_s
-        waited_s = self.loader.wait_s - self.waited_s
-        profiler, self.profiler = self.profiler, None
+        profiler, self.profiler, self.stop = self.profiler, None, 0
+        if profiler is None:
+            return
         trace = self.directory / f"steps{self.first}-{last}-rank0.json.gz"
         try:
             profiler.stop()
             self.directory.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(trace))
-            on_gpu = self.device.type == "cuda"
-            shares, busy_us = summarize(profiler.events(), on_gpu)
-            head = f"steps {self.first} to {last}, {window_s:.3f} s with the profiler's own cost"
-            if self.begun_at == self.first - 1:
-                head += ", the first step of a start and what it compiles among them"
-            if self.interrupted:
-                head += f", with {' and '.join(sorted(self.interrupted))}"
-            text = table(shares, busy_us, window_s, waited_s, on_gpu=on_gpu)
-            (self.directory / KERNELS).write_text(f"{head}\n{text}", encoding="utf-8")
+            rows, where = summarize(profiler.events(), self.device.type == "cuda")
+            head = f"steps {self.first} to {last} of rank 0, {where}{self.remarks}"
+            replace_text(self.directory / "kernels.txt", "\n".join([head, *rows, ""]))
         except (RuntimeError, OSError) as error:
-            logger.warning("profile: nothing was written: %s", error)
+            logger.warning("profile: no table of kernels: %s", error)
             return
-        logger.info("profile: %s (ui.perfetto.dev opens it)\n%s", trace, f"{head}\n{text}".rstrip())
+        logger.info("profile: %s (ui.perfetto.dev opens it), kernels.txt beside it", trace)
+        logger.info("profile: %s", head)
+        for row in rows[: NAMED + 1]:
+            logger.info("profile: %s", row)
 
 
-def summarize(events: Iterable[Any], on_gpu: bool) -> tuple[list[Share], float]:
-    """Return kernels or operators by their time, and in how much of it any of them ran, in us."""
+def summarize(events: Iterable[Any], on_gpu: bool) -> tuple[list[str], str]:
+    """Return a table of the dearest kernels (CPU: operators), and where the steps' time went."""
+    events, kind = list(events), DeviceType.CUDA if on_gpu else DeviceType.CPU
+    marks = [e for e in events if e.name.startswith(STEP) and e.device_type == DeviceType.CPU]
+    steps = [(mark.time_range.start, mark.time_range.end) for mark in marks]
+    total_us = sum(end - start for start, end in steps)
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    spans = []
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    computes: list[Any] = []
+    collectives: list[Any] = []
+    waits = []
     for event in events:
-        if event.device_type != wanted or event.is_user_annotation:
+        if not any(start <= event.time_range.start < end for start, end in steps):
+            continue
+        if event.name.startswith(WAIT):
+            waits.append(event)
+        if event.device_type != kind or event.is_user_annotation:
             continue
         # Kernels call none; of operators the part that is in none they call.
-        time_us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-        times[event.name] += time_us
+        times[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         calls[event.name] += 1
-        spans.append((event.time_range.start, event.time_range.end))
-    shares = [Share(name, calls[name], time_us) for name, time_us in times.most_common()]
-    return shares, covered(spans)
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of these intervals: kernels of several streams overlap."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def table(
-    shares: list[Share], busy_us: float, window_s: float, waited_s: float, *, on_gpu: bool
-) -> str:
-    """Return the ten dearest kernels, and for how much of the window nothing ran, and why."""
-    total_us = sum(share.time_us for share in shares) or 1.0
-    kind = "kernel" if on_gpu else "operator"
-    lines = [f"  share      calls     mean   {kind}"]
-    for share in shares[:SHOWN]:
-        mean_ms, name = share.time_us / share.calls / 1e3, share.name
-        name = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."
-        lines.append(
-            f"  {share.time_us / total_us:6.1%} {share.calls:9,d} {mean_ms:8.3f} ms  {name}"
-        )
-    communication = sum(s.time_us for s in shares if s.name.lower().startswith(COLLECTIVES))
-    idle = max(0.0, 1 - busy_us / 1e6 / window_s)
-    device = "the device" if on_gpu else "the CPU outside of torch's operators"
-    lines.append(
-        f"{device}: {'idle ' if on_gpu else ''}{idle:.1%} of the time; "
-        f"waits for data {waited_s / window_s:.1%}; collectives {communication / total_us:.1%} of "
-        f"all {kind}s' time"
+        (collectives if event.name.startswith(COLLECTIVES) else computes).append(event)
+    if not times:
+        raise RuntimeError("the trace has no kernel of the GPU: has the user access to CUPTI?")
+    if on_gpu:  # streams overlap, and kernels with the host's waits
+        layers = computes, computes + collectives, computes + collectives + waits
+        busy_us = np.diff([0.0, *(covered_us(layer, steps) for layer in layers)]).tolist()
+    else:
+        own = [sum(e.self_cpu_time_total for e in group) for group in (computes, collectives)]
+        busy_us = [*own, covered_us(waits, steps)]
+    shares = [f"{us / total_us:.1%}" for us in (*busy_us, max(0.0, total_us - sum(busy_us)))]
+    where = (
+        f"{total_us / 1e6:.3f} s with the profiler's own cost: the {'GPU' if on_gpu else 'CPU'} "
+        f"computes {shares[0]}; else collectives {shares[1]}, waiting for data {shares[2]}, for "
+        f"Python and launches {shares[3]}"
     )
-    return "\n".join(lines) + "\n"
+    rows = [f" share     calls      mean  {'kernel' if on_gpu else 'operator'}"]
+    for name, time_us in times.most_common(SHOWN):
+        mean_ms, short = time_us / calls[name] / 1e3, name[:NAME_LENGTH]
+        rows.append(f"{time_us / total_us:6.1%} {calls[name]:9,d} {mean_ms:6.3f} ms  {short}")
+    return rows, where
+
+
+def covered_us(events: Iterable[Any], steps: Sequence[tuple[float, float]]) -> float:
+    """Return in how much of the steps any event is under way: kernels of streams overlap."""
+    found = sorted((event.time_range.start, event.time_range.end) for event in events)
+    ranges, total = np.array(found, dtype=np.float64).reshape(-1, 2), 0.0
+    for begin, end in steps:
+        starts, ends = ranges.clip(begin, end).T
+        before = np.maximum.accumulate([begin, *ends])[:-1]
+        total += float((ends - np.maximum(starts, before)).clip(min=0).sum())
+    return total

@@ -42,6 +42,8 @@ _SWITCHES = {
     # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "1",
+    # torch ends a process whose own watch of NCCL is stuck so long; HangWatch does, and says more.
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
     # Bars redraw one line with carriage returns, which a log file keeps, all of them.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -104,6 +106,8 @@ def configure_environment() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
 
 
 def configure_hub() -> None:

@@ -62,7 +62,7 @@ def run_callbacks(
         window = profiled_steps(settings.run.profile_steps)
         asked_for.append(ProfilerWindow(*window, checkpoints.output_dir))
     return [
-        HangWatch(settings.run.hang_timeout_s, launch.hosts),
+        HangWatch(settings.run.hang_timeout_s, launch.hosts, checkpoints.output_dir),
         *inherited,
         stop,
         *asked_for,
@@ -97,7 +97,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             write_at_the_end(output_dir)
             end_wandb(output_dir / FILE_NAME, trainer.watch.stopped)
     finally:
-        HangWatch.current = None
+        HangWatch.leave()
     step = state.global_step
     if trainer.watch.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"

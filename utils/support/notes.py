@@ -66,12 +66,13 @@ def notes_directory() -> Path | None:
 
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
-) -> None:
+) -> Note:
     """Write this rank's note with further fields; the first stays. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
     _create(f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+    return note
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:

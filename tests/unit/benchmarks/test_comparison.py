@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from benchmarks.cells.cpu import CPU_CELLS
+from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
-from benchmarks.comparisons.training import parity, ratios
+from benchmarks.comparisons.training import costs, parity, ratios
 from benchmarks.recording.job import Outcome
 
 
@@ -61,3 +61,36 @@ def test_tuned_is_compared_with_tuned():
         "peer": 2.0,
         "tuned peer": 4.0,
     }
+
+
+def test_what_a_part_costs_is_in_percent_of_pairs():
+    cell = next(cell for cell in EXPERIMENTS if cell.name == "watching")
+    (name,) = (one.name for one in cell.baselines if one.variant)
+    ours = [outcome(window_s=2.02), outcome(window_s=4.04)]
+    without = [outcome(window_s=2.0), outcome(window_s=4.0)]
+    for one in [*ours, *without]:
+        one.window_cpu_s = 3.0
+    found = costs(cell, {OURS: ours, name: without})[name]
+    assert found["clock"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found["cpu"]["median"] == found["median step"]["median"] == 0
+    assert costs(cell, {OURS: ours}) == {}
+
+
+def test_callbacks_that_only_watch_are_left_out_and_the_journal_is_silent():
+    """Of the callbacks of a run, whatever they are by now: what the trainer needs stays."""
+    from unittest import mock
+
+    from transformers import TrainerCallback
+
+    from benchmarks.baselines.stoker import unwatched
+    from utils.callbacks.journal import Journal
+    from utils.callbacks.nonfinite import NonFiniteGuard
+    from utils.callbacks.stop import StopWatch
+    from utils.runs import finish
+
+    needed = [mock.create_autospec(kind, instance=True) for kind in (StopWatch, NonFiniteGuard)]
+    journal = Journal.__new__(Journal)
+    made = [TrainerCallback(), *needed, journal]
+    with mock.patch("utils.runs.finish.run_callbacks", return_value=made), unwatched():
+        assert finish.run_callbacks() == [*needed, journal]
+    assert type(journal).on_log is not Journal.on_log
