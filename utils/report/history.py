@@ -330,7 +330,7 @@ def _count_hours(starts: list[Start]) -> None:
 
 def _that_count(starts: list[Start]) -> list[dict[str, Any]]:
     """Return the lines that count, of several of one kind, split and step the last."""
-    kept = {}
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for start in starts:
         lines = [line for line in start.lines if not line["lost"]]
         kept |= {(line["event"], line.get("split"), line["step"]): line for line in lines}
