@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from families import tiny_config, tiny_model
 from launching import run_two_processes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -122,6 +123,21 @@ def test_two_ranks_log_what_one_does(config, settings, pretraining, whole, tmp_p
     if config == "multi_gpu":
         assert pretrain.main(pretraining(tiny.cut(run, step=3), **settings)) == 0
         assert_alike(run, expected)
+
+
+def test_experts_term_is_no_part_of_them(settings, fine_tuning, tmp_path):
+    model, lines = tmp_path / "experts", []
+    tiny_model(tiny_config("qwen3_moe")).save_pretrained(model)
+    tiny.make_tokenizer(model)
+    once = {"model_name_or_path": model, "max_steps": 1, "logging_steps": 1, "eval_steps": 1}
+    once["train_data"] = settings["train_data"][:2]
+    for coefficient in (0, 1):
+        run = tmp_path / str(coefficient)
+        argv = fine_tuning(run, **settings | once, router_aux_loss_coef=coefficient)
+        assert sft_train.main(argv) == 0
+        lines.append(by_source(run)[0])
+    assert lines[1].pop("loss") > lines[0].pop("loss") + 1
+    assert lines[1] == lines[0] != {}
 
 
 def plain_losses(model: torch.nn.Module, tokens: Path, sequence: int) -> tuple[torch.Tensor, ...]:
