@@ -108,7 +108,8 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         for judge in judges:
             yield f"{values.shown(judge)} needs metric_for_best_model: {known}"
     elif f"eval_{metric.removeprefix('eval_')}" not in metrics:
-        yield f"{values.shown('metric_for_best_model')}: no loss or perplexity of a split; give {known}"
+        given = values.shown("metric_for_best_model")
+        yield f"{given}: no loss or perplexity of a split; give {known}"
     elif values["greater_is_better"]:
         yield f"{values.shown('greater_is_better')}: a lower loss or perplexity is better"
 
