@@ -98,7 +98,8 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(run, tmp_path):
 def test_ranks_in_different_collectives_are_told_apart(run):
     seen = run("part:1:3")
     assert seen.codes == (76, 76), seen.output
-    _, under_way, *_ = seen.page.split("\n\n")
+    head, under_way, *_ = seen.page.split("\n\n")
+    assert head.endswith("in different collectives, see below: that is the cause.")
     group, first, second = under_way.splitlines()[1:4]
     assert group.endswith(": MISMATCH, ranks do different things")
     assert " all_reduce of Long [1]; completed #" in first

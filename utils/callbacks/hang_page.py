@@ -19,6 +19,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "sa
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
 # Of torch's flight recorder; which of them has NCCL's, and gloo's, depends on the version.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+MISMATCH = ": MISMATCH, ranks do different things"
 _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")  # threads beside the main one
 
 
@@ -84,7 +85,7 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
             continue
         # One number, but other operations or sizes: the ranks' programs have parted.
         parted = len({text.split()[0] for text in pending}) < len(pending)
-        lines.append(f"  {group}{': MISMATCH, ranks do different things' * parted}")
+        lines.append(f"  {group}{MISMATCH * parted}")
         places: dict[str, list[int]] = {}
         for rank, stands in at.items():
             done, now = (stands.get(name, "none") for name in ("completed", "pending"))
@@ -98,8 +99,10 @@ def write_page(
 ) -> None:
     """Write the page; ranks that stand alike share a part. Raises OSError."""
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    lines = [f"{utc}: the run hung after step {step}.", verdict, ""]
-    lines += ["Collectives under way (all: hang/rank-N.json)", *compare(records, hosts)]
+    lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
+    if any(MISMATCH in line for line in under_way):
+        lines.append("But ranks are in different collectives, see below: that is the cause.")
+    lines += ["", "Collectives under way (all: hang/rank-N.json)", *under_way]
     if silent := sorted(set(range(len(hosts))) - set(records)):
         lines += ["", f"{_named(silent, hosts)}: no record (stopped, frozen or gone)"]
     alike: dict[str, list[int]] = {}

@@ -113,7 +113,8 @@ def _tensors(named: Iterator[tuple[Any, str, str]], device: str, sizes: Counter[
     else:
         rest = {"this process, resident": psutil.Process().memory_info().rss}
         workers = psutil.Process().children(recursive=True)
-        rest[f"its {len(workers)} workers"] = sum(each.memory_info().rss for each in workers)
+        if workers:
+            rest[f"its {len(workers)} workers"] = sum(each.memory_info().rss for each in workers)
         rest["left of the host, or of the job's limit"] = memory_room_bytes()
     for size, kind, _ in found.values():
         sizes[kind] += size
