@@ -48,8 +48,8 @@ bench-gpu: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks gpu --resume $(BENCH_ARGS)
 
 pictures: $(VENV)/.test
-	$(BIN)/python examples/pictures.py run
-	$(BIN)/python examples/pictures.py draw
+	$(BIN)/python examples/pictures.py
+	$(BIN)/python report.py benchmarks/results/interrupted_run --output runs/interrupted_run.html --png docs/images/loss.svg
 
 figures: recipes-table
 	$(BIN)/python examples/demo_figures.py

@@ -45,6 +45,8 @@ fi
 
 mapfile -d '' -t arguments < <(slurm/run_python.sh -m utils.submit.sweep point "$sweep" "$point")
 wait "$!" # ends this script too if the command failed
+sweep_name="${sweep##*/}"
+export WANDB_RUN_GROUP="${WANDB_RUN_GROUP:-${sweep_name%.yaml}}" # the points are one group
 # shellcheck disable=SC2034 # for messages
 job_script=slurm/sweep_job.sh
 # shellcheck source=slurm/training_job.sh

@@ -79,6 +79,13 @@ Give it more time (sbatch --time; $((SECONDS)) s were not enough), or see above 
   fi
 fi
 
+# The page of a run that ended by a failure, which could not write it. Before Slurm hears of a requeue,
+# which ends this shell. It is no part of the job's end: bounded in time, and free to fail.
+if [[ -n $run ]] && ((code != 0 && code != 75)); then
+  timeout --kill-after=2 30 env -u STOKER_NOTES_DIR slurm/run_python.sh report.py "$run" </dev/null ||
+    say "no report was written: python report.py $run"
+fi
+
 case $code in
 0)
   rm -rf -- "$notes"

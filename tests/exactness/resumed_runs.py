@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # What a training or evaluation log must agree in; the other figures are times and memory.
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
-EVALUATED = ("eval_heldout_loss", "eval_heldout_perplexity", "eval_heldout_tokens", "epoch")
+EVALUATED = (*(f"eval_heldout_{n}" for n in ("loss", "perplexity", "accuracy", "tokens")), "epoch")
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ ON_THE_HOST = {
     ("loader.py", "model_inputs"), ("nonfinite.py", "_read"),
     ("per_document.py", "per_document_sdpa"),
 }  # fmt: skip
-# Where the device is waited for: before evaluations and saves, and around a profile.
+# Where the device is waited for: before evaluations and saves, around a profile, at a log line.
 WAITING = {
     "utils/callbacks/metrics.py: on_step_end", "utils/callbacks/nonfinite.py: _read",
-    "utils/callbacks/profiler.py: _wait",
+    "utils/callbacks/profiler.py: _wait", "utils/callbacks/stragglers.py: _product_s",
 }  # fmt: skip
 # Four micro-batches a step, one log at the end.
 SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "max_grad_norm": 1.0}

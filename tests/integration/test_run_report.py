@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from launching import ROOT
+from launching import ROOT, quiet_environment
 
 import pretrain
 import report
@@ -139,9 +139,9 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
     assert [dark, light] == ["rgb(20, 22, 26)", "rgb(255, 255, 255)"]
     page.locator("#theme").click()
     assert background(page) == dark
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
     assert background(page) == light
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
     page.pdf(path=tmp_path / "page.pdf", print_background=True)
     assert (tmp_path / "page.pdf").stat().st_size > 10_000
     page.set_viewport_size({"width": 400, "height": 800})
@@ -166,3 +166,24 @@ def test_runs_are_compared(opened, run, tmp_path):
     damaged = opened(other / "report.html")
     assert "1 of 1 lines are cut off or damaged" in damaged.locator("body").inner_text()
     assert damaged.locator("#charts figure").count() == 0
+
+
+def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
+    """By its launcher, whatever ended it, or by itself where it was started without one."""
+    run = tmp_path / "run"
+    script = ["tests/integration/troubled_run.py", *pretraining(run, save_steps=2)]
+    python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
+    for launcher, kind, batch, words in (
+        (["slurm/launch_node.sh"], "kill", 9, "no last word: it was killed"),
+        ([sys.executable], "raise", 3, "RuntimeError: the batch is spoilt"),
+    ):
+        env = quiet_environment(python | {"STOKER_TEST_TROUBLE": f"{kind}:0:{batch}"})
+        done = subprocess.run(
+            [*launcher, *script], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == {"kill": 76, "raise": 1}[kind], done.stderr
+        assert f"report: {run}/report.html" in done.stderr
+        page = (run / "report.html").read_text()
+        assert words in page
+        assert "The same command resumes it from checkpoint-" in page
+        (run / "report.html").unlink()

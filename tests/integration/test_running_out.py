@@ -40,7 +40,7 @@ def test_in_training(starved):
     assert done.codes == (79,), done.stdout[-3000:]
     assert "out of memory (1 problem):\n" in done.stdout
     assert "Traceback" not in done.stdout
-    what = r"out of memory \(host\), train, step 3: 4294967296 bytes .* run_out"
+    what = r"out of memory \(host\), train, step 3: cannot allocate 4\.0 GiB in .* run_out"
     first = r"--activation_checkpointing full: [\d.]+ KiB \(predicted; now [\d.]+ MiB\)"
     shown = rf"  - \S+: {what}\n    what would help most: {first}\n    what took it: {page}\n"
     assert re.search(shown, done.stdout), done.stdout[-2000:]
@@ -93,7 +93,7 @@ def test_in_a_save_which_leaves_the_checkpoint_before(starved):
     run, done, verdict, page = starved("save:0:6", dataloader_num_workers=2)
     text = page.read_text()
     assert done.codes == (79,), done.stdout[-3000:]
-    assert "out of memory (host), save, step 6: memory was not to be had in" in verdict.text
+    assert "out of memory (host), save, step 6: cannot allocate more in" in verdict.text
     assert "\n  --dataloader_num_workers 1: " in text
     assert re.search(rf"{SIZE}its 2 workers\n", text)
     assert text.rstrip().endswith("MemoryError")

@@ -1,7 +1,8 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP) and raise come at the Nth batch of that rank; full is a disk without room,
-met while saving.
+sleep, stop (SIGSTOP), kill, raise and part (another collective than the other ranks') come at the
+Nth batch of that rank; full is a disk without room, met while saving. slow: for N batches the rank
+is late with each, then as slow in its forward passes for N more; then it is as fast as the others.
 """
 
 import errno
@@ -14,10 +15,17 @@ import pretrain
 from utils.launch.script import run_script
 
 KIND, RANK, COUNT = os.environ["STOKER_TEST_TROUBLE"].split(":")
+DELAY_S = 0.2  # of a slow rank
 
 
 def sleep_a_while() -> None:
     time.sleep(600)
+
+
+def part() -> None:
+    import torch
+
+    torch.distributed.broadcast(torch.zeros(7), src=0)
 
 
 def fail() -> None:
@@ -37,10 +45,33 @@ def trouble_batches() -> None:
             sys.stdout.flush()
             if KIND == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            sleep_a_while() if KIND == "sleep" else fail()
+            if KIND == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            {"sleep": sleep_a_while, "part": part}.get(KIND, fail)()
         return get(self, rows)
 
     PackedDataset.__getitems__ = get_or_not
+
+
+def be_slow() -> None:
+    from transformers.models.llama import modeling_llama
+
+    from utils.data.loader import PackedDataset
+
+    get, forward, batches = PackedDataset.__getitems__, modeling_llama.LlamaModel.forward, 0
+
+    def get_late(self, rows):
+        nonlocal batches
+        batches += 1
+        time.sleep(DELAY_S if batches <= int(COUNT) else 0)
+        return get(self, rows)
+
+    def forward_slowly(self, *args, **kwargs):
+        time.sleep(DELAY_S if int(COUNT) < batches <= 2 * int(COUNT) else 0)
+        return forward(self, *args, **kwargs)
+
+    PackedDataset.__getitems__ = get_late
+    modeling_llama.LlamaModel.forward = forward_slowly
 
 
 def trouble_saves() -> None:
@@ -54,8 +85,8 @@ def trouble_saves() -> None:
 
 
 def main() -> int | None:
-    if os.environ["RANK"] == RANK:
-        trouble_saves() if KIND == "full" else trouble_batches()
+    if os.environ.get("RANK", "0") == RANK:
+        {"full": trouble_saves, "slow": be_slow}.get(KIND, trouble_batches)()
     return pretrain.main()
 
 

@@ -135,6 +135,7 @@ def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
         done = stand_ins.run(TRAIN, "train.py")
         assert done.returncode == code
         assert done.stdout.splitlines()[-2:] == ["rank 3 on n2 failed:", "ValueError: $(no) *"]
+        assert stand_ins.arguments("python") == ["report.py", "runs/a"], "the page of the run"
         assert str(notes) in done.stdout
         assert stat.S_IMODE(notes.stat().st_mode) == 0o700
     # The notes of earlier starts of this job go.

@@ -169,14 +169,12 @@ def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_
 
 
 def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
-    import json
     import sys
 
     from benchmarks.figures import speed_plot
 
     sys.path.insert(0, str(ROOT / "examples"))
     import demo_figures
-    import pictures
     import recipes_table
     import settings_tables
 
@@ -187,10 +185,30 @@ def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
         document = tables.DOCUMENT.read_text()
         assert tables.with_tables(document) == document, "run make figures"
         assert document.count("\n| ") > 40
-    drawn = pictures.drawn(json.loads(pictures.RECORD.read_text()))
-    assert pictures.PICTURE.read_text() == drawn, "run make pictures"
     before = speed_plot.PICTURE.read_text()
     assert speed_plot.drawn(speed_plot.results()) == before, "run make figures"
+
+
+def test_the_readmes_picture_is_that_of_the_report_of_the_recorded_run(tmp_path):
+    """Drawn by the command of `make pictures`; each loss is that of the run never stopped."""
+    import json
+    import shlex
+
+    import report
+    from utils.report.history import read_run
+
+    (command,) = re.findall(r"report\.py (.*interrupted_run .*)", (ROOT / "Makefile").read_text())
+    words = shlex.split(command.replace("docs/images", str(tmp_path)))
+    run = ROOT / words[0]
+    report.main([str(run), *words[1:2], str(tmp_path / "page.html"), *words[3:]])
+    picture = (ROOT / "docs" / "images" / "loss.svg").read_text()
+    assert (tmp_path / "loss.svg").read_text() == picture, "run the last line of make pictures"
+    whole = dict(json.loads((run / "uninterrupted.json").read_text())["losses"])
+    starts = read_run(run).starts
+    assert [start.lost_steps > 0 for start in starts] == [True, True, False]
+    lines = [line for start in starts for line in start.lines if "loss" in line]
+    assert all(line["loss"] == whole[line["step"]] for line in lines)
+    assert {line["step"] for line in lines} == set(whole)
 
 
 def test_the_readmes_counts_hold():

@@ -1,6 +1,7 @@
 """Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
 
 journal        metrics.jsonl and the log's lines
+live           on a terminal, a view below the log's lines
 metrics        figures of training logs: speed, MFU, a mixture's sources
 memory         each rank's memory by phase, and what a GPU has left for a larger micro-batch
 out_of_memory  the page of a run whose memory ran out
@@ -9,4 +10,6 @@ stop           stops or saves at the same step on all ranks: signals, files, the
 evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite
 watchdog       ends a run in which nothing moves any more
+hang_page      hang.txt: where all ranks stood then, and in which collective
+stragglers     a rank's own time, and the rank that the others wait for
 """

@@ -71,6 +71,8 @@ class Journal(TrainerCallback):
             line["event"] = "stopped" if self.stopped() else "summary"
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
+            if "slowest_rank" in logs:
+                line["slowest_host"] = self.memory.by_rank[logs["slowest_rank"]]["host"]
         self.write(line)
         logger.info("%s", readable_line(line, self.limit_s()))
 
@@ -101,6 +103,7 @@ class Journal(TrainerCallback):
 _FIGURES = {
     "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
+    "accuracy": "accuracy {:.1%}",
     "learning_rate": "lr {:.2e}",
     "grad_norm": "grad {:7.3f}",
     "tokens_per_s": "{:>9,.0f} tokens/s",
@@ -111,6 +114,7 @@ _FIGURES = {
     "train_loss": "mean loss {:.4f}",
 }
 SLOW_LOADER = 0.01  # of a step: a share that is worth a word
+SLOW_RANK = 0.03
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
@@ -145,6 +149,9 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
         remarks.append(f"eta {duration(step_s * (line['max_steps'] - line['step']))}{limit}")
         if (share := line.get("data_wait_s", 0.0) / step_s) > SLOW_LOADER:
             remarks.append(f"waits for data {share:.0%}")
+        if (cost := line.get("slowest_cost", 0.0)) > SLOW_RANK:
+            rank = f"rank {line['slowest_rank']} on {line['slowest_host']}"
+            remarks.append(f"{rank} is slowest: the others wait {cost:.0%} of a step for it")
     if "first_step_time_s" in line:
         remarks.append(f"first step {line['first_step_time_s']:.1f} s")
     if graphs := line.get("graphs_compiled"):

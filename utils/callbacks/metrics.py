@@ -11,6 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
+from utils.callbacks.stragglers import OwnTime, slowest_rank
 from utils.data.loader import TrainLoader
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
@@ -80,6 +81,7 @@ class Throughput(MetricCallback):
         self.window_step: int | None = None  # until the first step of this start is done
         self.mfu_per_rate: float | None = None  # MFU of one token a second and device
         self.graphs = self.graphs_before = 0
+        self.own: OwnTime | None = None  # of several ranks
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
@@ -88,6 +90,8 @@ class Throughput(MetricCallback):
         self.world_size = args.world_size
         if "model" in kwargs:
             self.mfu_per_rate = self._mfu_per_rate(kwargs["model"], args.device)
+            if self.world_size > 1:
+                self.own = OwnTime(extract_model_from_parallel(kwargs["model"]), args.device)
         self._leave_out()
         self.elapsed_s = 0.0
 
@@ -121,6 +125,8 @@ class Throughput(MetricCallback):
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
         self.loader.tokens_seen.count(self.step)
         if first:
+            if self.own:
+                self.own.take()
             self.first_step_time_s = self.elapsed_s
             self._begin_window()
 
@@ -152,8 +158,9 @@ class Throughput(MetricCallback):
             figures["first_step_time_s"] = self.first_step_time_s
             self.first_step_time_s = None
         if steps:
-            own = (self.elapsed_s, self.loader.wait_s - self.window_wait_s)
-            elapsed_s, wait_s = map(max, zip(*gathered(own), strict=True))
+            waited_s = self.loader.wait_s - self.window_wait_s
+            ranks = gathered((self.elapsed_s, waited_s, *(self.own.take() if self.own else ())))
+            elapsed_s, wait_s = (max(rank[place] for rank in ranks) for place in (0, 1))
             per_s = (figures["tokens_seen"] - self.window_tokens) / elapsed_s
             figures["tokens_per_s"] = per_s
             figures["tokens_per_s_per_device"] = per_s / self.world_size
@@ -163,6 +170,8 @@ class Throughput(MetricCallback):
             figures["data_wait_s"] = wait_s / steps
             if self.graphs:
                 figures["graphs_compiled"] = self.graphs
+            if self.own:
+                figures |= slowest_rank(ranks)
         self._begin_window()
         return figures
 

@@ -34,11 +34,11 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     called = [frame.f_code for frame, _ in frames[::-1] if "/utils/" in frame.f_code.co_filename]
     phase = next((PHASES[code.co_name] for code in called if code.co_name in PHASES), "train")
     step = trainer.state.global_step + (phase == "train")  # that is not done
-    asked = re.search(r"allocate ([\d.]+ ?\w+)", str(cause))
+    asked, size = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause)), "more"
+    if asked:
+        size = readable(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
-    words += (
-        f", {phase}, step {step}: {asked[1] if asked else 'memory'} was not to be had in {where}"
-    )
+    words += f", {phase}, step {step}: cannot allocate {size} in {where}"
     page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
     device, sizes = "cpu" if whose == "host" else trainer.args.device.type, Counter[str]()
     parts, trace = [words], "".join(traceback.format_exception(error))

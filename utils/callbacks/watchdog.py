@@ -1,16 +1,19 @@
 """Ends a run in which nothing moves any more, and says which rank stands where."""
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
+from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
 from utils.config.errors import ExitCode
 from utils.launch.verdict import hang_verdict
 from utils.support.host import host_name
@@ -25,9 +28,9 @@ from utils.support.notes import (
     waits_for_ranks,
 )
 from utils.support.redaction import redact
+from utils.support.run_lock import known_loss
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile
 OTHERS_LIMIT_S = 2.0  # for the other ranks to say where they stand
 LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
@@ -38,28 +41,30 @@ class HangWatch(TrainerCallback):
 
     Every event of training is a beat; a thread looks whether they continue. The first step of a
     start, evaluations, saves and all that follows the last step may take three times as long. When
-    none came, each rank leaves its stack in the log and a note, and the first to know writes the
-    verdict: the rank that the others wait for. A rank that is silent for half the time joins when
-    another one has given up, so that all notes come together.
+    none came, each rank leaves its stack in the log, a note and a record, and the first to know
+    writes the verdict: the rank that the others wait for; the lowest makes hang.txt of all records.
+    A rank that is silent for half the time joins when another one has given up.
 
     On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
     often: the counts can be compared. ``hosts`` holds one host name per rank.
     """
 
     current: ClassVar["HangWatch | None"] = None  # of this process
+    ending = threading.Lock()  # held from giving up to the end of the process
 
     def __init__(
         self,
         timeout_s: float,
         hosts: Sequence[str],
+        output_dir: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
-        self.timeout_s, self.hosts = timeout_s, hosts
+        self.timeout_s, self.hosts, self.output_dir = timeout_s, hosts, output_dir
         self.clock, self.end = clock, end
         self.rank = self.start = self.step = self.beats = self.beats_seen = 0
-        self.silent_s, self.looked = 0.0, clock()
+        self.silent_s, self.looked, self.evaluates = 0.0, clock(), False
 
     @override
     def on_train_begin(
@@ -69,21 +74,30 @@ class HangWatch(TrainerCallback):
         if not self.timeout_s:
             return
         self.rank, self.start = args.process_index, state.global_step
+        self.began = time.time()
         self._beat(args, state, control)
         self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    def _beat(self, *event: Any, **_: Any) -> None:
+    def _beat(self, *event: Any, **details: Any) -> None:
         """Note that something moved. Costs nothing: the thread reads the clock."""
         _args, state, control = event
         self.step = state.global_step
         self.control = control  # read later: callbacks behind this one may still ask for a save
+        # Of an evaluation: after the first split Trainer asks for none any more, yet others follow.
+        self.evaluates = "metrics" in details
         self.beats += 1
 
     on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _beat
     on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _beat
     on_prediction_step = on_train_end = _beat
+
+    @classmethod
+    def leave(cls) -> None:
+        """Watch no more; a rank that gives up just now does not fail for its lost peers instead."""
+        with cls.ending:
+            cls.current = None
 
     def look(self) -> float:
         """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
@@ -99,7 +113,7 @@ class HangWatch(TrainerCallback):
         self.looked, self.beats_seen = now, self.beats
         asked = self.control
         slow = asked.should_save or asked.should_evaluate or asked.should_training_stop
-        slow = slow or self.step == self.start
+        slow = slow or self.evaluates or self.step == self.start
         return self.silent_s / (self.timeout_s * (SLOW if slow else 1))
 
     def _watch(self) -> None:
@@ -107,7 +121,8 @@ class HangWatch(TrainerCallback):
             hangs = self.look() >= 1
             others = [] if self.silent_s < self.timeout_s / 2 else _notes()
             if hangs or any(note.kind == "hung" for note in others):
-                self._give_up()
+                with self.ending:
+                    self._give_up()
                 return
             time.sleep(min(1.0, self.timeout_s / 20))
 
@@ -116,29 +131,47 @@ class HangWatch(TrainerCallback):
         limit = threading.Timer(LAST_WORDS_LIMIT_S, self.end, [ExitCode.LOST_RANK])
         limit.daemon = True
         limit.start()
+        # While torch's recorder is stuck in the driver no thread of Python runs, that one neither.
+        faulthandler.dump_traceback_later(LAST_WORDS_LIMIT_S + 5, exit=True, file=2)
         frames = thread_frames(self.thread)
         text = (
             f"made no progress for {self.silent_s:.0f} s after step {self.step} "
             f"(beat {self.beats}), in {place(frames, LIBRARIES)}"
         )
-        waiting = waits_for_ranks(frames)
-        leave_note("hung", ExitCode.LOST_RANK, text, self.rank, beats=self.beats, waiting=waiting)
+        known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
+        note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
-        self._judge()
+        # Nothing may keep the process: neither storage nor what torch's recorder turns out to hold.
+        self._try(lambda: leave_record(self.output_dir, note))
+        self._try(self._judge)
         limit.cancel()
+        faulthandler.cancel_dump_traceback_later()
         self.end(ExitCode.LOST_RANK)
 
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._say(f"{PAGE} is not written, or without this rank: {error!r}")
+
     def _judge(self) -> None:
-        """Write the verdict of all ranks' notes; the lowest of them says it."""
+        """Write the verdict of what all ranks left, and the page; the lowest of them says it."""
         end = time.monotonic() + OTHERS_LIMIT_S
-        while len(notes := _notes()) < len(self.hosts) and time.monotonic() < end:
+        while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
+            if time.monotonic() > end:
+                break
             time.sleep(0.1)
+        left = [*(Note(**record["note"]) for record in records.values()), *_notes()]
+        notes = list({note.rank: note for note in left}.values())
         if not notes:
-            return  # nobody reads any, or storage takes none: the lines above have to do
+            return  # neither storage takes any: the lines above have to do
         verdict = redact(hang_verdict(notes, self.hosts))
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
             self._say(verdict)
+            if known_loss(self.output_dir) is None:  # else another job has the directory by now
+                write_page(self.output_dir, verdict, self.step, self.hosts, records)
+                self._say(f"where each rank stood: {self.output_dir / PAGE}")
         else:
             time.sleep(OTHERS_LIMIT_S / 2)  # that rank speaks: a launcher ends all with the first
 

@@ -114,7 +114,7 @@ class DataArguments:
     )
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
-        [], "held-out token datasets, NAME=DIR or DIR; each logs eval_NAME_loss and _perplexity"
+        [], "held-out datasets, NAME=DIR or DIR; each logs eval_NAME_loss, _perplexity, _accuracy"
     )
     max_eval_sequences: int | None = setting(
         None,
@@ -231,6 +231,8 @@ class _ChangedDefaults:
     hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
+    # HangWatch comes first, up to hang_timeout_s 2000, and says more than torch does.
+    ddp_timeout: int = setting(7200, "seconds after which torch gives a collective up")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
 

@@ -108,7 +108,8 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         for judge in judges:
             yield f"{values.shown(judge)} needs metric_for_best_model: {known}"
     elif f"eval_{metric.removeprefix('eval_')}" not in metrics:
-        yield f"{values.shown('metric_for_best_model')}: no such metric is logged; give {known}"
+        given = values.shown("metric_for_best_model")
+        yield f"{given}: no loss or perplexity of a split; give {known}"
     elif values["greater_is_better"]:
         yield f"{values.shown('greater_is_better')}: a lower loss or perplexity is better"
 
@@ -190,8 +191,8 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
         if reporter in REPORTERS and not is_installed(reporter):
             yield (
-                f"report_to {reporter} needs {reporter}, which is not installed: leave it out "
-                "(metrics.jsonl in the run's directory has every figure)"
+                f"report_to {reporter} needs {reporter}, which is not installed: pip install "
+                f"{reporter}, or leave it out (the run's metrics.jsonl has every figure)"
             )
     if values["lm_eval_tasks"] and not is_installed("lm_eval"):
         yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"

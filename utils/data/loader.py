@@ -23,6 +23,7 @@ from utils.launch.signals import shield_loader_worker
 #                 go through each, empty ones too
 # loss_positions  int64: which of the flattened tokens predict one that is trained on
 # sequence_tokens (B,) int64: how many tokens of each sequence come before its padding
+# sources         (sources, B) bool: which source each sequence is of, where there are several
 Batch = dict[str, torch.Tensor]
 
 
@@ -90,6 +91,7 @@ class PackedDataset(Dataset):
         # of, its token ids, and what is not 0 where a token is trained on.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)
+        sources = np.zeros((len(self.plans), count), dtype=bool)
         for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
             of_sequence, segments = self.plans[source].segments_of(own)
             ids, marks = self.datasets[source].pieces(segments)
@@ -97,6 +99,7 @@ class PackedDataset(Dataset):
             tokens += ids
             trained += marks
             free[indices] -= self.plans[source].sequence_tokens[own]
+            sources[source, indices] = True
         padded = free.nonzero()[0]
         owners.append(padded)
         for tail in free[padded].tolist():
@@ -111,7 +114,8 @@ class PackedDataset(Dataset):
         )
         boundaries = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
         loss_mask[boundaries[:-1]] = False
-        return {
+        of_mixture = {"sources": torch.from_numpy(sources)} if len(self.plans) > 1 else {}
+        return of_mixture | {
             "input_ids": torch.from_numpy(input_ids.reshape(count, length)),
             "loss_mask": torch.from_numpy(loss_mask.reshape(count, length)),
             "cu_seq_lens": torch.from_numpy(boundaries),

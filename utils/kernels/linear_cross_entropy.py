@@ -62,8 +62,11 @@ PLAIN = LogitTerms()
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the cross-entropy of softmax(hidden @ weight.T + bias): summed, float32, shape ().
+
+    And of each token, float32 (N,), without a gradient; and whether its target has the largest
+    logit, bool (N,), None where gradients are made in the logits' place.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
     Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` to rounding. Products are in
@@ -98,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
         dtype: torch.dtype, terms: LogitTerms, gradients: bool, compiled: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
@@ -115,13 +118,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[rows] = work.chunk(rows, targets[rows], has_loss[rows])
         of_hidden, *of_head = work.gradients()
         ctx.gradients = (None if of_hidden is None else of_hidden[:tokens], *of_head)
-        return losses.sum()
+        each, hits = losses[:tokens], work.hits
+        ctx.mark_non_differentiable(each)
+        return losses.sum(), each, None if hits is None else hits[:tokens]
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = gradients
+        scale, *_ = gradients
         assert ctx.gradients is not None, "this loss was differentiated before"
         # In place, as the weight's is large. Nobody else holds it then: autograd adds that of a
         # tied embedding to it, in place too.
@@ -157,6 +162,8 @@ class ChunkedHead:
         block = max(torch.get_num_threads(), sizes.block // self.vocabulary)
         shape = min(self.chunk_rows, block), self.vocabulary
         self.buffers = [] if compiled else [zeros(shape) for _ in range(2)]
+        # Whether a token's largest logit is its target's.
+        self.hits = None if any(needed) else hidden.new_zeros(len(hidden), dtype=torch.bool)
         self.hidden_gradient = torch.empty_like(hidden) if needed[0] else None
         self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
         self.bias_gradient = zeros(words) if needed[2] else None
@@ -190,6 +197,9 @@ class ChunkedHead:
         else:
             logits = derivative[:, : self.vocabulary]
             losses = softmax_derivative(logits, targets, self.buffers, self.cap, self.needed)
+        if self.hits is not None:
+            likely = logits.max(-1).indices  # on a CPU in a third of argmax's time
+            self.hits[rows] = (likely == targets)[:tokens] & has_loss
         own = has_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:
             gradient = self.hidden_gradient[rows]

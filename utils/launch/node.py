@@ -18,12 +18,12 @@ from utils.config.strategy import choose_config, given_strategy
 from utils.launch.accelerate_command import check_config, launch_arguments
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.rendezvous import check_nodes, node_facts
-from utils.launch.script import configure_logging, missing_package
+from utils.launch.script import configure_logging, missing_package, write_report
 from utils.launch.signals import STOP
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import Verdict, note_worker_ends, read_verdict, wait_for_verdict
 from utils.support.host import host_name
-from utils.support.notes import NOTES_DIR, leave_verdict, read_notes
+from utils.support.notes import NOTES_DIR, RUN_STARTED, leave_verdict, read_notes
 
 logger = logging.getLogger("launch_node")
 
@@ -76,7 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     signals = StopSignals()
     try:
         verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
-        return leave_or_print(verdict).exit_code
+        verdict = leave_or_print(verdict)
+        failed = verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+        if ALONE and failed and signals.directory is not None:
+            # Of rank 0's node, where the run started. In a job its script writes the page.
+            for note in signals.directory.rglob(RUN_STARTED):
+                write_report(Path(note.read_text(encoding="utf-8").strip()))
+        return verdict.exit_code
     finally:
         signals.clean_up()
 

@@ -1,27 +1,31 @@
 """How a script begins and ends: log lines, switches of libraries, the last words, the exit code."""
 
 import atexit
+import contextlib
 import gc
 import importlib.util
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
 from utils.support.notes import last_line, leave_note, memory_error, storage_error
 from utils.support.redaction import install_redaction, redact
-from utils.support.run_lock import note_error
+from utils.support.run_lock import held_runs, note_error
 
 logger = logging.getLogger(__name__)
 
 TEARDOWN_LIMIT_S = 10.0
+REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
 FAILED = 1  # an exception nobody foresaw, as Python itself ends
 # Libraries that tell at INFO what helps nobody in a training log.
@@ -38,6 +42,8 @@ _SWITCHES = {
     # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "1",
+    # torch ends a process whose own watch of NCCL is stuck so long; HangWatch does, and says more.
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
     # Bars redraw one line with carriage returns, which a log file keeps, all of them.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -96,8 +102,12 @@ def configure_environment() -> None:
     _stay_offline_in_jobs()
     # PEFT imports it, where it is installed, and it asks for a package that training never uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's, wherever it is installed and there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
 
 
 def configure_hub() -> None:
@@ -132,14 +142,17 @@ def run_script(main: Callable[[], int | None]) -> int:
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
     ending: int | None = None  # until main has returned or raised what is answered for here
+    failed: list[Path] = []  # runs whose page nobody else writes
 
     def leave_at_once() -> None:
         """Skip the teardown of one rank of several; all that is to be kept is written.
 
         Process groups may wait there for ranks that wait for this one, and a library's thread that
         meets the end of the interpreter aborts the process. Registered before any library is
-        imported, this is the last of all exit handlers.
+        imported, this is the last of all exit handlers: locks are left, pages can be written.
         """
+        while failed:
+            write_report(failed.pop())
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -147,12 +160,30 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     atexit.register(leave_at_once)
     ending = _run(main)
+    if ending not in (0, ExitCode.STOPPED) and NODE_DIR not in os.environ:
+        failed += held_runs()
     if ending:
         # What comes before that handler can be stuck too: threads to join, other exit handlers.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
     return ending
+
+
+def write_report(run: Path) -> None:
+    """Have report.py write the page of a run that failed, in a process and a time of its own.
+
+    Whatever becomes of that, the caller ends as it would without.
+    """
+    command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
+    # It is no rank, and the launcher reads no note of it.
+    others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=REPORT_LIMIT_S, check=True
+        )
+        _show([f"report: {done.stdout.strip()}"])
 
 
 def _run(main: Callable[[], int | None]) -> int:

@@ -1,5 +1,6 @@
 """What Slurm gave this job, read from its variables: nodes, processes, port, the time limit."""
 
+import contextlib
 import datetime
 import logging
 import os
@@ -155,19 +156,34 @@ def job_end_time() -> float | None:
         return float(known)
     if not job:
         return None
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        # The id of an array's last task is the array's: squeue would show every task.
-        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        done = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-        # Local time without an offset, as Slurm prints times: 2026-11-20T14:05:00.
-        return datetime.datetime.fromisoformat(done.stdout.strip()).timestamp()
+        (end,) = _squeue_times(job, "%e")
+        return end
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         logger.warning(
             "the end of the time limit is unknown (squeue: %s): the run will not stop before it by "
             "itself, signals and STOP still work", error,
         )  # fmt: skip
         return None
+
+
+def job_times() -> dict[str, float]:
+    """Return when this start of the job was submitted and began, as far as Slurm tells: unix s."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
+        return dict(zip(("submit_time", "start_time"), times, strict=True))
+    known = os.environ.get("SLURM_JOB_START_TIME", "")  # of Slurm 22.05 and later
+    return {"start_time": float(known)} if known.isdecimal() else {}
+
+
+def _squeue_times(job: str, fields: str) -> list[float]:
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        # The id of an array's last task is the array's: squeue would show every task.
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    done = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"],
+        capture_output=True, text=True, timeout=10, check=True,
+    )  # fmt: skip
+    # Local times without an offset, as Slurm prints them: 2026-11-20T14:05:00.
+    words = done.stdout.split()
+    return [datetime.datetime.fromisoformat(word).timestamp() for word in words]

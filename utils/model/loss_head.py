@@ -57,6 +57,9 @@ class LossOutput(ModelOutput):
     """A loss, and with a router's term what a micro-batch has of it, without its padding."""
 
     loss: torch.Tensor | None = None
+    # Of the fused head: see `_sums_by_source`; which loss tokens were the most likely ones, (N,).
+    by_source: torch.Tensor | None = None
+    hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # of its tokens over all layers, (experts,) float32
     probabilities: torch.Tensor | None = None  # their sum, (experts,) float32
     layers: torch.Tensor | None = None  # how many route
@@ -75,7 +78,8 @@ class LossHeadChoice:
 
         Given `loss_positions` (see `find_loss_positions`), no GPU has to be waited for. With
         `sequence_tokens` the router's part of the loss comes apart (see `count_routed`);
-        `count_only` leaves out the rest. Without them there is no such term.
+        `count_only` leaves out the rest. Without them there is no such term. `sources`, bool
+        (sources, B), tells which source of a mixture each row is of.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -97,7 +101,7 @@ class LossHeadChoice:
         ) -> Any:
             if labels is None:
                 return original(*args, **kwargs)
-            items = {"num_items_in_batch": num_items_in_batch}
+            items, sources = {"num_items_in_batch": num_items_in_batch}, kwargs.pop("sources", None)
             routed = router is not None and sequence_tokens is not None
             if has_term:
                 kwargs[SWITCH] = routed
@@ -113,15 +117,18 @@ class LossHeadChoice:
                 logits = outputs.logits
                 made.loss = self.loss_function(logits, labels, logits.shape[-1], **items)
                 return made
-            total, targets = _summed_loss(self, outputs.last_hidden_state, labels, loss_positions)
-            made.loss = total / (targets if num_items_in_batch is None else num_items_in_batch)
+            hidden = outputs.last_hidden_state
+            total, losses, hits = _head_losses(self, hidden, labels, loss_positions)
+            made.loss = total / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+            made.hits = hits
+            made.by_source = _sums_by_source(losses, loss_positions, sources, labels.shape[1])
             return made
 
         model.forward = types.MethodType(forward, model)
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Let the last layer return the summed loss of `targets`.
+    """Let the last layer return what `linear_cross_entropy` does, given `targets`.
 
     Its weight is read in its own forward, for there FSDP2 and ZeRO-3 have gathered it.
     """
@@ -129,7 +136,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 
     def head_forward(
         self: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> Any:
         if targets is None:
             return functional.linear(hidden, self.weight, self.bias)
         return linear_cross_entropy(
@@ -142,19 +149,30 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
     unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class says that it takes none
 
 
-def _summed_loss(
+def _head_losses(
     model: PreTrainedModel,
     hidden: torch.Tensor,
     labels: torch.Tensor,
     positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, int]:
-    """Return the loss of hidden states (B, T, width), summed, and how many tokens it is of."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return what `linear_cross_entropy` does of hidden states (B, T, width)."""
     if positions is None:
         positions = find_loss_positions(labels)
     selected = hidden.flatten(0, 1).index_select(0, positions)
     targets = _following(labels).index_select(0, positions)
     head: Any = model.get_output_embeddings()
-    return head(selected, targets=targets), len(targets)
+    return head(selected, targets=targets)
+
+
+def _sums_by_source(
+    losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
+) -> torch.Tensor | None:
+    """Return the sum of losses (N,) and the number of tokens by source, float64 (2, sources)."""
+    if sources is None or positions is None:
+        return None
+    own = sources.index_select(1, positions // length)
+    # Masked sums: a GPU's index_add adds in another order each time.
+    return torch.stack((torch.where(own, losses.double(), 0.0), own.double())).sum(dim=2)
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.report.findings import Spike
-from utils.report.history import History, column
+from utils.report.history import History, column, thinned
+from utils.report.ranks import DEVICE, Point, memory_series, slowest
+from utils.support.journal_file import duration
 
 POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
 SMOOTH_FROM = 200  # logs: fewer are shown as they are
+NAMED = 3  # of the slowest ranks
 Line = Mapping[str, Any]
 Chart = dict[str, Any]
 
@@ -23,24 +27,29 @@ _TRAIN = (
     ("Throughput", "tokens/s", {"tokens_per_s": "all devices"}, False),
     ("Model FLOPs utilization", "share of the peak", {"mfu": "MFU"}, False),
     ("Time of a step", "s", {"step_time_s": "step", "data_wait_s": "waiting for data"}, False),
-    (
-        "Device memory", "GiB, the fullest rank",
-        {
-            "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
-            "memory_allocated_gib": "allocated", "memory_free_gib": "free",
-        }, False,
-    ),
-    (
-        "Host memory", "GiB, the largest process",
-        {"host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False,
-    ),
+    ("Device memory", "GiB, the fullest rank", {
+        "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
+        "memory_allocated_gib": "allocated", "memory_free_gib": "free"}, False),
+    ("Host memory", "GiB, the largest process", {
+        "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
     ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
 )  # fmt: skip
+# Of pictures: texts stay texts in an SVG, which is the same each time it is drawn.
+_LOST = "#c4c9d1"
+_BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
+_LOOK: Any = {
+    "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
+    "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
+    "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
+    "xtick.color": "0.35", "ytick.color": "0.35",
+}  # fmt: skip
 _COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
 # Shown elsewhere on the page, or a part of what is.
 _NO_CHART = {
-    "event", "step", "time", "hours", "lost", "epoch", "loss", "tokens_seen", "memory_by_rank",
+    "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
     "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
+    "memory_headroom_gib", "memory_total_gib", "slowest_rank", "slowest_host", "slowest_cost",
 }  # fmt: skip
 
 
@@ -49,12 +58,12 @@ class Curves:
 
     def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
         self.run, self.points, self.colour = run, points, colour
-        self.trained: list[Line] = list(run.train_lines())
+        self.trained: Sequence[Line] = run.trained
         self.evaluated: dict[str | None, list[Line]] = {}  # by split
         for line in run.lines:
             if line["event"] == "eval":
                 self.evaluated.setdefault(line.get("split"), []).append(line)
-        seen = np.stack([column(self.trained, "step"), column(self.trained, "tokens_seen")])
+        seen = np.stack([run.column("step"), run.column("tokens_seen")])
         self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
 
     def tokens(self, steps: Sequence[float]) -> list[float | None]:
@@ -64,42 +73,48 @@ class Curves:
         return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
 
     def series(
-        self, label: str, lines: Sequence[Line], key: str, style: str = "line", note: str = ""
-    ) -> Chart | None:
-        """Return one series with its place on each axis; None without a finite value of `key`."""
-        kept, values = lines, column(lines, key)
-        if np.isnan(values).any():  # what is not there leaves no gap, what is NaN does
-            kept = [line for line in lines if line.get(key) is not None]
-            values = column(kept, key)
-        values[~np.isfinite(values)] = math.nan
-        if np.isnan(values).all():
+        self, label: str, key: str, lines: Sequence[Line] | None = None,
+        style: str = "line", note: str = "",
+    ) -> Chart | None:  # fmt: skip
+        """Return one series of training logs, or of `lines`, with its place on each axis.
+
+        None without a finite value of `key`. A value that is not finite is a gap, none is not.
+        """
+        values = self.run.column(key) if lines is None else column(lines, key)
+        if not np.isfinite(values).any():
             return None
-        indices = thinned(values, self.points).tolist()
-        chosen = [kept[index] for index in indices]
+        lines = self.trained if lines is None else lines
+        absent = [i for i in np.flatnonzero(np.isnan(values)).tolist() if lines[i].get(key) is None]
+        places = np.delete(np.arange(len(values)), absent)
+        values = np.where(np.isfinite(values), values, math.nan)[places]
+        indices = thinned(values, self.points)
+        chosen = [lines[place] for place in places[indices].tolist()]
         steps = [line["step"] for line in chosen]
         return {
             "label": label, "style": style, "note": note, "colour": self.colour,
             "step": steps,
             "tokens": self.tokens(steps),
             "hours": [_short(line["hours"]) for line in chosen],
-            "y": [_short(values[index]) for index in indices],
+            "y": [_short(value) for value in values[indices].tolist()],
         }  # fmt: skip
 
-    def evaluations(self, split: str | None, label: str) -> Chart | None:
-        """Return the losses of a split."""
-        key = f"eval_{split}_loss" if split else "eval_loss"
-        return self.series(label, self.evaluated.get(split, []), key, "dots")
+    def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
+        """Return the losses, or another figure, of a split."""
+        key = f"eval_{split}_{what}" if split else f"eval_{what}"
+        return self.series(label, key, self.evaluated.get(split, []), "dots")
 
-    def smoothed(self) -> tuple[list[Line], int]:
-        """Return lines with the mean loss of so many logs up to each: noise hides what changes."""
+    def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
+        """Return lines with the mean of so many logs up to each: noise hides what changes."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
-        losses = column(self.trained, "loss")
-        kept = [self.trained[index] for index in np.flatnonzero(np.isfinite(losses)).tolist()]
-        sums = np.cumsum(np.insert(losses[np.isfinite(losses)], 0, 0.0))
+        values = self.run.column(key)
+        places = np.flatnonzero(np.isfinite(values))
+        sums = np.cumsum(np.insert(values[places], 0, 0.0))
         means = (sums[count:] - sums[:-count]) / count
+        chosen = thinned(means, self.points)
+        kept = (self.trained[index] for index in places[count - 1 :][chosen].tolist())
         return [
-            {"step": line["step"], "hours": line["hours"], "loss": float(mean)}
-            for line, mean in zip(kept[count - 1 :], means, strict=True)
+            {"step": line["step"], "hours": line["hours"], key: mean}
+            for line, mean in zip(kept, means[chosen].tolist(), strict=True)
         ], count
 
     def undone(self) -> list[Line]:
@@ -111,19 +126,23 @@ class Curves:
         return found
 
 
-def charts_of(run: History, found: Sequence[Spike]) -> list[Chart]:
-    """Return the charts of one run."""
+def charts_of(
+    run: History, found: Sequence[Spike], memory: Sequence[Point] = (), waited: Sequence[Any] = ()
+) -> list[Chart]:
+    """Return the charts of one run, with what `ranks` has of its memory and stragglers."""
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
-    at = {line["step"]: line for line in trained}
+    steps = {one.step for one in found}
+    spiked = [line for line in trained if line["step"] in steps] if steps else []
     losses = [
-        curves.series("train", curves.undone(), "loss", "lost", "done again later"),
-        curves.series("train", trained, "loss", "faint" if count > 1 else "line"),
-        curves.series(f"mean of {count} logs", smooth, "loss") if count > 1 else None,
+        curves.series("train", "loss", curves.undone(), "lost", "done again later"),
+        curves.series("train", "loss", style="faint" if count > 1 else "line"),
+        curves.series(f"mean of {count} logs", "loss", smooth) if count > 1 else None,
         *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
-        curves.series("spike", [at[one.step] for one in found], "loss", "marks"),
+        curves.series("spike", "loss", spiked, "marks"),
     ]
-    keys = dict.fromkeys(key for line in trained[:1] + trained[-20:] for key in line)
+    some = [*trained[:: len(trained) // 100 + 1], *trained[-20:]]
+    keys = dict.fromkeys(key for line in some for key in line)
     shares = {key: key.removeprefix("tokens_share/") for key in keys if "tokens_share/" in key}
     known = {key for _, _, names, _ in _TRAIN for key in names} | _NO_CHART
     groups = [
@@ -131,18 +150,45 @@ def charts_of(run: History, found: Sequence[Spike]) -> list[Chart]:
         ("Mixture", "share of all tokens seen", shares, False),
         *((key, "", {key: key}, False) for key in keys if key not in known and "/" not in key),
     ]
-    charts = [_chart("Loss", "nats per token", losses, wide=True)]
+    of_sources = [
+        curves.series(key.removeprefix("loss/"), key, curves.smoothed(key)[0])
+        for key in keys if key.startswith("loss/")
+    ]  # fmt: skip
+    right = [curves.evaluations(split, split or "eval", "accuracy") for split in curves.evaluated]
+    mean = f", mean of {count} logs" if count > 1 else ""
+    charts = [
+        _chart("Loss", "nats per token", losses, wide=True),
+        _chart("Loss of each source", f"nats per token{mean}", of_sources),
+        _chart("Token accuracy", "share of the tokens in evaluations", right),
+    ]
+    by_rank = [
+        curves.series(name, "gib", own, "line" if own[0]["event"] == "train" else "points")
+        for name, own in memory_series(memory).items()
+    ]
+    what = "device, peak since the last line" if DEVICE in keys else "host, resident"
+    charts.append(_chart("Memory by rank and phase", f"GiB, {what}", by_rank))
+    charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
     for title, unit, names, log in groups:
-        lines = [curves.series(name, trained, key) for key, name in names.items()]
+        lines = [curves.series(name, key) for key, name in names.items() if key in keys]
         charts.append(_chart(title, unit, lines, log=log))
     return [chart for chart in charts if chart["lines"]]
+
+
+def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
+    """Return the chart of the slowest ranks: these by name, then all others."""
+    others = "other ranks"
+    by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
+    for line in (line for line in curves.trained if "slowest_rank" in line):
+        by_name.get(slowest(line), by_name[others]).append(line)
+    lines = [curves.series(name, "slowest_cost", at, "points") for name, at in by_name.items()]
+    return _chart("Slowest rank", "share of the step that the others wait", lines)
 
 
 def charts_of_several(runs: Sequence[History]) -> list[Chart]:
     """Return the charts in which runs are laid over each other, a colour for each."""
     points = max(100, 2 * POINTS // len(runs))
     each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
-    smooth = [curves.series(name, curves.smoothed()[0], "loss") for name, curves in each]
+    smooth = [curves.series(name, "loss", curves.smoothed()[0]) for name, curves in each]
     charts = [_chart("Loss", "nats per token", smooth, wide=True)]
     for split in dict.fromkeys(split for _, curves in each for split in curves.evaluated):
         lines = [curves.evaluations(split, name) for name, curves in each]
@@ -150,7 +196,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
     for title, unit, names, log in _TRAIN:
         if title in _COMPARED:
             key = next(iter(names))
-            lines = [curves.series(name, curves.trained, key) for name, curves in each]
+            lines = [curves.series(name, key) for name, curves in each]
             charts.append(_chart(title, unit, lines, log=log))
     return [chart for chart in charts if chart["lines"]]
 
@@ -169,54 +215,78 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
     return marks
 
 
-def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
-    """Draw the first four charts by step into a file, whose name says its kind (.png, .pdf, .svg).
+def draw_picture(
+    charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Draw five charts by step, and below the first the starts in time; as the page has them.
 
-    Raises ConfigurationError where matplotlib is not installed or the file cannot be written.
+    The name of the file says its kind (.png, .pdf, .svg). Raises ConfigurationError where
+    matplotlib is not installed or the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             "--png needs matplotlib, which is not installed here: pip install matplotlib"
         ) from error
-    shown = list(charts[:4])
-    figure = Figure(figsize=(10, 3.2 * math.ceil(len(shown) / 2)), layout="constrained")
-    figure.suptitle(title)
-    for index, chart in enumerate(shown):
-        axes = figure.add_subplot(math.ceil(len(shown) / 2), 2 if len(shown) > 1 else 1, index + 1)
-        for line in chart["lines"]:
-            y = [math.nan if value is None else value for value in line["y"]]
-            colour = "0.7" if line["style"] == "lost" else f"C{line['colour'] % 10}"
-            marker = {"dots": "o", "marks": "v"}.get(line["style"], "")
-            label = line["label"] if line["style"] != "lost" else line["note"]
-            axes.plot(
-                line["step"], y, color=colour, label=label, marker=marker, markersize=3,
-                linestyle="none" if line["style"] == "marks" else "-", linewidth=1.2,
-                alpha=0.35 if line["style"] == "faint" else 1,
-            )  # fmt: skip
-        axes.set(title=chart["title"], xlabel="step", ylabel=chart["unit"])
-        axes.set_yscale("log" if chart["log"] else "linear")
-        axes.grid(alpha=0.3)
-        if len(chart["lines"]) > 1:
-            axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
+    rows = [3.4, *[0.6] * (len(starts) > 1), *[2.6] * (len(charts[1:5]) + 1 >> 1)]
+    with rc_context(_LOOK):
+        figure = Figure(figsize=(10, sum(rows)), layout="constrained")
+        grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
+        for index, chart in enumerate(charts[:5]):
+            down, side = divmod(index + 1, 2)
+            place = grid[down + (len(starts) > 1), side] if index else grid[0, :]
+            _draw(figure.add_subplot(place), chart, starts[:-1] if index == 0 else ())
+        if len(starts) > 1:
+            axes = figure.add_subplot(grid[1, :], ylim=(0, 1), xlim=(0, 100))
+            axes.set_axis_off()
+            axes.barh(0.5, 100, 0.5, color="0.95")
+            for number, row in enumerate(starts, 1):
+                left, width, useful = row["left"], row["width"], row["useful"] / 100
+                axes.barh(0.5, [width, width * useful], 0.5, left, color=[_LOST, "C0"])
+                axes.text(left, 0.85, f"start {number}" if width > 8 else "", va="bottom")
+            took = duration(starts[-1]["start"].ended - starts[0]["start"].began)
+            axes.text(0, 0.15, f"{took}, {_BAR}", va="top", color="0.4")
+        if title:
+            figure.suptitle(title)
+        try:
+            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
 
 
-def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
-    if len(values) <= points:
-        return np.arange(len(values))
-    size = -(-len(values) * 2 // points)
-    parts = np.full((-(-len(values) // size), size), np.nan)
-    parts.flat[: len(values)] = values
-    first, missing = np.arange(len(parts)) * size, np.isnan(parts)
-    lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
-    highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
-    return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
+def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one chart by step; say where and how starts `ended`."""
+    for line in chart["lines"]:
+        y = [math.nan if value is None else value for value in line["y"]]
+        lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
+        axes.plot(
+            line["step"], y, color=_LOST if lost else colour, linewidth=5 if lost else 1.4,
+            label=line["note"] if lost else line["label"], markersize=3,
+            marker={"dots": "o", "points": ".", "marks": "v"}.get(line["style"], ""),
+            linestyle="none" if line["style"] in ("marks", "points") else "-",
+            alpha=0.35 if line["style"] == "faint" else 1,
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel=chart["unit"], yscale="log" if chart["log"] else "linear")
+    axes.set_title(chart["title"], loc="left", fontweight="bold")
+    axes.margins(x=0.01)
+    for number, row in enumerate(ended, 1):
+        start = row["start"]
+        line = next((one for one in chart["lines"] if one["style"] != "lost"), chart["lines"][0])
+        if not start.lost_steps:
+            continue
+        text = f"step {start.last_step:,}: " + row["ending"].text.partition(" (")[0]
+        resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
+        text, right = f"{fill(text, 44)}\n{resumed}", start.last_step > 0.7 * line["step"][-1]
+        at = start.last_step, np.interp(start.last_step, line["step"], np.array(line["y"], float))
+        axes.plot(*at, "o", color="C1", zorder=3)
+        axes.annotate(
+            text, at, (0, 48), textcoords="offset points", ha="right" if right else "left",
+            arrowprops={"arrowstyle": "-", "relpos": (int(right), 0), "color": "0.5"},
+        ).set_in_layout(False)  # fmt: skip
+    if len(chart["lines"]) > 1:
+        axes.legend(frameon=False)
 
 
 def _chart(

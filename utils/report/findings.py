@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from utils.report.history import History, Start, column, number
+from utils.support.journal_file import duration
 
 SPIKE_SCORE = 8.0  # robust standard deviations over the logs before
 WINDOW, BLOCK, SHORTEST = 64, 16, 16  # logs that a loss is compared with; how often anew
@@ -21,7 +22,8 @@ HOURS = (
     ("save", "Saving"),
     ("startup", "Starting up"),
     ("lost", "Lost to interruptions"),
-    ("between", "Between starts (queue)"),
+    ("queue", "Waiting in Slurm's queue"),
+    ("between", "Between starts"),
     ("other", "Everything else"),
 )
 
@@ -45,7 +47,6 @@ class Spike:
     before: float  # median of the logs before
     score: float
     grad_norm: float | None
-    documents: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def start_ending(run: History, start: Start) -> Ending:
@@ -60,7 +61,7 @@ def start_ending(run: History, start: Start) -> Ending:
     }
     rules = (
         (start.last_event in known, lambda: known[str(start.last_event)]),
-        (last and run.alive, lambda: Ending("running", f"running, {at}")),
+        (last and run.alive and not start.error, lambda: Ending("running", f"running, {at}")),
         (spoilt, lambda: Ending("failed", "step {step} was not finite".format(**spoilt[-1]))),
         (start.error and start.left, lambda: Ending("failed", str(start.error))),
         (start.error, lambda: Ending("interrupted", str(start.error))),
@@ -99,8 +100,7 @@ def resume(run: History) -> str:
 
 def remaining(run: History) -> str:
     """Say how long the steps to come take, at the pace of the last log."""
-    lines = run.train_lines()
-    pace = number(lines[-1].get("step_time_s")) if lines else None
+    pace = number(run.trained[-1].get("step_time_s")) if run.trained else None
     if not pace or not run.max_steps:
         return ""
     return f"About {duration(pace * (run.max_steps - last_step(run)))} of steps remain."
@@ -113,14 +113,15 @@ def last_step(run: History) -> int:
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
-    """Return seconds by the keys of HOURS; they add up to the time from first start to last sign.
+    """Return seconds by the keys of HOURS; they add up to the time from first sign to last sign.
 
     Work that a later start did again counts as lost, with the time to the death of its process.
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     for index, start in enumerate(run.starts):
-        if index:
-            spent["between"] += max(0.0, start.began - run.starts[index - 1].ended)
+        before = _before(start, run.starts[index - 1].ended if index else None)
+        for key, seconds in before.items():
+            spent[key] += seconds
         known = _seconds_of(start)
         if start.trained is not None:
             known["startup"] = start.trained - start.began
@@ -134,6 +135,20 @@ def where_the_hours_went(run: History) -> dict[str, float]:
             spent[key] += seconds
         spent["other"] += max(0.0, start.ended - start.began - sum(known.values()))
     return spent
+
+
+def _before(start: Start, since: float | None) -> dict[str, float]:
+    """Return the seconds between the last start, if there was one, and this one.
+
+    All of them are "between" where provenance.json does not have the times of the job.
+    """
+    submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
+    since = min(submitted or start.began, start.began) if since is None else since
+    if began is None:
+        return {"between": max(0.0, start.began - since)}
+    cuts = np.clip([since, submitted or since, began, start.began], since, start.began)
+    seconds = np.diff(np.maximum.accumulate(cuts)).tolist()
+    return dict(zip(("between", "queue", "startup"), seconds, strict=True))
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
@@ -180,21 +195,16 @@ def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
         for index in (np.flatnonzero(~(scores < SPIKE_SCORE)) + first).tolist():
             line, loss = kept[index], float(losses[index])
             score = float((loss - middle) / spread)
-            new = Spike(
-                line["step"], line["step"], loss, middle, score, number(line.get("grad_norm"))
-            )
+            begin = line["step"]
             if index == previous + 1:
-                _extend(found[-1], new)
-            else:
-                found.append(new)
-            previous = index
+                before, previous = found.pop(), index
+                begin = before.step
+                if loss <= before.loss:
+                    found.append(replace(before, last_step=line["step"]))
+                    continue
+            norm, previous = number(line.get("grad_norm")), index
+            found.append(Spike(begin, line["step"], loss, middle, score, norm))
     return found
-
-
-def _extend(spike: Spike, by: Spike) -> None:
-    spike.last_step = by.step
-    if not by.loss <= spike.loss:
-        spike.loss, spike.score, spike.grad_norm = by.loss, by.score, by.grad_norm
 
 
 def set_settings(run: History) -> list[dict[str, Any]]:
@@ -229,45 +239,40 @@ def _facts(run: History) -> dict[str, Any]:
 
 def figures(run: History) -> dict[str, Any]:
     """Return the figures of the run that tables show; those that are not known are None."""
-    trained = run.train_lines()
-    last = trained[-1] if trained else {}
+    last = run.trained[-1] if run.trained else {}
 
-    def over_all(key: str, lines: Sequence[Any], reduce: Callable[[Any], Any]) -> float | None:
-        values = column(lines, key)
+    def over_all(key: str, reduce: Callable[[Any], Any], logs: int = 0) -> float | None:
+        values = run.column(key)[-logs:]
         values = values[np.isfinite(values)]
         return float(reduce(values)) if len(values) else None
 
     return {
         "step": last_step(run),
         "loss": number(last.get("loss")),
-        "mean_loss": over_all("loss", trained[-10:], np.mean),
+        "mean_loss": over_all("loss", np.mean, 10),
         "tokens": number(last.get("tokens_seen")),
-        "tokens_per_s": over_all("tokens_per_s", trained, np.median),
+        "tokens_per_s": over_all("tokens_per_s", np.median),
         "ran_s": sum(start.ended - start.began for start in run.starts),
-        "device_peak_gib": over_all("memory_peak_gib", trained, np.max),
-        "host_peak_gib": over_all("host_peak_rss_gib", trained, np.max),
+        "device_peak_gib": over_all("memory_peak_gib", np.max),
+        "host_peak_gib": over_all("host_peak_rss_gib", np.max),
         "evals": evaluations(run),
     }
 
 
 def evaluations(run: History) -> dict[str, dict[str, Any]]:
-    """Return, of each split, the last and the lowest loss with their steps."""
+    """Return, of each split, the last and the lowest loss with their steps, the last accuracy."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for line in run.lines:
-        split = line.get("split")
-        loss = number(line.get(f"eval_{split}_loss" if split else "eval_loss"))
-        if line["event"] == "eval" and loss is not None:
-            found.setdefault(split or "eval", []).append((line["step"], loss))
+    right: dict[str, float | None] = {}
+    for line in (line for line in run.lines if line["event"] == "eval"):
+        split = line.get("split") or "eval"
+        before = f"eval_{split}" if line.get("split") else "eval"
+        if (loss := number(line.get(f"{before}_loss"))) is not None:
+            found.setdefault(split, []).append((line["step"], loss))
+            right[split] = number(line.get(f"{before}_accuracy"))
     return {
-        split: {"last": points[-1], "best": min(points, key=lambda point: point[1])}
+        split: {
+            "last": points[-1], "best": min(points, key=lambda point: point[1]),
+            "accuracy": right[split],
+        }
         for split, points in found.items()
-    }
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h."""
-    whole = round(seconds)
-    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
-        if whole >= size:
-            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
-    return f"{whole}s"
+    }  # fmt: skip

@@ -1,16 +1,20 @@
 """What a run directory tells: its starts, what each of them logged, and what was done again.
 
 Any file may be missing, cut off or damaged: what there is is read, `missing` says what is not.
-`utils.callbacks.journal.read_journal` keeps of the same lines what counts; here the others stay,
-marked, for people want to see what an interruption cost. It needs transformers, this does not.
+`read_journal` keeps of the same lines what counts; here the others stay, marked, for people want
+to see what an interruption cost.
 """
 
+import contextlib
 import datetime
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +31,19 @@ from utils.checkpoints.files import (
 )
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
+from utils.support.journal_file import FILE_NAME, NOT_FINITE, STARTS
+from utils.support.notes import name_of_job, verdict_of
 from utils.support.redaction import redact
-from utils.support.run_lock import FOLDER, WATCH_S
+from utils.support.run_lock import FOLDER, WATCH_S, look_at_run_lock
 
-JOURNAL = "metrics.jsonl"
-STARTS = ("started", "resumed")
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# The figures of each rank are most of a line, and nothing here reads them.
-_BY_RANK = re.compile(r', "memory_by_rank": \[[^\]]*\]')
-_CHUNK = 1000  # lines that are parsed in one call, twice as fast as one by one
+# Pages that a run writes for people when memory runs out, when it hangs, and of its profile.
+PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
+LONGEST_PAGE = 100_000  # characters
+# The figures of each rank are most of a line: they are read of some lines alone, see ranks.py.
+_BY_RANK = re.compile(rb', "memory_by_rank": \[[^\]\n]*\]')
+_CHUNK = 2**19  # bytes that are parsed in one call, twice as fast as line by line
 # What slurm/job_setup.sh writes into a job's log before it puts the job back into the queue.
-_REQUEUED = re.compile(r"  job (\d+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
+_REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
 
 
@@ -47,8 +53,9 @@ class Start:
 
     Times are unix seconds. began: when it claimed the directory; trained: when training began
     (None: it never did), with `done` steps taken over (-1: a new run); ended: its last sign of
-    life. `lines` carry `hours` (while starts ran, since the first one) and `lost` (undone by a
-    later start). `left` is what its lock says: True, it left in order; False, it was cut off.
+    life. `lines` carry `hours` (while starts ran, since the first one), `lost` (undone by a later
+    start) and `at` (its offset in the file). `left` is what its lock says: True, it left in order;
+    False, it was cut off.
     """
 
     began: float
@@ -87,30 +94,38 @@ class History:
     settings: dict[str, Any]  # of the last start; those of a start alone are in its entry
     checkpoints: list[dict[str, Any]]  # step, size_bytes, tokens, time; newest first
     nonfinite: list[dict[str, Any]]  # the files nonfinite-step-N.json, with their mtime
+    pages: list[dict[str, Any]]  # name, text, mtime and the names beside it of each of PAGES
     finished: bool  # final/ is there
-    alive: bool  # the owner of the directory gave a sign of life within the last minute
+    alive: bool  # the owner of the directory gives signs of life
     max_steps: int | None
-    read_at: float
     missing: list[str]
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The name of its directory."""
         return self.path.name
 
-    def train_lines(self) -> list[dict[str, Any]]:
-        """Return the training logs that count."""
+    @cached_property
+    def trained(self) -> list[dict[str, Any]]:
+        """The training logs that count."""
         return [line for line in self.lines if line["event"] == "train"]
 
+    def column(self, key: str) -> np.ndarray:
+        """Return a figure of each training log, read once; as `column`, not to be written to."""
+        if key not in self.columns:
+            self.columns[key] = column(self.trained, key)
+        return self.columns[key]
 
-def read_run(path: Path, now: float) -> History:
+
+def read_run(path: Path) -> History:
     """Read a run directory; raises ConfigurationError where nothing of a run is there."""
     missing: list[str] = []
-    lines = _read_lines(path / JOURNAL, missing)
+    lines = _read_lines(path / FILE_NAME, missing)
     entries = _read_entries(path / PROVENANCE, missing)
     if not lines and not entries:
         raise ConfigurationError(
-            f"{path} holds no run: neither {JOURNAL} nor {PROVENANCE} can be read there. Give a "
+            f"{path} holds no run: neither {FILE_NAME} nor {PROVENANCE} can be read there. Give a "
             "run's output_dir, or a folder of such directories."
         )
     owners = _read_owners(path / FOLDER)
@@ -118,8 +133,8 @@ def read_run(path: Path, now: float) -> History:
     _end_starts(starts, owners)
     _mark_lost(starts)
     _count_hours(starts)
-    for job in {str(start.job["job_id"]) for start in starts if start.job.get("job_id")}:
-        _take_causes(path, job, starts)
+    _take_causes(path, starts)
+    owner = look_at_run_lock(path)
     limits = [line["max_steps"] for line in lines if "max_steps" in line]
     return History(
         path=path,
@@ -128,10 +143,10 @@ def read_run(path: Path, now: float) -> History:
         settings=_read_settings(path / CONFIG, entries, missing),
         checkpoints=list(_read_checkpoints(path)),
         nonfinite=list(_read_nonfinite(path, missing)),
+        pages=list(_read_pages(path, missing)),
         finished=(path / FINAL).is_dir(),
-        alive=bool(owners) and not owners[-1]["left"] and now - owners[-1]["beat"] < 2 * WATCH_S,
+        alive=owner is not None and owner.alive,
         max_steps=limits[-1] if limits else None,
-        read_at=now,
         missing=missing,
     )
 
@@ -140,16 +155,32 @@ def number(value: Any) -> float | None:
     """Return a figure of the journal as a float, NaN and infinities included; None: it is none."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    return NOT_FINITE.get(value) if isinstance(value, str) else None
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else None
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     """Return a figure of each line as float64; NaN where a line has none."""
-    values = [line.get(key) for line in lines]
+    try:
+        values = list(map(itemgetter(key), lines))  # in half the time
+    except KeyError:
+        values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)  # it reads None, "NaN" and "Infinity" too
     except (TypeError, ValueError):
         return np.array([number(value) for value in values], dtype=float)
+
+
+def thinned(values: np.ndarray, points: int) -> np.ndarray:
+    """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
+    if len(values) <= points:
+        return np.arange(len(values))
+    size = -(-len(values) * 2 // points)
+    parts = np.full((-(-len(values) // size), size), np.nan)
+    parts.flat[: len(values)] = values
+    first, missing = np.arange(len(parts)) * size, np.isnan(parts)
+    lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
+    highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
+    return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
 
 
 def redacted(value: Any) -> Any:
@@ -162,38 +193,42 @@ def redacted(value: Any) -> Any:
 
 
 def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
+    lines, count, at = [], 0, 0
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            while texts := file.readlines(_CHUNK):
+                places = accumulate(map(len, texts), initial=at)
+                for line, text, place in zip(_parsed(texts), texts, places, strict=False):
+                    if (
+                        isinstance(line, dict)
+                        and isinstance(line.get("event"), str)
+                        and isinstance(line.get("step"), int)
+                        and isinstance(line.get("time"), (int, float))
+                    ):
+                        line["at"] = place
+                        lines.append(line)
+                    count += not text.isspace()
+                at += sum(map(len, texts))
     except OSError as error:
         missing.append(f"{path.name}: {error.strerror}; there are no figures of the training")
-        return []
-    # Not splitlines(), which breaks at characters that texts may hold.
-    texts = [line for line in _BY_RANK.sub("", text).split("\n") if line.strip()]
-    lines = [
-        line
-        for first in range(0, len(texts), _CHUNK)
-        for line in _parsed(texts[first : first + _CHUNK])
-        if isinstance(line, dict)
-        and isinstance(line.get("event"), str)
-        and isinstance(line.get("step"), int)
-        and isinstance(line.get("time"), (int, float))
-    ]
-    if broken := len(texts) - len(lines):
-        missing.append(f"{path.name}: {broken} of {len(texts):,} lines are cut off or damaged")
+    if broken := count - len(lines):
+        missing.append(f"{path.name}: {broken} of {count:,} lines are cut off or damaged")
     return lines
 
 
-def _parsed(texts: list[str]) -> Iterator[Any]:
-    try:
-        yield from json.loads(f"[{','.join(texts)}]")
-        return
-    except ValueError:
-        pass
-    for text in texts:
-        try:
-            yield json.loads(text)
-        except ValueError:  # cut off where a process died
-            continue
+def _parsed(texts: list[bytes]) -> list[Any]:
+    """Return what each line holds; None of one that is cut off, where a process died."""
+    plain = _BY_RANK.sub(b"", b"".join(texts)).decode("utf-8", "replace").removesuffix("\n")
+    with contextlib.suppress(ValueError):
+        found = json.loads("[" + plain.replace("\n", ",") + "]")
+        if len(found) == len(texts):
+            return list(found)
+    found = []
+    for text in plain.split("\n"):  # not splitlines(): texts may hold what that breaks at
+        found.append(None)
+        with contextlib.suppress(ValueError):
+            found[-1] = json.loads(text)
+    return found
 
 
 def _read_entries(path: Path, missing: list[str]) -> list[dict[str, Any]]:
@@ -295,30 +330,25 @@ def _count_hours(starts: list[Start]) -> None:
 
 def _that_count(starts: list[Start]) -> list[dict[str, Any]]:
     """Return the lines that count, of several of one kind, split and step the last."""
-    kept = {}
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for start in starts:
-        for line in start.lines:
-            if not line["lost"]:
-                kept[line["event"], line.get("split"), line["step"]] = line
+        lines = [line for line in start.lines if not line["lost"]]
+        kept |= {(line["event"], line.get("split"), line["step"]): line for line in lines}
     return list(kept.values())
 
 
-def _take_causes(path: Path, job: str, starts: list[Start]) -> None:
-    """Read how each start of a Slurm job ended from the job's log, where it is found."""
-    own = [start for start in starts if str(start.job.get("job_id")) == job]
-    name = f"{own[0].job.get('job_name')}-{job}.log"  # of --output in slurm/*_job.sh
-    found = (folder / name for folder in (path, path.parent, Path.cwd(), _ROOT))
-    log = next((file for file in found if file.is_file()), None)
-    text = log.read_text(encoding="utf-8", errors="replace") if log else ""
-    # Start 2 is the one with a restart count of 1, and resumes what the one before left.
-    causes = {int(at[3]) - 2: at[2] for at in _REQUEUED.finditer(text) if at[1] == job}
-    for start in own:
-        count = int(start.job.get("restart_count") or 0)
-        verdict = _ROOT / ".stoker" / f"job-{job}.{count}" / "verdict.txt"
-        if count not in causes and verdict.is_file():
-            causes[count] = verdict.read_text(encoding="utf-8", errors="replace").strip()
-        if start.error is None and count in causes:
-            start.error = redact(causes[count])
+def _take_causes(path: Path, starts: list[Start]) -> None:
+    """Read how starts of Slurm jobs ended, from the jobs' verdicts and, where found, their logs."""
+    read = cache(lambda file: file.read_text("utf-8", "replace") if file.is_file() else "")
+    for start in (one for one in starts if one.job.get("job_id")):
+        name = f"{start.job.get('job_name')}-{start.job['job_id']}.log"  # of --output
+        texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
+        # Start 2 is the one with a restart count of 1, and resumes what the one before left.
+        after = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 2
+        lines = _REQUEUED.finditer(next(filter(None, texts), ""))
+        causes = [at[2] for at in lines if (at[1], int(at[3])) == after]
+        if start.error is None and (cause := verdict_of(start.job) or "".join(causes[-1:])):
+            start.error = redact(cause)
 
 
 def _read_settings(path: Path, entries: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
@@ -352,3 +382,15 @@ def _read_nonfinite(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
             yield {"file": file.name, "time": file.stat().st_mtime, **content}
         except (OSError, ValueError, TypeError) as error:
             missing.append(f"{file.name}: cannot be read ({error})")
+
+
+def _read_pages(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
+    for file in (file for pattern in PAGES for file in sorted(path.glob(pattern))):
+        try:
+            with file.open(encoding="utf-8", errors="replace") as opened:
+                text = opened.read(LONGEST_PAGE)
+            name, time = str(file.relative_to(path)), file.stat().st_mtime
+            beside = sorted(each.name for each in file.parent.iterdir()) if "/" in name else []
+            yield {"name": name, "text": text, "time": time, "beside": beside}
+        except OSError as error:
+            missing.append(f"{file.name}: cannot be read ({error.strerror})")

@@ -172,14 +172,14 @@ class Chart {
 
   drawLine(root, line, indices) {
     const at = line[view.axis], colour = this.colour(line);
-    if (line.style === "dots" || line.style === "marks" || indices.length < 2) {
+    if (["dots", "marks", "points"].includes(line.style) || indices.length < 2) {
       for (const index of indices) {
         if (line.y[index] === null) continue;
         svg("circle", { cx: this.x(at[index]), cy: this.y(line.y[index]), r: line.style === "marks" ? 4.5 : 3,
           style: line.style === "marks" ? `fill:none;stroke-width:2;stroke:${colour}` : `fill:${colour}` }, root);
       }
     }
-    if (line.style === "marks") return;
+    if (line.style === "marks" || line.style === "points") return;
     let path = "", pen = "M";
     for (const index of indices) {
       if (line.y[index] === null) { pen = "M"; continue; }
@@ -278,9 +278,9 @@ for (const button of document.querySelectorAll("input[name=axis]")) {
   button.onchange = () => { view.axis = button.value; view.at = null; zoom(null); };
 }
 document.getElementById("reset").onclick = () => zoom(null);
+let dark = matchMedia("(prefers-color-scheme: dark)").matches;
 document.getElementById("theme").onclick = () => {
-  chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  applyTheme(false);
+  document.documentElement.style.colorScheme = (dark = !dark) ? "dark" : "light";
 };
 addEventListener("keydown", (event) => { if (event.key === "Escape") { zoom(null); pointAll(null); } });
 let asked = 0;

@@ -12,10 +12,12 @@ from typing import Any
 
 from utils.checkpoints.files import PROVENANCE, readable
 from utils.config.errors import ConfigurationError
-from utils.report import findings
+from utils.report import findings, ranks
 from utils.report.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
-from utils.report.history import JOURNAL, History, read_run
+from utils.report.history import History, read_run
 from utils.support.files import replace_text
+from utils.support.journal_file import FILE_NAME as JOURNAL
+from utils.support.journal_file import counted, duration
 from utils.support.redaction import redact
 
 FILE_NAME = "report.html"
@@ -26,18 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def parse_arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read the command line; raises ConfigurationError for what cannot work together."""
+    """Read the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("report.py", description=description, formatter_class=form)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of them")
     add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
     add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
-    add("--compare", action="store_true", help="compare RUN with the other runs of its folder")
-    given = parser.parse_args(argv)
-    if given.compare and len(given.runs) > 1:
-        raise ConfigurationError("--compare: several runs are compared as they are; leave it out.")
-    return given
+    add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
+    return parser.parse_args(argv)
 
 
 def run_directories(given: argparse.Namespace) -> list[Path]:
@@ -45,11 +44,12 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
 
     Raises ConfigurationError with everything that is no run.
     """
-    named = [path.resolve().parent for path in given.runs] if given.compare else given.runs
     found: list[Path] = []
     problems = []
-    for path in named:
-        inside = [path] if _is_run(path) else sorted(filter(_is_run, _entries(path)))
+    alone = given.compare and len(given.runs) == 1 and _is_run(given.runs[0])
+    for path in [given.runs[0].resolve().parent] if alone else given.runs:
+        entries = [path] if _is_run(path) or not path.is_dir() else sorted(path.iterdir())
+        inside = list(filter(_is_run, entries))
         found += inside
         if not inside:
             problems.append(
@@ -65,28 +65,27 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (JOURNAL, PROVENANCE))
 
 
-def _entries(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else []
-
-
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the page of one run, or of several that are compared; return where it is.
 
     Raises ConfigurationError where a run cannot be read or a file cannot be written.
     """
-    runs = [read_run(path, time.time()) for path in paths]
+    runs = [read_run(path) for path in paths]
     if output is None:
         output = (runs[0].path if len(runs) == 1 else Path()) / FILE_NAME
-    spikes = findings.spikes(runs[0].train_lines()) if len(runs) == 1 else []
-    charts = charts_of(runs[0], spikes) if len(runs) == 1 else charts_of_several(runs)
-    facts = _facts_of_one(runs[0], spikes) if len(runs) == 1 else _facts_of_several(runs, output)
+    if len(runs) == 1:
+        facts = _facts_of_one(runs[0])
+        charts = charts_of(runs[0], *(facts[key] for key in ("spikes", "memory", "stragglers")))
+    else:
+        facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
     marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
     try:
         replace_text(output, _rendered(facts, {"charts": charts, "marks": marks}))
     except OSError as error:
         raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
     if picture is not None:
-        draw_picture(charts, runs[0].name if len(runs) == 1 else "", picture)
+        title = facts["title"] if len(charts) > 1 else ""
+        draw_picture(charts, title, picture, facts.get("starts", ()))
     return output
 
 
@@ -106,7 +105,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "figure": figure, "count": count, "clock": clock, "duration": findings.duration,
+        "figure": figure, "count": counted, "clock": clock, "duration": duration,
         "size": readable,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
@@ -116,32 +115,29 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     return redact(page.render(data=text.replace("<", "\\u003c"), script=script, **facts))
 
 
-def _facts_of_one(run: History, spikes: Sequence[findings.Spike]) -> dict[str, Any]:
+def _facts_of_one(run: History) -> dict[str, Any]:
     """Return what the page of one run says in words and tables."""
+    memory = ranks.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     whole = sum(seconds.values()) or 1.0
     samples = [line for line in run.lines if line["event"] == "samples"]
     last = next((start.entry for start in reversed(run.starts) if start.entry), {})
     return {
-        "title": run.name,
-        "run": run,
-        "ending": findings.run_ending(run),
-        "figures": findings.figures(run),
-        "entry": last,
+        "title": run.name, "now": time.time(), "run": run, "entry": last,
+        "ending": findings.run_ending(run), "figures": findings.figures(run),
         "starts": _start_rows(run),
         "hours": [
             {"name": name, "key": key, "seconds": seconds[key], "share": seconds[key] / whole}
             for key, name in findings.HOURS
             if seconds[key] >= 0.5
         ],
-        "spikes": sorted(spikes, key=lambda one: -one.score)[: SHOWN["spikes"]],
-        "spike_count": len(spikes),
-        "nonfinite": run.nonfinite,
+        "memory": memory, "fullest": ranks.memory_table(memory),
+        "headroom": sorted((one for one in memory if one["left"]), key=lambda one: one["left"])[:1],
+        "stragglers": ranks.stragglers(run), "spikes": findings.spikes(run.trained),
         "samples": [_sample_row(line) for line in reversed(samples[-SHOWN["evaluations"] :])],
         "samples_left_out": max(0, len(samples) - SHOWN["evaluations"]),
-        "settings": findings.set_settings(run),
-        "shown": SHOWN,
-    }
+        "settings": findings.set_settings(run), "shown": SHOWN,
+    }  # fmt: skip
 
 
 def _sample_row(line: dict[str, Any]) -> dict[str, Any]:
@@ -204,16 +200,6 @@ def figure(value: float | None, digits: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
-
-
-def count(value: float | None) -> str:
-    """Format a count in the unit that people say: 1.25 B, 3.2 M, 4,096."""
-    if value is None:
-        return "-"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f}"
 
 
 def clock(seconds: float | None) -> str:

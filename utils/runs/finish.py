@@ -10,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from utils.callbacks.evaluation import EarlyStopping
 from utils.callbacks.journal import Journal
+from utils.callbacks.live import LiveView
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
@@ -19,16 +20,16 @@ from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.store import Checkpoints
-from utils.config.arguments import profiled_steps
+from utils.config.arguments import eval_splits, profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
 from utils.planning.plan import RunPlan
-from utils.report.page import write_at_the_end
+from utils.report.page import FILE_NAME, write_at_the_end
 from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
-from utils.runs.provenance import mark_wandb_stopped
+from utils.runs.provenance import end_wandb
 from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
 from utils.support.notes import memory_reports
@@ -61,7 +62,7 @@ def run_callbacks(
         window = profiled_steps(settings.run.profile_steps)
         asked_for.append(ProfilerWindow(*window, checkpoints.output_dir))
     return [
-        HangWatch(settings.run.hang_timeout_s, launch.hosts),
+        HangWatch(settings.run.hang_timeout_s, launch.hosts, checkpoints.output_dir),
         *inherited,
         stop,
         *asked_for,
@@ -70,6 +71,7 @@ def run_callbacks(
         memory,
         NonFiniteGuard(checkpoints.output_dir),
         Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s),
+        LiveView(list(eval_splits(settings.data.eval_data)), stop.limit_s),
     ]
 
 
@@ -91,12 +93,12 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         trainer.accelerator.end_training()
         if trainer.watch.stopped:
             leave_run_lock(output_dir)
-            mark_wandb_stopped(ExitCode.STOPPED)
+        if state.is_world_process_zero:
+            write_at_the_end(output_dir)
+            end_wandb(output_dir / FILE_NAME, trainer.watch.stopped)
     finally:
-        HangWatch.current = None
+        HangWatch.leave()
     step = state.global_step
-    if state.is_world_process_zero:
-        write_at_the_end(output_dir)
     if trainer.watch.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"

@@ -235,7 +235,7 @@ def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
         yield f"| training loss, last logged | {trained[-1].get('loss', float('nan')):.4f} |"
     for line in lines:
         for key, value in line.items():
-            if line["step"] == step and re.fullmatch(r"eval_\w+_(loss|perplexity)", key):
+            if line["step"] == step and re.fullmatch(r"eval_\w+_(loss|perplexity|accuracy)", key):
                 yield f"| `{key}` | {value:.4f} |"
 
 

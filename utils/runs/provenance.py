@@ -1,4 +1,4 @@
-"""Writes down where a run comes from at each start, and sets Weights & Biases up."""
+"""Writes down where a run comes from at each start, and sets its trackers up."""
 
 import contextlib
 import datetime
@@ -13,21 +13,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from utils.callbacks.live import fits_terminal
 from utils.checkpoints.files import earlier_starts
+from utils.config.errors import ExitCode
+from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
+from utils.launch.slurm import job_times
 from utils.support.files import replace_text
 from utils.support.redaction import redact
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables, before the Trainer is made; rank 0 alone calls it.
+def prepare_trackers(settings: RunSettings, output_dir: Path, run_id: str, step: int) -> None:
+    """Let the trackers of `report_to` write into the run directory, as one run over its starts.
 
-    Without a key or a server in reach wandb goes offline, with a log line. A resumed run continues
-    the same wandb run. What the user set (WANDB_MODE, WANDB_PROJECT, ...) stays.
+    Sets their environment variables before the Trainer is made; what the user set stays. `step` is
+    the one that this start resumes from. Rank 0 alone calls it.
     """
-    ours = {"PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow"}
+    args, place, default = settings.training, output_dir.absolute(), os.environ.setdefault
+    reporters = set(args.report_to or ())
+    if args.run_name is None and reporters & {"mlflow", "trackio"}:
+        args.run_name = f"{place.name}-{run_id[:6]}"  # trackio resumes by name alone
+    if "trackio" in reporters:
+        default("TRACKIO_DIR", f"{place}/trackio")
+    if "tensorboard" in reporters:
+        folder = default("TENSORBOARD_LOGGING_DIR", f"{place}/tensorboard")
+        if Path(folder).is_dir():
+            from torch.utils.tensorboard import SummaryWriter
+
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides undone steps
+    if "mlflow" in reporters:
+        import mlflow
+
+        default("MLFLOW_TRACKING_URI", f"sqlite:///{place}/mlflow.db")
+        mlflow.set_experiment(default("MLFLOW_EXPERIMENT_NAME", "stoker"))
+        # MLflow numbers runs itself: a tag finds the one of the starts before.
+        tags = json.loads(os.environ.get("MLFLOW_TAGS", "{}")) | {"stoker_run_id": run_id}
+        os.environ["MLFLOW_TAGS"] = json.dumps(tags)
+        tagged = f"tags.stoker_run_id = '{run_id}'"
+        for known in mlflow.search_runs(filter_string=tagged, output_format="list"):
+            default("MLFLOW_RUN_ID", known.info.run_id)
+    if "wandb" in reporters:
+        import wandb
+
+        prepare_wandb(output_dir, run_id)
+        # Trainer takes the run that it finds, and adds its own settings alone.
+        config = json.dumps({**settings.resolved, "git": git_state(_REPOSITORY)}, default=str)
+        wandb.init(name=args.run_name, config={"stoker": json.loads(redact(config))})
+
+
+def prepare_wandb(output_dir: Path, run_id: str) -> None:
+    """Set wandb's environment variables; offline without a key or a server in reach."""
+    ours = {
+        "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
+        "NAME": output_dir.absolute().name, "QUIET": "true",
+        "DATA_DIR": str(output_dir / "wandb"),  # of tables; by default below the home directory
+        "CONSOLE": "off" if fits_terminal() else "auto",  # it would record each redraw of LiveView
+    }  # fmt: skip
     for name, value in ours.items():
         os.environ.setdefault(f"WANDB_{name}", value)
     if any(redact(word) != word for word in sys.argv):
@@ -41,13 +84,14 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
         )  # fmt: skip
 
 
-def mark_wandb_stopped(exit_code: int) -> None:
-    """Tell wandb that the run resumes later: by its exit code alone it would count as crashed."""
-    wandb = sys.modules.get("wandb")
-    run = getattr(wandb, "run", None)
-    if run is not None:
+def end_wandb(report: Path, stopped: bool) -> None:
+    """Show the report in wandb; say of a stopped run that it resumes: its exit code says failed."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is not None and report.is_file():
+        run.log({"report": sys.modules["wandb"].Html(str(report), inject=False)})
+    if run is not None and stopped:
         run.mark_preempting()
-        run.finish(exit_code=exit_code)
+        run.finish(exit_code=ExitCode.STOPPED)
 
 
 def _offline_reason() -> str | None:
@@ -94,6 +138,7 @@ def write_provenance(
     devices = [launch.device]
     if launch.device == "cuda":
         devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+    slurm = slurm_job(os.environ)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
@@ -106,7 +151,7 @@ def write_provenance(
             "hosts": list(dict.fromkeys(launch.hosts)),
             "devices": devices,
         },
-        "slurm": slurm_job(os.environ),
+        "slurm": slurm and {**slurm, **job_times()},
         **facts,
     }
     content = {"format": 1, "run_id": run_id, "starts": [*earlier_starts(path), entry]}
@@ -137,7 +182,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(changed)}
 
 
-def slurm_job(environment: Mapping[str, str]) -> dict[str, str | None] | None:
+def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Slurm's facts about this job; None outside of one."""
     if "SLURM_JOB_ID" not in environment:
         return None

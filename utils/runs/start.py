@@ -50,7 +50,7 @@ from utils.planning.plan import RunPlan, on_a_login_node
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
-from utils.runs.provenance import prepare_wandb, slurm_job, write_provenance
+from utils.runs.provenance import prepare_trackers, slurm_job, write_provenance
 from utils.runs.publish import NO_TOKEN
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
@@ -190,8 +190,9 @@ def start_run(
     )
     if launch.rank == 0:
         mark_run_started(output_dir)
-        if not run.finished and "wandb" in (settings.training.report_to or ()):
-            prepare_wandb(output_dir, run.run_id)
+        if not run.finished:
+            step = Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2]
+            prepare_trackers(settings, output_dir, run.run_id, int(step))
     return run, checkpoints
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from utils.checkpoints.files import readable
 from utils.status.run_state import STATES, Job, RunStatus, queued_jobs, read_status, runs_below
-from utils.support.journal_file import duration, strict_json
+from utils.support.journal_file import counted, duration, strict_json
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # of what goes into a file or a pipe
@@ -69,7 +69,8 @@ def _lines(run: RunStatus) -> list[Text]:
     )
     lines = {
         "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
-        "loss": _losses(run), "saved": _saved(run), "job": _job(run), "error": run.error,
+        "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run),
+        "saved": _saved(run), "job": _job(run), "error": run.error, "page": ", ".join(run.pages),
         "damaged": "\n".join(run.damaged), "next": run.advice,
     }  # fmt: skip
     shown = [
@@ -107,6 +108,16 @@ def _speed(run: RunStatus) -> str:
         return ""
     mfu = f", MFU {run.mfu:.1%}" if run.mfu else ""
     return f"{now:,.0f} tokens/s{mfu}" + (f" (at the start {then:,.0f})" if then else "")
+
+
+def _slowest(run: RunStatus) -> str:
+    name, cost = run.slowest or ("", 0.0)
+    return f"{name}: the other ranks wait for it {cost:.1%} of each step" if cost > 0.01 else ""
+
+
+def _memory(run: RunStatus) -> str:
+    parts = [("{:.1f} GiB at its peak", run.memory_peak_gib), ("{:.1f} left", run.memory_left_gib)]
+    return ", ".join(text.format(gib) for text, gib in parts if gib is not None)
 
 
 def _losses(run: RunStatus) -> str:
@@ -156,15 +167,3 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
                       *[""] * 7, job.id, Text(what))  # fmt: skip
     return table
-
-
-def counted(number: float) -> str:
-    """Shorten a count.
-
-    >>> counted(950), counted(1_234_000_000)
-    ('950', '1.23 B')
-    """
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:,.0f}"

@@ -23,10 +23,9 @@ from utils.checkpoints.files import (
 )
 from utils.config.errors import ConfigurationError
 from utils.support.journal_file import FILE_NAME, STARTS, as_series, duration, read_lines
-from utils.support.notes import VERDICT
+from utils.support.notes import verdict_of
 from utils.support.run_lock import LastOwner, look_at_run_lock
 
-ROOT = Path(__file__).resolve().parents[2]
 STATES = ("running", "waiting", "failed", "stopped", "finished")
 # Of a long journal: what holds the pace at the start, and the last lines with an evaluation.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
@@ -51,8 +50,10 @@ class RunStatus:
 
     because: what tells the state. evaluations: of each split its newest loss and its step.
     tokens_per_s: now, and at the start of the run. left_s: of training, without waiting in the
-    queue. error: why its last start ended. advice: what to do next. damaged: files that could not
-    be read.
+    queue. memory_left_gib: of the GPU with the least. slowest: the rank that the others wait for,
+    and the share of each step that this takes. error: why its last start ended. pages: what it
+    wrote when memory ran out or it hung. advice: what to do next. damaged: files that could not be
+    read.
     """
 
     run: str
@@ -66,6 +67,9 @@ class RunStatus:
     tokens_per_s: float | None = None
     tokens_per_s_at_start: float | None = None
     mfu: float | None = None
+    memory_peak_gib: float | None = None
+    memory_left_gib: float | None = None
+    slowest: tuple[str, float] | None = None
     left_s: float | None = None
     logged_ago_s: float | None = None
     saved_step: int | None = None
@@ -74,6 +78,7 @@ class RunStatus:
     starts: int = 0
     job: Job | None = None
     error: str | None = None
+    pages: list[str] = field(default_factory=list)
     advice: str = ""
     damaged: list[str] = field(default_factory=list)
 
@@ -139,8 +144,8 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     status.job = jobs.get(str((owner and owner.job) or slurm.get("job_id")))
     _judge(directory, status, owner, lines)
     if status.state == "failed":
-        verdict = _verdict(slurm)
-        status.error = verdict or (owner.error if owner else None) or status.because
+        status.error = verdict_of(slurm) or (owner.error if owner else None) or status.because
+        status.pages = _pages(directory, starts)
     status.advice = _advice(directory, status, starts)
     return status
 
@@ -184,6 +189,12 @@ def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[
         status.loss, status.tokens = train[-1].get("loss"), train[-1].get("tokens_seen")
         status.tokens_per_s = _median("tokens_per_s", train[-LINES:])
         status.mfu = _median("mfu", train[-LINES:])
+        status.memory_peak_gib = train[-1].get("memory_peak_gib")
+        left = train[-1].get("memory_headroom_gib", train[-1].get("memory_free_gib"))
+        status.memory_left_gib = left
+        if "slowest_rank" in train[-1]:
+            rank = "rank {} on {}".format(*map(train[-1].get, ("slowest_rank", "slowest_host")))
+            status.slowest = rank, _median("slowest_cost", train[-LINES:]) or 0.0
     first = [line for line in head if line["event"] == "train" and "tokens_per_s" in line]
     status.tokens_per_s_at_start = _median("tokens_per_s", first[:LINES])
     _estimate(status, lines, train)
@@ -253,18 +264,14 @@ def _judge(
         status.because = "its last start ended early and left no reason in its directory"
 
 
-def _verdict(slurm: Mapping[str, Any]) -> str | None:
-    """Return what the job script found out of all ranks, kept below the repository."""
-    if not slurm.get("job_id"):
-        return None
-    job = slurm["job_id"]
-    if slurm.get("array_job_id"):
-        job = f"{slurm['array_job_id']}_{slurm['array_task_id']}"
-    path = ROOT / ".stoker" / f"job-{job}.{slurm.get('restart_count') or 0}" / VERDICT
+def _pages(directory: Path, starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the pages that the last start wrote as it failed."""
     try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
+        since = datetime.datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
+    except (LookupError, ValueError):
+        since = 0.0
+    found = [*sorted(directory.glob("out-of-memory-rank*.txt")), directory / "hang.txt"]
+    return [str(page) for page in found if page.exists() and page.stat().st_mtime >= since]
 
 
 def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, Any]]) -> str:
@@ -278,7 +285,10 @@ def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, An
     if status.state == "finished":
         return f"python chat.py {where}"
     again = _command(starts[-1]) if starts else "the same command again"
-    return f"{'start again' if status.saved_step is None else 'resume'}: {again}"
+    again = f"{'start again' if status.saved_step is None else 'resume'}: {again}"
+    if any("out-of-memory" in page for page in status.pages):
+        return f"change what the page says helps most, then {again}"
+    return again
 
 
 def _command(start: Mapping[str, Any]) -> str:

@@ -82,3 +82,17 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
     return f"{whole}s"
+
+
+def counted(number: float | None) -> str:
+    """Format a count in the unit that people say.
+
+    >>> counted(950), counted(1_234_000_000), counted(None)
+    ('950', '1.23 B', '-')
+    """
+    if number is None:
+        return "-"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,13 @@ def notes_directory() -> Path | None:
 
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
-) -> None:
+) -> Note:
     """Write this rank's note with further fields; the first stays. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
     _create(f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+    return note
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
@@ -89,6 +90,23 @@ def leave_verdict(text: str, exit_code: int) -> bool:
 def mark_run_started(output_dir: Path) -> None:
     """Tell the job script, which counts starts without progress, that the run itself began."""
     _create(RUN_STARTED, f"{output_dir}\n")
+
+
+def name_of_job(slurm: Mapping[str, Any]) -> str:
+    """Return the job's name for Slurm's commands, of what provenance.json has of it."""
+    if slurm.get("array_job_id"):
+        return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
+    return str(slurm.get("job_id"))
+
+
+def verdict_of(slurm: Mapping[str, Any]) -> str | None:
+    """Return what the job script found out of all ranks of a job's start; None: nothing is left."""
+    start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
+    try:
+        text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.strip() or None
 
 
 def _create(name: str, text: str) -> bool:

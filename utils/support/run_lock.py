@@ -61,6 +61,11 @@ def note_error(error: str) -> None:
         lock.error = error[:LONGEST_ERROR]
 
 
+def held_runs() -> list[Path]:
+    """Return the run directories that this process holds."""
+    return list(_held)
+
+
 @dataclass(frozen=True)
 class LastOwner:
     """The newest owner of a run directory, as its file tells whoever only looks.

@@ -8,4 +8,5 @@ smoothing             averaged weights (EMA), and noise on the embeddings (NEFTu
 optimizer             which optimizer a run builds, and the state of an earlier stage
 low_precision_adam    AdamW with bf16 or 8-bit moments, on low_precision_states' rounding
 expert_balance        the load-balancing loss of experts over each global batch
+losses                of each source of a mixture; of held-out splits, with token accuracy
 """

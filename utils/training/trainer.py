@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from utils.model.finished_model import finished_generation, set_generation_setti
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.training.expert_balance import ExpertBalance
+from utils.training.losses import EvaluationTotals, losses_by_source
 from utils.training.optimizer import optimizer_of
 from utils.training.resume_state import (
     DataEpochs,
@@ -79,8 +79,7 @@ class PackedTrainer(Trainer):
         (journal,) = (each for each in callbacks if isinstance(each, Journal))
         self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
-        self.resume_state = ResumeState(self)
-        self._flops_per_token = 0
+        self.resume_state, self._flops_per_token = ResumeState(self), 0
         if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
             # Trainer would cast the weights in place in the evaluation before the export.
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
@@ -110,6 +109,7 @@ class PackedTrainer(Trainer):
         if loss_head.router is not None:
             self.balance = ExpertBalance(loss_head.router, self)
             self.add_callback(self.balance)
+        self.source_losses = losses_by_source(self)
         if not self.model_accepts_loss_kwargs:
             raise ConfigurationError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
@@ -141,7 +141,8 @@ class PackedTrainer(Trainer):
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
         """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
         # All logits need no positions, and dense models no tokens by sequence: they stay here.
-        needed = {"loss_positions": self.fused_head, "sequence_tokens": self.balance is not None}
+        needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
+        needed["sequence_tokens"] = self.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
@@ -176,6 +177,8 @@ class PackedTrainer(Trainer):
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
         loss, outputs = Trainer.compute_loss(self, model, inputs, True, items)
+        if self.source_losses is not None:
+            self.source_losses.take(outputs)
         if self.balance is not None:
             loss = loss + self.balance.weighted(outputs)
         self.guard.take_loss(loss)
@@ -193,32 +196,27 @@ class PackedTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
-        """Add the micro-batch's summed loss and its loss tokens to the split's totals."""
+        """Add what the micro-batch has to the split's totals."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("sequence_tokens", None)  # the loss of a model, not of its routers
         with torch.no_grad(), self.compute_loss_context_manager():
             # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
-        tokens = prepared["labels"][:, 1:].ne(-100).sum()
-        self._eval_totals += torch.stack((outputs["loss"].double(), tokens.double()))
+        self._eval_totals.add(outputs, prepared["labels"])
         return None, None, None
 
     @override
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate one split by its mean loss over all loss tokens, and the exponential of that.
+        """Evaluate one split by means over all its loss tokens.
 
         Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
         """
-        self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self._eval_totals = EvaluationTotals(self.accelerator)
         output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
-        loss_sum, tokens = self.accelerator.reduce(self._eval_totals, reduction="sum").tolist()
-        loss = loss_sum / tokens
-        perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 overflows at 709
-        figures = {"loss": loss, "perplexity": perplexity, "tokens": int(tokens)}
         assert output.metrics is not None
-        output.metrics.update({f"{metric_key_prefix}_{name}": n for name, n in figures.items()})
+        output.metrics.update(self._eval_totals.figures(metric_key_prefix))
         return output
 
     @override
@@ -243,7 +241,7 @@ class PackedTrainer(Trainer):
                 self.checkpoints.finish()
             except Exception as error:  # what ended the run is what the user has to read
                 logger.error("the last checkpoint was not committed: %s", error)
-            HangWatch.current = None
+            HangWatch.leave()
             raise
         finally:
             self.checkpoints.close()

@@ -1,5 +1,6 @@
 """Speed on a clock of our own."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
+from utils.callbacks import stragglers
+from utils.callbacks.journal import readable_line
 from utils.callbacks.metrics import Throughput
+from utils.callbacks.stragglers import OwnTime, slowest_rank
 from utils.data.loader import TokenCounts
 
 
@@ -48,6 +52,71 @@ def test_rates_are_tokens_of_the_global_batch_over_wall_time_without_the_first_s
         "tokens_per_s": 2003, "tokens_per_s_per_device": 2003 / 4, "tokens_seen": 3003,
         "step_time_s": 0.5, "data_wait_s": 0.1,
     })  # fmt: skip
+
+
+class Tiny(torch.nn.Module):
+    """A model with an embedding that waits in its passes."""
+
+    def __init__(self, delay_s):
+        super().__init__()
+        self.embedding, self.delay_s = torch.nn.Embedding(3, 2), delay_s
+        self.get_input_embeddings = lambda: self.embedding
+
+    def forward(self, ids):
+        hidden = self.embedding(ids) * 1
+        if self.training:
+            hidden.register_hook(lambda _: time.sleep(2 * self.delay_s))
+        time.sleep(self.delay_s)
+        return {"loss": hidden.sum()}
+
+
+def test_forward_and_backward_passes_of_training_are_a_ranks_own_time():
+    model = Tiny(0.02)
+    own = OwnTime(model, torch.device("cpu"))
+    for _ in range(2):
+        model(torch.tensor([1]))["loss"].backward()
+        time.sleep(0.1)  # the others' turn
+    with torch.no_grad():
+        model.eval()(torch.tensor([1]))
+    seconds, product_s = own.take()
+    assert 0.12 <= seconds < 0.17
+    assert product_s == 0
+    assert own.take() == (0, 0)
+
+
+def test_sharded_ranks_time_a_product(monkeypatch):
+    kind = SimpleNamespace(value="FSDP")
+    monkeypatch.setattr(stragglers, "PartialState", lambda: SimpleNamespace(distributed_type=kind))
+    own = OwnTime(torch.nn.Module(), torch.device("cpu"))
+    seconds, product_s = own.take()
+    assert seconds == 0 < product_s < 1
+    assert own.take() == (0, product_s), "once in ten seconds"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slowest", "cost"),
+    [
+        # Elapsed, waits for data, own passes, a product: in seconds.
+        ([(10, 0.1, 6.0, 0), (10, 0.1, 7.0, 0), (10, 0.1, 6.0, 0)], 1, 0.1),
+        ([(10, 2.0, 6.0, 0), (10, 0.1, 6.0, 0), (10, 0.3, 6.0, 0)], 0, 0.18),
+        ([(10, 0.0, 0, 0.0020), (10, 0.0, 0, 0.0025)], 1, 0.2),
+        ([(10, 1.0, 0, 0.0020), (10, 0.0, 0, 0.0020)], 0, 0.1),
+    ],
+)
+def test_the_slowest_rank_is_the_one_with_most_to_do_by_itself(ranks, slowest, cost):
+    figures = {"slowest_rank": slowest, "slowest_cost": pytest.approx(cost)}
+    assert slowest_rank(ranks) == figures
+
+
+def test_a_cost_below_three_percent_is_no_remark():
+    line = {
+        "event": "train", "step": 5, "max_steps": 9, "step_time_s": 1.0, "slowest_rank": 3,
+        "slowest_host": "n2",
+    }  # fmt: skip
+    assert "slowest" not in readable_line(line | {"slowest_cost": 0.03})
+    assert readable_line(line | {"slowest_cost": 0.08}).endswith(
+        "  rank 3 on n2 is slowest: the others wait 8% of a step for it"
+    )
 
 
 def test_evaluation_and_saving_are_left_out():

@@ -69,7 +69,7 @@ def fail(trainer, error):
 def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path, capsys):
     assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
     page = tmp_path / "out-of-memory-rank0.txt"
-    head = "n2: out of memory (GPU), train, step 7: 2.00 GiB was not to be had in tests/unit/"
+    head = "n2: out of memory (GPU), train, step 7: cannot allocate 2.00 GiB in tests/unit/"
     best = "--per_device_train_batch_size 1: 1.5 GiB (predicted; now 2.9 GiB)"
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "out of memory (1 problem):"

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,10 @@ ALONE = SimpleNamespace(process_index=0, world_size=1)
 class Training:
     """Events of training in the order of Trainer, on a clock of our own."""
 
-    def __init__(self, monkeypatch, timeout_s: float = 100.0):
+    def __init__(self, monkeypatch, output_dir: Path, timeout_s: float = 100.0):
         self.now = 0.0
         monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-        self.watch = HangWatch(timeout_s, ["n1"], clock=lambda: self.now)
+        self.watch = HangWatch(timeout_s, ["n1"], output_dir, clock=lambda: self.now)
         self.state = TrainerState(max_steps=50)
         self.control = TrainerControl()
         self.event("train_begin")
@@ -45,8 +46,8 @@ class Training:
 
 
 @pytest.fixture
-def training(monkeypatch) -> Training:
-    return Training(monkeypatch)
+def training(monkeypatch, tmp_path) -> Training:
+    return Training(monkeypatch, tmp_path)
 
 
 def test_every_event_is_a_beat(training):
@@ -58,6 +59,15 @@ def test_every_event_is_a_beat(training):
         training.wait(90)
         training.event(name)
         assert training.wait(90) < 1, name
+
+
+def test_a_second_split_may_take_as_long_as_the_first(training):
+    training.step()
+    training.control.should_evaluate = False  # Trainer's, when the first split is done
+    training.watch.on_evaluate(ALONE, training.state, training.control, metrics={})
+    assert training.wait(299) < 1
+    training.event("step_begin")
+    assert training.wait(100) >= 1
 
 
 @pytest.mark.parametrize("phase", ["first step", "save", "evaluation", "stop"])
@@ -82,7 +92,7 @@ def test_a_usual_step_hangs_at_the_timeout(training):
 
 def train(timeout_s: float, end) -> HangWatch:
     """Begin to train, as Trainer.train does."""
-    watch = HangWatch(timeout_s, ["n1"], end=end)
+    watch = HangWatch(timeout_s, ["n1"], Path("absent"), end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
     watch.start = -1  # the first step is done
     return watch
@@ -137,6 +147,18 @@ def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
     wait_until(lambda: not running())
 
 
+def test_a_run_directory_that_takes_nothing_leaves_the_verdict(notes, capsys):
+    ended = []
+    train(0.2, ended.append)
+    wait_until(lambda: ended)
+    HangWatch.leave()
+    assert (notes / "verdict.txt").read_text().startswith("rank 0 on n1 made no progress")
+    assert (
+        "hang.txt is not written, or without this rank: FileNotFoundError"
+        in capsys.readouterr().err
+    )
+
+
 def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     ended = []
     train(0, ended.append)
@@ -144,7 +166,7 @@ def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     train(0.2, lambda _: ended.append("first"))
     train(0.2, lambda _: ended.append("second"))
     wait_until(lambda: len(running()) == 1)
-    HangWatch.current = None
+    HangWatch.leave()
     wait_until(lambda: not running())
     time.sleep(0.25)
     assert not ended

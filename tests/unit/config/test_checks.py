@@ -39,7 +39,7 @@ CONTRADICTIONS = [
     ({**EVALUATED, "save_strategy": "best", "metric_for_best_model": "a_loss"},
      "save_strategy best .* nothing at the end, .* give save_best: true beside save_steps"),
     ({**EVALUATED, "metric_for_best_model": "loss"},
-     f"metric_for_best_model loss .*: no such metric is logged; give {METRICS}"),
+     f"metric_for_best_model loss .*: no loss or perplexity of a split; give {METRICS}"),
     ({**EVALUATED, "metric_for_best_model": "eval_a_perplexity", "greater_is_better": "true"},
      "greater_is_better true .*: a lower loss or perplexity is better"),
     ({"learning_rate": "nan"}, "learning_rate nan .*: it must be above 0"),

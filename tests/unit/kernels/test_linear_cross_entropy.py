@@ -69,7 +69,7 @@ def reference(tensors, targets, terms=PLAIN):
 
 def fused(tensors, targets, **options):
     bias = tensors[2] if len(tensors) == 3 else None
-    loss = linear_cross_entropy(*tensors[:2], targets, bias=bias, **options)
+    loss, *_ = linear_cross_entropy(*tensors[:2], targets, bias=bias, **options)
     return loss, torch.autograd.grad(loss / 7, tensors)
 
 
@@ -96,6 +96,29 @@ def test_loss_and_gradients_are_those_of_all_logits_in_fp64(dtype, terms, with_b
     for actual, wanted in zip(gradients, expected_gradients, strict=True):
         assert actual.dtype == dtype
         assert far(actual, wanted) < (1e-2 if half else 2e-6)
+
+
+@pytest.mark.parametrize("terms", [PLAIN, LogitTerms(1.7, CAP)], ids=["plain", "both"])
+def test_losses_and_hits_of_the_tokens_are_those_of_all_logits(terms):
+    """A third of the targets are the most likely words; ignored tokens are no hits."""
+    (hidden, weight), targets = made()
+    likely = (hidden @ weight.T).argmax(-1)
+    trained = targets != IGNORED
+    targets[::3] = likely[::3].where(trained[::3], torch.tensor(IGNORED))
+    logits = (hidden @ weight.T).detach().double() * terms.scale
+    if terms.softcap:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    expected = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    total, losses, hits = linear_cross_entropy(hidden, weight, targets, terms=terms)
+    assert hits is None, "gradients took the logits' place"
+    assert far(losses, expected) < 1e-6
+    assert not losses.requires_grad
+    with torch.no_grad():
+        alone, again, hits = linear_cross_entropy(hidden, weight, targets, terms=terms)
+    assert alone.equal(total.detach())
+    assert again.equal(losses)
+    assert hits.equal((likely == targets) & trained)
+    assert 10 < hits.sum() < 20
 
 
 def test_under_autocast_the_float32_weight_keeps_a_float32_gradient():
@@ -133,7 +156,7 @@ def test_a_gpu_is_given_rows_of_whole_16_bytes(monkeypatch):
 def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
     (hidden, weight), _ = made()
     targets = torch.full((tokens,), IGNORED)
-    loss = linear_cross_entropy(hidden[:tokens], weight, targets)
+    loss, *_ = linear_cross_entropy(hidden[:tokens], weight, targets)
     loss.backward()
     assert loss.item() == 0
     assert not weight.grad.any()
@@ -155,7 +178,7 @@ def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(mo
     hidden = functional.embedding(targets.clamp(min=0), weight)
     gc.disable()  # a cycle would keep them until it happens to run
     try:
-        loss = linear_cross_entropy(hidden, weight, targets)
+        loss, *_ = linear_cross_entropy(hidden, weight, targets)
         assert [work() for work in works] == [None]
     finally:
         gc.enable()
@@ -171,7 +194,7 @@ def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
     expected, expected_gradients = reference([hidden, weight], targets)
     before = compiled_graphs()
     for tokens in (TOKENS, 30, TOKENS):
-        loss = linear_cross_entropy(hidden[:tokens], weight, targets[:tokens], compiled=True)
+        loss, *_ = linear_cross_entropy(hidden[:tokens], weight, targets[:tokens], compiled=True)
     assert compiled_graphs() == before + 1, "short chunks too"
     assert far(loss, expected) < 1e-6
     gradients = torch.autograd.grad(loss / 7, [hidden, weight])

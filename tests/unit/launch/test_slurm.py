@@ -10,6 +10,7 @@ from utils.launch.slurm import (
     Allocation,
     expand_hosts,
     job_end_time,
+    job_times,
     on_cpu,
     read_allocation,
 )
@@ -119,6 +120,10 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_pat
     squeue(end.isoformat(), job="123_4")
     assert job_end_time() == end.timestamp()
     assert not caplog.records
+    known = f"{end.isoformat()} 2030-01-02T04:04:05"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n[ \"$4\" != '' ] || echo '{known}'\n")
+    times = {"submit_time": end.timestamp(), "start_time": end.timestamp() + 3600}
+    assert job_times() == times
     squeue("N/A", job="123_4")
     assert job_end_time() is None
     (tmp_path / "squeue").unlink()  # no squeue at all
@@ -126,3 +131,6 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_pat
     assert caplog.text.count("the end of the time limit is unknown (squeue") == 2
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
     assert job_end_time() == 1893456000.0
+    assert job_times() == {}
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1893450000")
+    assert job_times() == {"start_time": 1893450000.0}

@@ -1,9 +1,14 @@
-"""A made-up run directory: killed, stopped, finished, with a loss spike and a step of NaN."""
+"""Made-up run directories: one killed, stopped, finished; one of eight GPUs, of which one is slow.
+
+python tests/unit/report/made_up_run.py DIRECTORY    # the second one, of the pictures in docs/
+"""
 
 import datetime
 import json
 import math
 import os
+import random
+import sys
 from pathlib import Path
 
 BEGIN = 1_800_000_000.0
@@ -76,7 +81,8 @@ def write_run(run: Path) -> Path:
                 "given": {"learning_rate": "recipes/mine.yaml:3", "max_steps": "--max_steps"},
             }
         )  # fmt: skip
-        owner = {"owner": {"since": iso(BEGIN + after)}, "beat": 1, "left": end is not None}
+        who = {"since": iso(BEGIN + after), "host": "n1", "pid": 7, "job": "77", "machine": "m"}
+        owner = {"owner": who, "beat": 1, "left": end is not None}
         lock = run / ".lock" / f"owner-{index + 1}"
         lock.write_text(json.dumps(owner))
         beat = lines[-1]["time"] + 4
@@ -93,3 +99,81 @@ def write_run(run: Path) -> Path:
     path.write_text(json.dumps(spoilt))
     os.utime(path, (BEGIN + 160, BEGIN + 160))
     return run
+
+
+SLOW, FULL = 5, 2  # ranks of eight
+
+
+def memory(noise: random.Random, peak: float) -> list[dict[str, object]]:
+    """What eight ranks on two hosts say; FULL needs 6 GiB more."""
+    ranks = []
+    for rank in range(8):
+        gib = peak + 0.4 * noise.random() + 6 * (rank == FULL)
+        sizes = {"memory_peak_gib": gib, "memory_headroom_gib": 79.1 - gib, "host_rss_gib": 9.5}
+        ranks.append({"rank": rank, "host": f"gpu{rank // 4 + 11}", **sizes})
+    return ranks
+
+
+def write_run_of_ranks(run: Path, logs: int = 400) -> Path:
+    """A mixture on eight GPUs in two starts; ten steps a log."""
+    noise, run = random.Random(0), write_run(run)
+    half, lines, time = logs // 2, [], BEGIN + 10
+    for index in range(1, logs + 1):
+        step = 10 * index
+        if index in (1, half + 1):
+            time += 300 * (index > 1)
+            lines.append({"event": "resumed", "step": step - 10, "max_steps": 10 * logs})
+            lines[-1] |= {"event": "started"} if index == 1 else {}
+            lines[-1]["time"] = time
+        time += 12.5
+        loss = 2.1 + 5 * math.exp(-index / 30) + 0.06 * noise.gauss(0, 1)
+        loss += 1.5 * (index == 3 * logs // 5)
+        slow = SLOW if noise.random() < 0.8 else noise.randrange(8)
+        by_rank = memory(noise, 58 + 4 * (index > half))
+        lines.append(
+            train_line(
+                step, time, loss=loss, grad_norm=0.4 + 0.2 * noise.random(), mfu=0.41,
+                learning_rate=3e-4 * min(1, index / 20) * (1 - 0.9 * index / logs),
+                tokens_seen=524288 * step, tokens_per_s=4.2e5 + 4e3 * noise.gauss(0, 1),
+                step_time_s=1.25, data_wait_s=0.004, memory_by_rank=by_rank,
+                memory_peak_gib=max(rank["memory_peak_gib"] for rank in by_rank),
+                memory_headroom_gib=min(rank["memory_headroom_gib"] for rank in by_rank),
+                slowest_rank=slow, slowest_host=f"gpu{slow // 4 + 11}",
+                slowest_cost=(0.06 if slow == SLOW else 0.01) + 0.01 * noise.random(),
+                **{"loss/web": loss + 0.3, "loss/code": loss - 0.9},
+            )
+        )  # fmt: skip
+        if index % 50 == 0:
+            time += 20
+            lines += [
+                {"event": "eval", "split": "web", "step": step, "eval_web_loss": loss + 0.35,
+                 "eval_web_accuracy": 0.62 - 0.06 * loss, "eval_web_runtime": 20.0, "time": time,
+                 "memory_by_rank": memory(noise, 45)},
+                {"event": "samples", "step": step, "time": time, "samples": [
+                    {"prompt": "The sky is blue because", "completion": " the air scatters blue "
+                     "light more than red light."}]},
+                {"event": "save", "step": step, "size_bytes": 48 * 10**9, "stall_s": 2.0,
+                 "write_s": 30.0, "time": time + 2, "memory_by_rank": memory(noise, 66)},
+            ]  # fmt: skip
+            time += 2
+    lines.append({"event": "summary", "step": 10 * logs, "train_runtime": 1.0, "time": time + 1})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    entries = json.loads((run / "provenance.json").read_text())["starts"][:2]
+    resumed = next(line["time"] for line in lines if line["event"] == "resumed")
+    for entry, began, queued in zip(entries, (BEGIN, resumed - 20), (900, 200), strict=True):
+        hosts, devices = ["gpu11", "gpu12"], ["NVIDIA H100 80GB HBM3"] * 4
+        entry |= {"time": iso(began), "launch": {"strategy": "fsdp2", "world_size": 8,
+                  "hosts": hosts, "devices": devices}}  # fmt: skip
+        entry["slurm"] |= {"submit_time": began - queued - 15, "start_time": began - 15}
+    (run / "provenance.json").write_text(json.dumps({"run_id": "r", "starts": entries}))
+    for path in (run / "nonfinite-step-61.json", *(run / ".lock").iterdir()):
+        path.unlink()
+    stopped = {"event": "stopped", "step": 10 * half, "time": resumed - 310}
+    text = (run / "metrics.jsonl").read_text()
+    head, mark, tail = text.partition('{"event": "resumed"')
+    (run / "metrics.jsonl").write_text(f"{head}{json.dumps(stopped)}\n{mark}{tail}")
+    return run
+
+
+if __name__ == "__main__":
+    write_run_of_ranks(Path(sys.argv[1]))

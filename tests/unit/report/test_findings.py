@@ -5,24 +5,24 @@ import os
 
 import numpy as np
 import pytest
-from made_up_run import write_run
+from made_up_run import BEGIN, write_run
 
 from utils.report import findings
-from utils.report.charts import charts_of, charts_of_several, starts_on_axes, thinned
-from utils.report.history import read_run
+from utils.report.charts import charts_of, charts_of_several, starts_on_axes
+from utils.report.history import read_run, thinned
 
 
 def end(run):
-    return findings.run_ending(read_run(run, now=run.stat().st_mtime))
+    return findings.run_ending(read_run(run))
 
 
 def test_the_ends_of_starts_and_of_the_run(made_up_run):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     endings = [findings.start_ending(run, start) for start in run.starts]
     assert [ending.kind for ending in endings] == ["failed", "stopped", "finished"]
     assert endings[0].text == "step 61 was not finite"
     (made_up_run / "nonfinite-step-61.json").unlink()
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     killed = findings.start_ending(run, run.starts[0])
     assert killed.kind == "interrupted"
     assert "no last word" in killed.text
@@ -41,7 +41,7 @@ def test_the_ends_of_starts_and_of_the_run(made_up_run):
 
 
 def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     spent = findings.where_the_hours_went(run)
     whole = run.starts[-1].ended - run.starts[0].began
     assert sum(spent.values()) == pytest.approx(whole)
@@ -54,6 +54,25 @@ def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
     assert spent["startup"] == pytest.approx(3 * 10)
     # Steps 41 to 60 of the first start with its evaluation and save, and 4 s until it was gone.
     assert spent["lost"] == pytest.approx(20 * 2 + 7 + 1 + 4)
+
+
+def test_the_time_in_the_queue_is_told_apart_where_slurm_tells(made_up_run):
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    for entry, submit, begin in zip(
+        content["starts"], (-70, 300, 0), (-10, 990, 1950), strict=True
+    ):
+        entry["slurm"] |= {"submit_time": BEGIN + submit, "start_time": BEGIN + begin}
+    path.write_text(json.dumps(content))
+    run = read_run(made_up_run)
+    spent = findings.where_the_hours_went(run)
+    first, second, third = run.starts
+    # The third start has the submission of a job that was requeued.
+    queue = 60 + (990 - 300) + (BEGIN + 1950 - second.ended)
+    assert spent["queue"] == pytest.approx(queue)
+    assert spent["between"] == pytest.approx(BEGIN + 300 - first.ended)
+    assert spent["startup"] == pytest.approx(3 * 10 + 10 + 10 + 50)
+    assert sum(spent.values()) == pytest.approx(third.ended - first.began + 70)
 
 
 def test_spikes_are_found_and_noise_is_not():
@@ -75,14 +94,14 @@ def test_spikes_are_found_and_noise_is_not():
 
 
 def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     figures = findings.figures(run)
     assert figures["tokens"] == 160 * 4096
     assert figures["evals"]["web"]["best"][0] == 160
     assert [row["name"] for row in findings.set_settings(run)] == ["learning_rate", "max_steps"]
     path = write_run(tmp_path / "other")
     (path / "config.yaml").write_text("learning_rate: 0.002\nmax_steps: 160\ntrain_data:\n- web\n")
-    other = read_run(path, now=0)
+    other = read_run(path)
     assert findings.settings_that_differ([run, other]) == [("learning_rate", [0.001, 0.002])]
     assert findings.settings_that_differ([run, run]) == []
 
@@ -99,8 +118,8 @@ def test_thinning_keeps_every_extreme_and_gaps():
 
 
 def test_each_chart_has_its_series_on_three_axes(made_up_run):
-    run = read_run(made_up_run, now=0)
-    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.train_lines()))}
+    run = read_run(made_up_run)
+    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.trained))}
     loss = {line["label"]: line for line in charts["Loss"]["lines"] if line["style"] != "lost"}
     assert loss["train"]["step"] == list(range(1, 161))
     assert loss["train"]["tokens"][-1] == 160 * 4096

@@ -11,12 +11,12 @@ from utils.report.history import read_run
 
 
 def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run):
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     steps = [(start.done, start.last_step) for start in run.starts]
     assert steps == [(-1, 60), (40, 100), (100, 160)]
     assert [start.lost_steps for start in run.starts] == [20, 0, 0]
     assert [start.left for start in run.starts] == [False, True, True]
-    assert [line["step"] for line in run.train_lines()] == list(range(1, 161))
+    assert [line["step"] for line in run.trained] == list(range(1, 161))
     first, second, _ = run.starts
     assert first.ended == first.lines[-1]["time"] + 4, "its lock beat after its last line"
     assert first.trained == first.began + 10
@@ -29,7 +29,9 @@ def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run)
 
 
 def without_marks(lines):
-    return [{key: line[key] for key in line if key not in ("lost", "hours")} for line in lines]
+    return [
+        {key: line[key] for key in line if key not in ("lost", "hours", "at")} for line in lines
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -59,7 +61,7 @@ def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
     def order(line):
         return line["event"], line["step"]
 
-    found = without_marks(read_run(tmp_path, now=0).lines)
+    found = without_marks(read_run(tmp_path).lines)
     assert sorted(found, key=order) == sorted(expected, key=order)
 
 
@@ -71,17 +73,17 @@ def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, da
     path.unlink()
     if damage != "gone":
         path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
-    run = read_run(made_up_run, now=0)
+    run = read_run(made_up_run)
     if (name, damage) != ("config.yaml", "cut"):  # what is left of it is valid
         assert any(each.startswith(name) for each in run.missing)
-    steps = [line["step"] for line in run.train_lines()]
+    steps = [line["step"] for line in run.trained]
     assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))
     assert len(run.starts) == 3
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no run"):
-        read_run(tmp_path, now=0)
+        read_run(tmp_path)
 
 
 def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
@@ -93,5 +95,5 @@ def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
     )
     lock = made_up_run / ".lock" / "owner-3"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": "no space left"}))
-    errors = [start.error for start in read_run(made_up_run, now=0).starts]
+    errors = [start.error for start in read_run(made_up_run).starts]
     assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]

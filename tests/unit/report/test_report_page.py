@@ -2,9 +2,10 @@
 
 import json
 import re
+import time
 
 import pytest
-from made_up_run import BEGIN, train_line, write_run
+from made_up_run import BEGIN, train_line, write_run, write_run_of_ranks
 
 import report
 from utils.config.errors import ConfigurationError
@@ -31,6 +32,39 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
         assert words in page
     assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?https?:", page), "nothing is fetched"
     assert len(data_of(page)["charts"]) == 7
+    for new in ("Slowest", "slowest", "Memory by rank", "accuracy", "<summary>hang.txt"):
+        assert new not in page, "a journal without the keys"
+
+
+def test_ranks_sources_accuracy_and_what_a_failure_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "secret-in-a-value")
+    run = write_run_of_ranks(tmp_path / "run")
+    (run / "out-of-memory-rank2.txt").write_text("gpu11: <b>out of memory</b>\nsecret-in-a-value")
+    (run / "hang.txt").write_text("rank 5 hangs")
+    (run / "profile").mkdir()
+    (run / "profile" / "kernels.txt").write_text("ampere_gemm 41 %")
+    (run / "profile" / "trace-rank0.json.gz").touch()
+    report.main([str(run)])
+    page = (run / "report.html").read_text()
+    assert "secret-in-a-value" not in page
+    for words in ("&lt;b&gt;out of memory", "rank 5 hangs", "ampere_gemm 41 %", "accuracy 49.",
+                  "trace-rank0.json.gz", "Waiting in Slurm&#39;s queue", "in 82% of"):  # fmt: skip
+        assert words in page
+    row = re.search(r"<td>rank 5 \(gpu12\)</td>(.*?)</tr>", page)[1]
+    assert re.findall(r">([^<]+)</td>", row) == ["82%", "4m27s", "5.3%"]
+    rows = re.findall(r"<td>(rank 2 \(gpu11\))</td><td>(\w+)</td>.*?>(\d+\.\d)</td>", page)
+    assert [phase for _, phase, _ in rows] == ["training", "evaluation", "saving"]
+    assert [float(gib) for *_, gib in rows] == pytest.approx([68.2, 51.2, 72.2], abs=0.3)
+    charts = {chart["title"]: chart["lines"] for chart in data_of(page)["charts"]}
+    named = {title: [line["label"] for line in lines] for title, lines in charts.items()}
+    assert named["Loss of each source"] == ["web", "code"]
+    assert named["Token accuracy"] == ["web"]
+    assert named["Slowest rank"][0] == "rank 5 (gpu12)"
+    assert named["Slowest rank"][3:] == ["other ranks"]
+    by_rank = named["Memory by rank and phase"]
+    assert "rank 2 (gpu11)" in by_rank
+    assert by_rank[6:] == ["evaluation, each rank", "saving, each rank"]
+    assert max(charts["Memory by rank and phase"][-1]["y"]) > 72
 
 
 def test_several_runs_or_a_folder_of_them_are_compared(made_up_run, tmp_path, monkeypatch):
@@ -52,7 +86,10 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     head = {"event": "started", "step": 0, "max_steps": 100_000, "time": BEGIN}
     texts = [json.dumps(line) for line in (head, *lines)]
     (made_up_run / "metrics.jsonl").write_text("\n".join(texts))
+    begin = time.process_time()
     report.main([str(made_up_run)])
+    seconds = time.process_time() - begin
+    assert seconds < 4, "1.4 s on two calm cores, 2 s where others compute beside it"
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000
     loss = data_of(page)["charts"][0]["lines"]
@@ -72,5 +109,3 @@ def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):
     with pytest.raises(ConfigurationError) as refused:
         report.main(words)
     assert len(refused.value.problems) == 2
-    with pytest.raises(ConfigurationError, match="--compare"):
-        report.main([str(made_up_run), str(made_up_run), "--compare"])

@@ -11,7 +11,13 @@ import pytest
 import requests
 
 from utils.launch.processes import LaunchFacts
-from utils.runs.provenance import git_state, mark_wandb_stopped, prepare_wandb, write_provenance
+from utils.runs.provenance import (
+    end_wandb,
+    git_state,
+    prepare_trackers,
+    prepare_wandb,
+    write_provenance,
+)
 
 LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
@@ -100,12 +106,66 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
 
 
-def test_a_stopped_run_is_told_to_wandb_before_it_ends(monkeypatch):
+def test_wandb_gets_the_report_and_a_stopped_run_is_told_before_it_ends(tmp_path, monkeypatch):
     told = []
     run = SimpleNamespace(
+        log=told.append,
         mark_preempting=lambda: told.append("preempting"),
         finish=lambda **how: told.append(how),
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    mark_wandb_stopped(75)
+    wandb = SimpleNamespace(run=run, Html=lambda path, inject: (path, inject))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    report = tmp_path / "report.html"
+    end_wandb(report, stopped=True)
     assert told == ["preempting", {"exit_code": 75}]
+    report.touch()
+    end_wandb(report, stopped=False)
+    assert told[2:] == [{"report": (str(report), False)}]
+
+
+def started(directory, step=0, **settings):
+    """Prepare the trackers of a start; return the settings of the Trainer."""
+    args = SimpleNamespace(**{"run_name": None, "report_to": []} | settings)
+    prepare_trackers(SimpleNamespace(training=args, resolved={}), directory, "a1b2c3d4", step)
+    return args
+
+
+def test_mlflow_finds_its_run_and_what_the_user_set_stays(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    asked, known = [], []
+    monkeypatch.setitem(
+        sys.modules,
+        "mlflow",
+        SimpleNamespace(
+            set_experiment=asked.append,
+            search_runs=lambda **how: asked.append(how["filter_string"]) or known,
+        ),
+    )
+    os.environ["MLFLOW_TAGS"] = '{"team": "x"}'
+    args = started(tmp_path / "run", report_to=["mlflow", "trackio"])
+    assert args.run_name == "run-a1b2c3"
+    assert asked == ["stoker", "tags.stoker_run_id = 'a1b2c3d4'"]
+    assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/run/mlflow.db"
+    assert json.loads(os.environ["MLFLOW_TAGS"]) == {"team": "x", "stoker_run_id": "a1b2c3d4"}
+    assert os.environ["TRACKIO_DIR"] == f"{tmp_path}/run/trackio"
+    assert "MLFLOW_RUN_ID" not in os.environ
+    known.append(SimpleNamespace(info=SimpleNamespace(run_id="r7")))
+    os.environ["MLFLOW_TRACKING_URI"] = "http://server"
+    assert started(tmp_path, run_name="mine", report_to=["mlflow"]).run_name == "mine"
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://server"
+    assert os.environ["MLFLOW_RUN_ID"] == "r7"
+
+
+def test_undone_steps_are_hidden_in_tensorboard(tmp_path, monkeypatch):
+    made = []
+    writer = mock.Mock(side_effect=lambda *place, **how: made.append((place, how)) or mock.Mock())
+    module = SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    started(tmp_path, step=0, report_to=["tensorboard"])
+    assert not made, "a first start has none"
+    (tmp_path / "events").mkdir()
+    started(tmp_path, step=40, report_to=["tensorboard"])
+    assert made == [((str(tmp_path / "events"),), {"purge_step": 41})]

@@ -18,7 +18,7 @@ from utils.checkpoints.files import FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError
 from utils.status import display, run_state
 from utils.status.run_state import Job, queued_jobs, read_status, runs_below
-from utils.support import run_lock
+from utils.support import notes, run_lock
 from utils.support.run_lock import _machine
 
 ROOT = Path(__file__).parents[3]
@@ -157,21 +157,47 @@ def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
 def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_first(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run_state, "ROOT", tmp_path)
+    monkeypatch.setattr(notes, "_ROOT", tmp_path)
     error = "storage error: no space"
     for job, folder in ((SLURM, "job-7.1"), (SLURM | {"array_job_id": "6", "array_task_id": "2"},
                                              "job-6_2.1")):  # fmt: skip
         run = make_run(tmp_path / folder, slurm=job, owner=ELSEWHERE, left=True, error=error)
         assert read_status(run, {}).error == error
-        notes = tmp_path / ".stoker" / folder
-        notes.mkdir(parents=True)
-        (notes / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
+        left = tmp_path / ".stoker" / folder
+        left.mkdir(parents=True)
+        (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
         found = read_status(run, {})
         assert (found.state, found.error) == ("failed", "rank 3 on n2 was killed by SIGKILL")
     again = "slurm/submit.sh [OPTIONS] slurm/multinode_job.sh pretrain.py --config 'my run.yaml'"
     assert found.advice == f"start again: {again}"
     saved(run, 5)
     assert read_status(run, {}).advice == f"resume: {again}"
+
+
+def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True, error="out of memory")
+    figures = {
+        "memory_peak_gib": 61.24, "memory_free_gib": 9.0, "slowest_rank": 3, "slowest_host": "n2",
+    }  # fmt: skip
+    old = run / "out-of-memory-rank1.txt"
+    old.write_text("of an earlier start")
+    os.utime(old, (1, 1))
+    start = json.loads((run / "provenance.json").read_text())
+    start["starts"][0]["time"] = "2026-01-01T00:00:00+00:00"
+    (run / "provenance.json").write_text(json.dumps(start))
+    journal(run, started(), *(trained(s, slowest_cost=s / 500, **figures) for s in (10, 20, 30)))
+    text = shown(read_status(run, {}))
+    assert "memory    61.2 GiB at its peak, 9.0 left\n" in text
+    assert "slowest   rank 3 on n2: the other ranks wait for it 4.0% of each step\n" in text
+    assert "page" not in text
+    (run / "out-of-memory-rank0.txt").write_text("n2: out of memory")
+    (run / "hang.txt").write_text("rank 1 hangs")
+    journal(run, trained(40, memory_headroom_gib=5.5, **figures))
+    text = shown(read_status(run, {}))
+    assert "9.0 left" not in text
+    assert "5.5 left" in text
+    assert f"page      {run}/out-of-memory-rank0.txt, {run}/hang.txt\n" in text
+    assert "next      change what the page says helps most, then start again: python" in text
 
 
 @pytest.mark.parametrize("damage", ["cut", "binary", "provenance", "manifest", "lock", "empty"])

@@ -1,0 +1,184 @@
+"""Losses by source of a mixture, and token accuracy of held-out splits, against plain oracles.
+
+Three sources, masked so that one sequence holds no loss token and one source runs out; logs, saves
+and the cut fall on different steps.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from families import tiny_config, tiny_model
+from launching import run_two_processes
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+import pretrain
+import sft_train
+from utils.callbacks.journal import read_journal
+from utils.data.loader import PackedDataset
+from utils.data.order import SampleOrder
+from utils.data.packing import plan_packing
+from utils.data.token_dataset import open_token_dataset
+
+pytestmark = pytest.mark.slow
+
+WEIGHTS = {"web": 3, "code": 2, "rare": 1}
+COUNTS = {"web": 60, "code": 40, "rare": 4}
+FIGURES = ("loss", "perplexity", "accuracy", "tokens")
+STEPS, BATCH = 6, 8
+RUN = {
+    "packing": "none", "max_steps": STEPS, "save_steps": 3, "logging_steps": 2,
+    "global_batch_size": BATCH, "per_device_train_batch_size": 2, "adam_epsilon": 1e-4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    """Masked documents, of each source with steps of its own; of "rare" some without a target."""
+    root, made = tmp_path_factory.mktemp("sources"), {}
+    for seed, (name, count) in enumerate(COUNTS.items()):
+        columns = tiny.masked(tiny.documents(count, seed=10 + seed))
+        if name == "rare":
+            columns["completion_mask"][0] = [0] * len(columns["input_ids"][0])
+        made[name] = tiny.save(root / name / "train", columns)
+    return made
+
+
+@pytest.fixture
+def settings(sources, workspace) -> dict[str, object]:
+    heldout = tiny.masked(tiny.documents(31, seed=1))
+    data = workspace / "masked_heldout"
+    return RUN | {
+        "train_data": [f"{path}={WEIGHTS[name]}" for name, path in sources.items()],
+        "eval_data": f"held={data if data.exists() else tiny.save(data, heldout)}",
+        "eval_strategy": "steps", "eval_steps": STEPS, "max_eval_sequences": 11,
+    }  # fmt: skip
+
+
+def by_source(run: Path) -> list[dict[str, float]]:
+    return [
+        {key: value for key, value in line.items() if key.startswith("loss")}
+        for line in tiny.train_lines(run)
+    ]
+
+
+def evaluation(run: Path) -> dict[str, float]:
+    lines = read_journal(run / "metrics.jsonl")
+    (found,) = (line for line in lines if line["event"] == "eval")
+    return {name: found[f"eval_held_{name}"] for name in FIGURES}
+
+
+def assert_alike(run: Path, other: Path) -> None:
+    """To rounding, the same keys in the same lines; hits are counted."""
+    assert len(by_source(run)) == STEPS // 2
+    for own, wanted in zip(by_source(run), by_source(other), strict=True):
+        assert own == pytest.approx(wanted, rel=2e-5)
+    assert evaluation(run) == pytest.approx(evaluation(other), rel=2e-5)
+    for name in ("accuracy", "tokens"):
+        assert evaluation(run)[name] == evaluation(other)[name]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("source_losses") / "whole"
+
+
+def expected_run(whole: Path, settings, pretraining) -> Path:
+    if not whole.exists():
+        assert pretrain.main(pretraining(whole, **settings)) == 0
+    return whole
+
+
+def test_they_change_nothing_and_outlive_a_stop(settings, pretraining, whole, tmp_path, capsys):
+    """Without them training is the same to the bit; a cut run logs the same bits again."""
+    expected_run(whole, settings, pretraining)
+    assert "  accuracy " in capsys.readouterr().out
+    assert {key for line in by_source(whole) for key in line} == {
+        "loss", "loss/web", "loss/code", "loss/rare",
+    }  # fmt: skip
+    cut, without = tmp_path / "cut", tmp_path / "without"
+    shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock"))
+    assert pretrain.main(pretraining(tiny.cut(cut, step=3), **settings)) == 0
+    tiny.assert_same_run(cut, whole)
+    assert by_source(cut) == by_source(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.training.trainer.losses_by_source", lambda *_: None)
+        assert pretrain.main(pretraining(without, **settings)) == 0
+    tiny.assert_same_run(without, whole)
+    assert all(set(line) == {"loss"} for line in by_source(without))
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
+def test_two_ranks_log_what_one_does(config, settings, pretraining, whole, tmp_path, capsys):
+    """One micro-batch a step and rank; what two ranks left unlogged, one of them takes over."""
+    expected, run = expected_run(whole, settings, pretraining), tmp_path / "run"
+    argv = pretraining(run, **settings | {"per_device_train_batch_size": 4})
+    done = run_two_processes(config, "pretrain.py", argv)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert_alike(run, expected)
+    if config == "multi_gpu":
+        assert pretrain.main(pretraining(tiny.cut(run, step=3), **settings)) == 0
+        assert_alike(run, expected)
+
+
+def test_experts_term_is_no_part_of_them(settings, fine_tuning, tmp_path):
+    model, lines = tmp_path / "experts", []
+    tiny_model(tiny_config("qwen3_moe")).save_pretrained(model)
+    tiny.make_tokenizer(model)
+    once = {"model_name_or_path": model, "max_steps": 1, "logging_steps": 1, "eval_steps": 1}
+    once["train_data"] = settings["train_data"][:2]
+    for coefficient in (0, 1):
+        run = tmp_path / str(coefficient)
+        argv = fine_tuning(run, **settings | once, router_aux_loss_coef=coefficient)
+        assert sft_train.main(argv) == 0
+        lines.append(by_source(run)[0])
+    assert lines[1].pop("loss") > lines[0].pop("loss") + 1
+    assert lines[1] == lines[0] != {}
+
+
+def plain_losses(model: torch.nn.Module, tokens: Path, sequence: int) -> tuple[torch.Tensor, ...]:
+    """The losses of a document's loss tokens, alone and in float64, and whether each is a hit."""
+    columns = open_token_dataset(tokens)
+    packed = PackedDataset([columns], [plan_packing(columns.lengths, 64, "none")])
+    batch = packed.__getitems__([sequence])
+    length = int(batch["sequence_tokens"][0])
+    ids, mask = batch["input_ids"][:, :length].long(), batch["loss_mask"][0, :length]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, :-1]
+    losses = functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    return losses[mask[1:]], (logits.argmax(-1) == ids[0, 1:])[mask[1:]]
+
+
+def test_they_are_the_cross_entropy_of_the_documents(settings, fine_tuning, sources, tmp_path):
+    """Weights that stay as they are; LoRA, its dropout off; beside a head that makes all logits."""
+    runs = tmp_path / "fused", tmp_path / "logits"
+    changes = {"learning_rate": 1e-30, "use_peft": True, "lora_dropout": 0, "logging_steps": 1}
+    changes |= {"max_eval_sequences": None, "train_data": settings["train_data"][:2]}
+    for run in runs:
+        argv = fine_tuning(run, **settings | changes, loss_head=run.name)
+        assert sft_train.main(argv) == 0
+    model = AutoModelForCausalLM.from_pretrained(runs[0] / "final", dtype=torch.float64)
+    names = list(sources)[:2]
+    counts = [COUNTS[name] for name in names]
+    order = SampleOrder(counts, seed=42, weights=[WEIGHTS[name] for name in names])
+    first = np.cumsum([0, *counts])
+    for step, line in enumerate(by_source(runs[0])):
+        wanted, every = {}, []
+        for number in order.sequences(np.arange(step * BATCH, (step + 1) * BATCH)).tolist():
+            source = int(np.searchsorted(first, number, side="right")) - 1
+            losses, _ = plain_losses(model, sources[names[source]], number - first[source])
+            wanted.setdefault(f"loss/{names[source]}", []).append(losses)
+            every.append(losses)
+        wanted = {key: torch.cat(losses).mean().item() for key, losses in wanted.items()}
+        assert line == pytest.approx(wanted | {"loss": torch.cat(every).mean().item()}, rel=1e-5)
+    held = Path(str(settings["eval_data"]).partition("=")[2])
+    hits = torch.cat([plain_losses(model, held, number)[1] for number in range(31)])
+    found = [evaluation(run) for run in runs]
+    assert found[0]["accuracy"] == hits.double().mean().item() > 0
+    assert found[0]["tokens"] == len(hits)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert all(set(line) == {"loss"} for line in by_source(runs[1])), "no losses of single tokens"

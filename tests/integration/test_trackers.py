@@ -1,0 +1,97 @@
+"""TensorBoard, MLflow and trackio for real, where they are installed: one run over all its starts.
+
+They are no packages of ours. To try them: pip install tensorboard mlflow trackio, then
+pytest tests/integration/test_trackers.py
+"""
+
+import json
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+import tiny
+from launching import ROOT, quiet_environment
+
+from utils.callbacks.journal import read_journal
+
+
+@pytest.fixture
+def tracked(pretraining, workspace, tmp_path):
+    """Run with a tracker, lose what is after step 3, finish; return directory, losses, outputs."""
+
+    def run(tracker):
+        pytest.importorskip(tracker)
+        evaluated = {"eval_data": f"heldout={workspace / 'heldout'}", "eval_steps": 3}
+        argv = pretraining(tmp_path / "run", report_to=tracker, **evaluated)
+        words = [sys.executable, str(ROOT / "pretrain.py"), *argv]
+        environment = quiet_environment(
+            {"HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_" + "c" * 30}
+        )
+        (tmp_path / "elsewhere").mkdir()
+        shown = ""
+        for _start in range(2):
+            done = subprocess.run(
+                words,
+                cwd=tmp_path / "elsewhere",
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            shown += done.stdout + done.stderr
+            assert done.returncode == 0, shown
+            tiny.cut(tmp_path / "run", 3)
+        assert not list((tmp_path / "elsewhere").iterdir()), "all is in the run directory"
+        assert "as a scalar" not in shown
+        assert "dropped this attribute" not in shown
+        for path in (tmp_path / "run").rglob("*"):
+            assert path.is_dir() or b"c" * 30 not in path.read_bytes(), path
+        lines = read_journal(tmp_path / "run" / "metrics.jsonl")
+        wanted = [
+            {line["step"]: line[key] for line in lines if key in line}
+            for key in ("loss", "eval_heldout_loss")
+        ]
+        assert [list(each) for each in wanted] == [[1, 2, 3, 4, 5, 6], [3, 6]]
+        return tmp_path / "run", *wanted
+
+    return run
+
+
+def test_tensorboard(tracked):
+    run, losses, evaluations = tracked("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for tag, wanted in {"train/loss": losses, "eval/heldout_loss": evaluations}.items():
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert [step for step, _ in found] == list(wanted), "no step twice"
+        assert dict(found) == pytest.approx(wanted)
+
+
+def test_mlflow(tracked):
+    run, losses, evaluations = tracked("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run}/mlflow.db")
+    experiment = client.get_experiment_by_name("stoker")
+    (known,) = client.search_runs([experiment.experiment_id])
+    assert known.info.status == "FINISHED"
+    for name, wanted in {"loss": losses, "eval_heldout_loss": evaluations}.items():
+        history = client.get_metric_history(known.info.run_id, name)
+        assert {point.step: point.value for point in history} == wanted
+        assert len(history) > len(wanted), "MLflow only appends: undone steps are there twice"
+
+
+def test_trackio(tracked):
+    run, losses, evaluations = tracked("trackio")
+    (database,) = (run / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = list(connection.execute("select run_name, metrics from metrics order by id"))
+    assert len({name for name, _ in rows}) == 1
+    points = [json.loads(metrics) for _, metrics in rows]
+    for key, wanted in {"train/loss": losses, "eval/heldout_loss": evaluations}.items():
+        found = [(point["train/global_step"], point[key]) for point in points if key in point]
+        assert dict(found) == wanted
+        assert len(found) > len(wanted), "trackio only appends: undone steps are there twice"

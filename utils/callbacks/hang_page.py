@@ -1,0 +1,124 @@
+"""hang.txt: where every rank of a run stood when it hung, and in which collective."""
+
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.support.files import replace_text
+from utils.support.notes import Note, place, thread_frames
+from utils.support.redaction import redact
+
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
+PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
+# Of torch's flight recorder; which of them has NCCL's, and gloo's, depends on the version.
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")  # threads beside the main one
+
+
+def leave_record(output_dir: Path, note: Note) -> None:
+    """Write this rank's note, the stacks of its threads, its last collectives. Raises OSError."""
+    stacks = {}
+    for thread in threading.enumerate():
+        lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
+        if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
+            # Without what Python starts it by.
+            stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
+    entries = collectives()
+    known = {
+        "note": dataclasses.asdict(note),
+        "stacks": stacks,
+        "groups": last_and_pending(entries),
+    }
+    (output_dir / FOLDER).mkdir(exist_ok=True)
+    path = output_dir / FOLDER / f"rank-{note.rank}.json"
+    text = json.dumps({**known, "collectives": entries[-200:]}, indent=1)
+    replace_text(path, redact(text))
+
+
+def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+    """Return the ranks' records, without those of before `since`, seconds since 1970."""
+    paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return what torch's flight recorder holds of this process, the oldest first."""
+    dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMPS]
+    traces = [json.loads(dump(True, False)) for dump in dumps if dump]
+    entries = [entry for trace in traces for entry in trace.get("entries", [])]
+    unlike = {json.dumps(entry): entry for entry in entries if not entry["is_p2p"]}
+    return sorted(unlike.values(), key=lambda entry: entry["time_created_ns"])
+
+
+def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return by process group the last collective that completed and the first that did not."""
+    groups: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        backend, _, operation = entry["profiling_name"].partition(":")
+        sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
+        types = "/".join(sorted(set(entry["input_dtypes"])))
+        text = f"#{entry['collective_seq_id']} {operation} of {types} [{sizes}]"
+        group = groups.setdefault(f"{backend} group {' '.join(entry['process_group'])}", {})
+        if entry["retired"] or entry["state"] == "completed":  # gloo marks them by the first alone
+            group["completed"] = text
+        else:
+            group.setdefault("pending", text)
+    return groups
+
+
+def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Say for each process group in which collective its ranks are, and whether it is the same."""
+    lines = []
+    for group in sorted({name for record in records.values() for name in record["groups"]}):
+        at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
+        pending = {stands["pending"] for stands in at.values() if "pending" in stands}
+        if not pending:
+            continue
+        # One number, but other operations or sizes: the ranks' programs have parted.
+        parted = len({text.split()[0] for text in pending}) < len(pending)
+        lines.append(f"  {group}{': MISMATCH, ranks do different things' * parted}")
+        places: dict[str, list[int]] = {}
+        for rank, stands in at.items():
+            done, now = (stands.get(name, "none") for name in ("completed", "pending"))
+            places.setdefault(f"in {now}; completed {done}", []).append(rank)
+        lines += [f"    {_named(ranks, hosts)}: {text}" for text, ranks in places.items()]
+    return lines or ["  none that torch recorded"]
+
+
+def write_page(
+    output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
+) -> None:
+    """Write the page; ranks that stand alike share a part. Raises OSError."""
+    utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    lines = [f"{utc}: the run hung after step {step}.", verdict, ""]
+    lines += ["Collectives under way (all: hang/rank-N.json)", *compare(records, hosts)]
+    if silent := sorted(set(range(len(hosts))) - set(records)):
+        lines += ["", f"{_named(silent, hosts)}: no record (stopped, frozen or gone)"]
+    alike: dict[str, list[int]] = {}
+    for rank, record in sorted(records.items()):
+        waits = "waits for other ranks" if record["note"]["waiting"] else "waits for no other rank"
+        part = [f"beat {record['note']['beats']}, {waits}"]
+        part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
+        alike.setdefault("\n".join(part), []).append(rank)
+    lines += [f"\n{_named(ranks, hosts)}: {text}" for text, ranks in alike.items()]
+    replace_text(output_dir / PAGE, redact("\n".join(lines)) + "\n")
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Write ranks with their hosts: `ranks 0-2, 4 on n1; rank 7 on n2`."""
+    parts = []
+    for host, on_host in itertools.groupby(ranks, key=lambda rank: hosts[rank]):
+        own = list(on_host)
+        runs = itertools.groupby(own, key=lambda rank: rank - own.index(rank))
+        spans = [[*run] for _, run in runs]
+        texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in spans]
+        parts.append(f"rank{'s' * (len(own) > 1)} {', '.join(texts)} on {host}")
+    return "; ".join(parts)

@@ -1,0 +1,90 @@
+"""How long a rank computes by itself, and which rank the others wait for."""
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+PROBE_S = 10.0  # between two measurements of the fixed product
+
+
+class OwnTime:
+    """Seconds of a rank's own computing, waits for other ranks left out.
+
+    Under DDP of forward passes, and of backward passes from the loss to the embedding: no
+    collective delays them. FSDP and DeepSpeed wait for other ranks in both; there each rank times
+    a fixed product now and then. On a GPU by events, which are read once they have passed.
+    """
+
+    def __init__(self, model: Any, device: torch.device):
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if self.on_gpu else None
+        self.spans = deque[tuple[Any, Any]]()  # begins and ends, not added up yet
+        self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
+        self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
+        if not self.sharded:
+            # Of the bare model: DDP's own forward begins by sending buffers.
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._forward_ends)
+            model.get_input_embeddings().register_forward_hook(self._embedded)
+
+    def _forward_ends(self, model: torch.nn.Module, _: Any, output: Any) -> None:
+        if model.training:
+            self._end()
+            output["loss"].register_hook(self._begin)
+
+    def _embedded(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
+        if embedding.training and output.requires_grad:  # else forward passes alone are counted
+            output.register_hook(self._end)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def _begin(self, *_: Any) -> None:
+        self.begin = self._now()
+
+    def _end(self, *_: Any) -> None:
+        self.spans.append((self.begin, self._now()))
+        while self.spans and (not self.on_gpu or self.spans[0][1].query()):
+            begin, end = self.spans.popleft()
+            self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds since the last call, and those of the fixed product (0: none)."""
+        own_s, self.seconds = self.seconds, 0.0
+        if self.sharded and time.monotonic() - self.probed >= PROBE_S:
+            self.product_s = min(self._product_s() for _ in range(3))
+            self.probed = time.monotonic()
+        return own_s, self.product_s
+
+    def _product_s(self) -> float:
+        """Time 0.2 TFLOP on a GPU, in 16 MiB, where a log has waited for the device already."""
+        size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
+        factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
+        for _ in range(runs):
+            torch.mm(factor, factor)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
+
+
+def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
+    """Name the rank that waits least for others, and the share of a step that this costs them.
+
+    Each is its elapsed time, its wait for batches, and what `OwnTime.take` returned. Where products
+    were timed, the rank of the slowest one is taken to compute all of the time.
+    """
+    elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
+    busy_s = [
+        wait_s + (elapsed_s * product_s / longest if longest else own_s)
+        for _, wait_s, own_s, product_s in ranks
+    ]
+    slowest = busy_s.index(max(busy_s))
+    others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
+    return {"slowest_rank": slowest, "slowest_cost": (busy_s[slowest] - others_s) / elapsed_s}
