@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +14,7 @@ from benchmarks.workloads.workload import SEED
 from utils.launch.script import configure_environment
 
 BLIND = "blind"  # the variant whose run nobody can watch, to learn what watching costs
+ACCOUNTED = "accounted"  # the variant that notes the CPU time of each callback
 
 
 def train(job: Job) -> Outcome:
@@ -29,13 +33,79 @@ def train(job: Job) -> Outcome:
         patches.enter_context(mock.patch("utils.runs.finish.export_final", return_value=run))
         if job.variant == BLIND:
             patches.enter_context(unwatched())
+        account = Account(job)
+        if job.variant == ACCOUNTED:
+            patches.enter_context(account.kept())
         assert script.main(argv) == 0
     start = json.loads((run / "provenance.json").read_text())["starts"][-1]
     plan = start["activation_checkpointing"]
     return recorder.outcome(
         **{name: start[name] for name in ("attention", "loss_head")},
         predicted_memory_bytes=plan["predicted_bytes"][plan["choice"]],
+        **account.notes(),
     )
+
+
+class Account:
+    """CPU time of the main thread in each callback, from the first step to the last timed one.
+
+    Other load hardly changes it, and it hardly depends on the model: a step on a GPU may be
+    compared with it as well.
+    """
+
+    def __init__(self, job: Job):
+        self.job, self.steps = job, 0
+        self.own_s: defaultdict[str, float] = defaultdict(float)
+        self.begun_s = self.all_s = 0.0
+
+    def kept(self) -> Any:
+        """Patch a run's callbacks: each tells how long its events, and figures, take."""
+        from transformers import TrainerCallback
+
+        from utils.runs.finish import run_callbacks
+
+        def timed(*given: Any) -> list[Any]:
+            callbacks = run_callbacks(*given)
+            for each in callbacks:
+                for name in ["metrics", *(one for one in dir(TrainerCallback) if one[:3] == "on_")]:
+                    if hasattr(each, name):
+                        setattr(each, name, self._timed(type(each).__name__, getattr(each, name)))
+            last: Any = callbacks[-1]
+            last.on_step_end = self._counted(last.on_step_end)
+            return callbacks
+
+        return mock.patch("utils.runs.finish.run_callbacks", timed)
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if 0 < self.steps < self.job.steps:
+                    self.own_s[name] += time.thread_time() - before
+
+        return timed
+
+    def _counted(self, on_step_end: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result, self.steps = on_step_end(*args, **kwargs), self.steps + 1
+            now = time.thread_time()
+            self.begun_s = now if self.steps == 1 else self.begun_s
+            self.all_s = now - self.begun_s if self.steps == self.job.steps else self.all_s
+            return result
+
+        return counted
+
+    def notes(self) -> dict[str, Any]:
+        """Return microseconds a step by callback, log lines shared out, and all as a share."""
+        if not self.all_s:
+            return {}
+        each = {name: 1e6 * own_s / (self.steps - 1) for name, own_s in self.own_s.items()}
+        return {
+            "callbacks_us_a_step": {name: round(us) for name, us in each.items()},
+            "callbacks_share_of_main_thread": round(sum(self.own_s.values()) / self.all_s, 6),
+        }
 
 
 def unwatched() -> Any:

@@ -194,7 +194,7 @@ def costs(
     """
     parts = [one.name for one in cell.baselines if one.module == STOKER.module and one.variant]
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name in [name for name in parts if OURS in outcomes and name in outcomes]:
+    for name in [name for name in parts if {OURS, name} <= outcomes.keys() and name != OURS]:
         found[name] = {}
         for kind, seconds in COSTS.items():
             ratio = paired_ratio(*(list(map(seconds, outcomes[who])) for who in (OURS, name)))

@@ -26,6 +26,11 @@ def table(result: Mapping[str, Any]) -> str:
             for kind, cost in by.items()
         ]
         lines.append(f"\nA step takes longer than {name}: {', '.join(parts)}.")
+    for name, one in result.get("compared", {}).items():
+        if "callbacks_share_of_main_thread" in (notes := one.get("notes", {})):
+            share, each = notes["callbacks_share_of_main_thread"], notes["callbacks_us_a_step"]
+            listed = ", ".join(f"{callback} {us}" for callback, us in each.items())
+            lines.append(f"\nCallbacks of {name}: {share:.2%} of a step, microseconds: {listed}.")
     return f"**{result['title']}**\n\n" + "\n".join(lines) + "\n"
 
 

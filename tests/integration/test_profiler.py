@@ -18,6 +18,17 @@ from utils.config.errors import ExitCode
 STEPS = {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-3, "global_batch_size": 4}
 
 
+def traced(path):
+    """The events of a Chrome trace."""
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def mark_of(path, name):
+    """When the only event of this name begins and ends, in us."""
+    (mark,) = (event for event in traced(path) if event.get("name") == name)
+    return mark["ts"], mark["ts"] + mark["dur"]
+
+
 @pytest.mark.slow
 def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, capsys):
     plain, run = tmp_path / "plain", tmp_path / "run"
@@ -46,9 +57,9 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
     assert len(rows) == 10
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 100.5
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
+    names = [event.get("name", "") for event in traced(trace)]
+    (_, end), (begin, _) = (mark_of(trace, name) for name in ("step 3", "step 4"))
+    assert begin > end + 1000, "the save between them is in neither"
     steps = [name for name in names if name.startswith("Optimizer.step#")]
     assert len(steps) == 2, "of the steps 3 and 4 alone"
 
@@ -67,11 +78,16 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
 
 @pytest.mark.slow
 def test_rank_0_alone_writes_and_shows_what_collectives_take(pretraining, tmp_path):
-    argv = pretraining(tmp_path / "run", **STEPS, profile_steps=1)
+    argv = pretraining(tmp_path / "run", **STEPS, profile_steps="1:3")
     done = run_two_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-4000:]
     files = sorted(path.name for path in (tmp_path / "run/profile").iterdir())
-    assert files == ["kernels.txt", "steps1-1-rank0.json.gz"]
+    assert files == ["kernels.txt", "steps1-2-rank0.json.gz"]
+    trace = tmp_path / "run/profile/steps1-2-rank0.json.gz"
+    begin, end = mark_of(trace, "step 2")
+    assert abs(begin - mark_of(trace, "step 1")[1]) < 1000, "one begins where the other ends"
+    waits = [each["ts"] for each in traced(trace) if "DataLoader" in each.get("name", "")]
+    assert any(begin < wait < end for wait in waits), "its data is waited for in it"
     text = (tmp_path / "run/profile/kernels.txt").read_text()
     assert "; the first step of a start compiles and allocates, choose later ones" in text
     share = re.search(r"else collectives ([\d.]+)%", text)

@@ -65,7 +65,7 @@ def test_tuned_is_compared_with_tuned():
 
 def test_what_a_part_costs_is_in_percent_of_pairs():
     cell = next(cell for cell in EXPERIMENTS if cell.name == "watching")
-    (name,) = (one.name for one in cell.baselines if one.variant)
+    name = cell.baselines[1].name
     ours = [outcome(window_s=2.02), outcome(window_s=4.04)]
     without = [outcome(window_s=2.0), outcome(window_s=4.0)]
     for one in [*ours, *without]:
