@@ -24,15 +24,17 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
     if not child:
         variables = quiet_environment({"TERM": "xterm", "COLUMNS": "120", **environment})
         os.execve(sys.executable, [sys.executable, str(ROOT / "pretrain.py"), *argv], variables)
-    written, give_up_at = b"", time.monotonic() + 120
+    written, give_up_at, again_at = b"", time.monotonic() + 240, float("inf")
     while time.monotonic() < give_up_at:
         try:
             written += os.read(terminal, 65536)
         except OSError:  # it ended
             break
-        if interrupt_at and interrupt_at in written.decode(errors="replace"):
+        shown = bool(interrupt_at) and interrupt_at in written.decode(errors="replace")
+        if shown or time.monotonic() > again_at:
             os.write(terminal, b"\x03")
-            interrupt_at = ""
+            # As people do: Python drops an interrupt that meets a finalizer or a weak reference.
+            interrupt_at, again_at = "", time.monotonic() + 20
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode()
 

@@ -87,9 +87,13 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     texts = [json.dumps(line) for line in (head, *lines)]
     (made_up_run / "metrics.jsonl").write_text("\n".join(texts))
     begin = time.process_time()
+    for text in texts:
+        json.loads(text)
+    parsed = time.process_time()
     report.main([str(made_up_run)])
-    seconds = time.process_time() - begin
-    assert seconds < 4, "1.4 s on two calm cores, 2 s where others compute beside it"
+    seconds, parsing_s = time.process_time() - parsed, parsed - begin
+    # 2.2 to 4 times, however fast the machine is: 1.5 to 1.8 s where parsing takes 0.5 s.
+    assert seconds < 8 * parsing_s
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000
     loss = data_of(page)["charts"][0]["lines"]
