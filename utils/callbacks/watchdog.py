@@ -151,7 +151,7 @@ class HangWatch(TrainerCallback):
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # storage, torch's recorder: the run ends all the same
             self._say(f"{PAGE} is not written, or without this rank: {error!r}")
 
     def _judge(self) -> None:
