@@ -50,7 +50,9 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
     said = "step 6, averaged (ema_decay 0.5; checkpoints have the others), in float32"
     shown = capsys.readouterr().out
     assert said in shown
-    assert [line for line in shown.splitlines() if "WARNING" in line] == []
+    # transformers sends its own warnings to stdout, too, where the variable CI is set.
+    warned = [line for line in shown.splitlines() if "WARNING" in line]
+    assert [line for line in warned if "The tokenizer has new" not in line] == []
     expected = averaged(base_model, alone, steps)
     found = load_file(alone / "final" / "model.safetensors")
     last = load_file(alone / "checkpoint-6" / "model.safetensors")
