@@ -47,7 +47,9 @@ class TrainingCell:
 
     `precision` is a key of benchmarks/recording/precision.py.
     `lora_rank` above 0: the weights are frozen, adapters of that rank on all linear layers but the
-    last are trained. `trace`: a step more shows which kernels ran.
+    last are trained. `trace`: a step more shows which kernels ran. `alternate`: the baselines of a
+    repeat run at the same time and take their steps in turn, for differences below the drift of
+    the machine.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TrainingCell:
     learning_rate: float = 1e-3
     lora_rank: int = 0
     trace: bool = False
+    alternate: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """Comparisons of whole toolkits: the same model, documents and precision, tokens a second."""
 
+import contextlib
 import json
+import os
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +46,24 @@ def hold(
     turns: Turns[dict[str, Any]] = Turns(
         {name: reason for name, reason in reasons.items() if reason}, kept
     )
-    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
-        workload = Path(scratch)
+    with (
+        tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch,
+        pipes_in_a_ring(list(baselines) if cell.alternate else []) as pipes,
+    ):
+        workload, making = Path(scratch), threading.Lock()
 
         def run(name: str, directory: Path) -> dict[str, Any]:
-            make_once(cell.workload, workload)
-            return run_baseline_of(cell, baselines[name], workload, directory)
+            with making:
+                make_once(cell.workload, workload)
+            turn = pipes.get(name, [])
+            return run_baseline_of(cell, baselines[name], workload, directory, turn)
 
         turns.take(
             list(baselines),
             repeats,
             run,
             lambda one: f"{Outcome(**one).tokens_per_second:,.0f} tokens/s",
+            at_once=cell.alternate,
         )
         outcomes = {name: [Outcome(**one) for one in runs] for name, runs in turns.outcomes.items()}
         expected = expected_first_losses(cell, outcomes, workload)
@@ -69,6 +78,25 @@ def hold(
         "parity": parity(cell, outcomes, expected),
         "not_run": turns.not_run,
     }
+
+
+@contextlib.contextmanager
+def pipes_in_a_ring(names: Sequence[str]) -> Iterator[dict[str, list[str]]]:
+    """Make each one's `Job.turn`, and put the token into the first one's pipe."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-turns-")))
+        pipes = [str(folder / str(place)) for place in range(len(names))]
+        for place, pipe in enumerate(pipes):
+            os.mkfifo(pipe)
+            # Held open, so that the token outlives the processes of a repeat.
+            held = os.open(pipe, os.O_RDWR)
+            stack.callback(os.close, held)
+            if place == 0:
+                os.write(held, b".")
+        yield {
+            name: [pipes[place], pipes[(place + 1) % len(pipes)]]
+            for place, name in enumerate(names)
+        }
 
 
 def make_once(workload: Workload, directory: Path) -> None:
@@ -109,10 +137,14 @@ def made_in_process(workload: Workload, directory: Path) -> None:
 
 
 def run_baseline_of(
-    cell: TrainingCell, baseline: Baseline, workload: Path, scratch: Path
+    cell: TrainingCell,
+    baseline: Baseline,
+    workload: Path,
+    scratch: Path,
+    turn: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Let one baseline train in a fresh process; return its Outcome as JSON."""
-    job = job_of(cell, baseline, workload, scratch)
+    job = replace(job_of(cell, baseline, workload, scratch), turn=list(turn))
     job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
     job_file.write_text(json.dumps(asdict(job)))
     module = f"benchmarks.baselines.{baseline.module}"

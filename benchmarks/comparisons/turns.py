@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,9 +57,11 @@ class Turns(Generic[Outcome]):
         repeats: int,
         run: Callable[[str, Path], Outcome],
         describe: Callable[[Outcome], str],
+        at_once: bool = False,
     ) -> None:
         """Let `run(name, directory)` do each baseline's work, `repeats` times around.
 
+        With `at_once` those of a repeat run at the same time and see to their turns themselves.
         A peer that fails once is out, with the reason. Raises BaselineFailedError when Stoker
         itself fails, unless for want of memory or the like; and what `kept` raises.
         """
@@ -70,28 +73,34 @@ class Turns(Generic[Outcome]):
         for repeat in range(first, repeats):
             if self.kept:
                 self.kept.begin_round()
-            self._round(names, f"{repeat + 1}/{repeats}", run, describe)
+            asked = [name for name in names if name not in self.not_run]
+            with ThreadPoolExecutor(len(names) if at_once else 1) as pool:
+                done = pool.map(lambda name: (name, self._run(name, run)), asked)
+                self._note(done, f"{repeat + 1}/{repeats}", describe)
             if self.kept:
                 self.kept.end_round(repeat + 1, self.outcomes, self.not_run)
 
-    def _round(
+    def _run(self, name: str, run: Callable[[str, Path], Outcome]) -> Outcome | BaselineFailedError:
+        with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
+            try:
+                return run(name, Path(directory))
+            except BaselineFailedError as error:
+                if name in (OURS, OURS_TUNED) and not isinstance(error, CannotRunHereError):
+                    raise
+                return error
+
+    def _note(
         self,
-        names: Sequence[str],
+        done: Iterable[tuple[str, Outcome | BaselineFailedError]],
         count: str,
-        run: Callable[[str, Path], Outcome],
         describe: Callable[[Outcome], str],
     ) -> None:
-        for name in [name for name in names if name not in self.not_run]:
-            with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as directory:
-                try:
-                    outcome = run(name, Path(directory))
-                except BaselineFailedError as error:
-                    if name in (OURS, OURS_TUNED) and not isinstance(error, CannotRunHereError):
-                        raise
-                    self.not_run[name] = str(error)
-                    self.outcomes.pop(name, None)
-                    say(f"{count}  {name}: {error}")
-                    continue
+        for name, outcome in done:
+            if isinstance(outcome, BaselineFailedError):
+                self.not_run[name] = str(outcome)
+                self.outcomes.pop(name, None)
+                say(f"{count}  {name}: {outcome}")
+                continue
             self.outcomes.setdefault(name, []).append(outcome)
             say(f"{count}  {name}: {describe(outcome)}")
 

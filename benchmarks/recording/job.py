@@ -25,6 +25,8 @@ class Job:
     not with those of the toolkit's documentation; `variant` is for the baseline to read. Of
     `steps` optimizer steps the first `warmup_steps` are not timed. A step takes one micro-batch.
     `settings` are Stoker's alone.
+    `turn`, where it is given: two named pipes; a step begins when the first one has the token, and
+    ends with handing it to the second, whose reader is the next process.
     With `trace` two more are taken: the first shows the kernels in use, for the last one of a run
     does more than others.
     """
@@ -43,6 +45,7 @@ class Job:
     lora_rank: int = 0  # above 0: adapters on all linear layers but the last, alpha the same
     trace: bool = False
     variant: str = ""
+    turn: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def numbers(self) -> Precision:

@@ -1,5 +1,6 @@
 """Times, losses and tokens of training steps, taken alike from every baseline."""
 
+import os
 import resource
 import sys
 import time
@@ -28,7 +29,11 @@ class StepRecorder:
     def __init__(self, job: Job):
         self.job = job
         self.ends: list[float] = []
-        self.cpu_ends: list[float] = []  # of this process, all threads
+        self.step_s: list[float] = []  # of each step but the first
+        self.cpu_s: list[float] = []  # of this process, all threads
+        self.begin_s = self.begin_cpu_s = 0.0
+        # Opened for both, so that neither opening nor writing waits for the other process.
+        self.turn = [os.open(pipe, os.O_RDWR) for pipe in job.turn]
         self.events: list[torch.cuda.Event] = []
         self.losses: list[torch.Tensor] = []
         self.tokens: list[torch.Tensor] = []
@@ -66,8 +71,11 @@ class StepRecorder:
         place = len(self.ends)
         if place in (0, self.job.warmup_steps - 1, self.job.steps - 1):
             wait_for_device()
-        self.ends.append(time.perf_counter())
-        self.cpu_ends.append(time.process_time())
+        now, cpu_s = time.perf_counter(), time.process_time()
+        self.ends.append(now)
+        if place:
+            self.step_s.append(now - self.begin_s)
+            self.cpu_s.append(cpu_s - self.begin_cpu_s)
         if place == 0:
             self.first_step_s = seconds_since_start()
         if place == self.job.warmup_steps - 1:
@@ -77,6 +85,18 @@ class StepRecorder:
         if place == self.job.steps and self.trace:
             wait_for_device()
             self.seen |= self.trace.stop()
+        if self.turn:
+            self._take_turns()
+        self.begin_s, self.begin_cpu_s = time.perf_counter(), time.process_time()
+
+    def _take_turns(self) -> None:
+        """Let the others take a step each; after the last one, too, which nobody's end disturbs."""
+        mine, others = self.turn
+        if len(self.ends) > 1:  # else there is no turn to end
+            os.write(others, b".")
+        os.read(mine, 1)
+        if len(self.ends) == self.job.all_steps:
+            os.write(others, b".")
 
     def _window_ended(self) -> None:
         """Note what the timed steps left, before the step that is traced."""
@@ -90,12 +110,13 @@ class StepRecorder:
     def outcome(self, **notes: Any) -> Outcome:
         """Sum up; to be called when the run has ended."""
         warm, end = self.job.warmup_steps, self.job.steps
+        timed = slice(warm - 1, end - 1)
         assert len(self.ends) == len(self.losses) == len(self.tokens) == self.job.all_steps
         allocated, reserved = self.seen.pop("memory")
         documents = self.job.files / "documents"
         return Outcome(
-            window_s=self.ends[end - 1] - self.ends[warm - 1],
-            window_cpu_s=self.cpu_ends[end - 1] - self.cpu_ends[warm - 1],
+            window_s=sum(self.step_s[timed]),
+            window_cpu_s=sum(self.cpu_s[timed]),
             window_tokens=sum(int(tokens) for tokens in self.tokens[warm:end]),
             window_loss_tokens=sum(int(tokens) for tokens in self.loss_tokens[warm:end]),
             step_s=self._step_seconds()[: end - 1],
@@ -112,7 +133,7 @@ class StepRecorder:
         if self.events:
             pairs = zip(self.events, self.events[1:], strict=False)
             return [before.elapsed_time(after) / 1000 for before, after in pairs]
-        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        return self.step_s
 
 
 def watch_trainer(recorder: StepRecorder) -> None:
