@@ -46,25 +46,25 @@ def hold(
     turns: Turns[dict[str, Any]] = Turns(
         {name: reason for name, reason in reasons.items() if reason}, kept
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch,
-        pipes_in_a_ring(list(baselines) if cell.alternate else []) as pipes,
-    ):
+    with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
         workload, making = Path(scratch), threading.Lock()
+        turn: dict[str, list[str]] = {}  # of each, where they take steps in turn
 
         def run(name: str, directory: Path) -> dict[str, Any]:
             with making:
                 make_once(cell.workload, workload)
-            turn = pipes.get(name, [])
-            return run_baseline_of(cell, baselines[name], workload, directory, turn)
+            pipes = turn.get(name, [])
+            return run_baseline_of(cell, baselines[name], workload, directory, pipes)
 
-        turns.take(
-            list(baselines),
-            repeats,
-            run,
-            lambda one: f"{Outcome(**one).tokens_per_second:,.0f} tokens/s",
-            at_once=cell.alternate,
-        )
+        def describe(one: dict[str, Any]) -> str:
+            return f"{Outcome(**one).tokens_per_second:,.0f} tokens/s"
+
+        if not cell.alternate:
+            turns.take(list(baselines), repeats, run, describe)
+        for order in rotations(list(baselines), repeats) if cell.alternate else []:
+            with pipes_in_a_ring(order) as pipes:
+                turn |= pipes
+                turns.take(order, turns.rounds + 1, run, describe, at_once=True)
         outcomes = {name: [Outcome(**one) for one in runs] for name, runs in turns.outcomes.items()}
         expected = expected_first_losses(cell, outcomes, workload)
     return {
@@ -80,6 +80,12 @@ def hold(
     }
 
 
+def rotations(names: list[str], repeats: int) -> Iterator[list[str]]:
+    """Yield the order of each repeat: who is first has it a percent better, so it is another."""
+    for first in range(repeats):
+        yield [names[(first + place) % len(names)] for place in range(len(names))]
+
+
 @contextlib.contextmanager
 def pipes_in_a_ring(names: Sequence[str]) -> Iterator[dict[str, list[str]]]:
     """Make each one's `Job.turn`, and put the token into the first one's pipe."""
@@ -88,7 +94,7 @@ def pipes_in_a_ring(names: Sequence[str]) -> Iterator[dict[str, list[str]]]:
         pipes = [str(folder / str(place)) for place in range(len(names))]
         for place, pipe in enumerate(pipes):
             os.mkfifo(pipe)
-            # Held open, so that the token outlives the processes of a repeat.
+            # Held open until the processes have opened it.
             held = os.open(pipe, os.O_RDWR)
             stack.callback(os.close, held)
             if place == 0:

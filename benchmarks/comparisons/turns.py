@@ -51,6 +51,11 @@ class Turns(Generic[Outcome]):
         self.not_run = dict(not_run)
         self.kept = kept
 
+    @property
+    def rounds(self) -> int:
+        """How many repeats are done."""
+        return max(map(len, self.outcomes.values()), default=0)
+
     def take(
         self,
         names: Sequence[str],
@@ -59,13 +64,13 @@ class Turns(Generic[Outcome]):
         describe: Callable[[Outcome], str],
         at_once: bool = False,
     ) -> None:
-        """Let `run(name, directory)` do each baseline's work, `repeats` times around.
+        """Let `run(name, directory)` do each baseline's work, until there are `repeats` of it.
 
         With `at_once` those of a repeat run at the same time and see to their turns themselves.
         A peer that fails once is out, with the reason. Raises BaselineFailedError when Stoker
         itself fails, unless for want of memory or the like; and what `kept` raises.
         """
-        first = 0
+        first = self.rounds
         if self.kept:
             before = self.kept.load()
             first, self.outcomes = before["rounds"], before["outcomes"]
