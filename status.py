@@ -1,9 +1,10 @@
-"""How are my runs? Read from their directories and Slurm's queue; nothing is changed.
+"""How are my runs? Read from their directories and Slurm's queue, of which nothing is changed.
 
     python status.py                       all runs below runs/, a line each
     python status.py runs/my-run           one run: progress, time left, speed, losses, what to do
     python status.py --all scratch/runs --watch 10
     python status.py runs/my-run --json    for scripts
+    python status.py --all --sync          uploads what wandb recorded offline, from the login node
 
 It works while a run waits, trains, or after it died, on a login node, within a second.
 """
@@ -28,9 +29,14 @@ def main(argv: list[str] | None = None) -> int:
         "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="redraw (every 5 s)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--sync", action="store_true", help="upload what wandb recorded offline")
     given = parser.parse_args(argv)
     if given.runs and given.all is not None:
         parser.error("name runs, or a folder with --all")
+    if given.sync:
+        from utils.status.wandb_sync import sync_wandb
+
+        return sync_wandb(given.runs, given.all)
     from utils.status.display import display, show_runs
 
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)

@@ -136,7 +136,7 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown[-4000:]
     assert "wandb: offline" in shown
-    assert "wandb sync" in shown
+    assert f"python status.py {tmp_path / 'run'} --sync" in shown
     (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (table,) = offline.glob("files/media/table/samples_*.json")
     (row,) = json.loads(table.read_text())["data"]

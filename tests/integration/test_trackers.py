@@ -1,10 +1,11 @@
-"""TensorBoard, MLflow and trackio for real, where they are installed: one run over all its starts.
+"""Trackers for real: one run over all its starts.
 
-They are no packages of ours. To try them: pip install tensorboard mlflow trackio, then
+MLflow and trackio are no packages of ours. To try them: pip install mlflow trackio, then
 pytest tests/integration/test_trackers.py
 """
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import sys
 import pytest
 import tiny
 from launching import ROOT, quiet_environment
+from wandb_server import wandb_server
 
 from utils.callbacks.journal import read_journal
 
@@ -26,7 +28,7 @@ def tracked(pretraining, workspace, tmp_path):
         argv = pretraining(tmp_path / "run", report_to=tracker, **evaluated)
         words = [sys.executable, str(ROOT / "pretrain.py"), *argv]
         environment = quiet_environment(
-            {"HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_" + "c" * 30}
+            {"HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_" + "c" * 30, "WANDB_MODE": "offline"}
         )
         (tmp_path / "elsewhere").mkdir()
         shown = ""
@@ -95,3 +97,41 @@ def test_trackio(tracked):
         found = [(point["train/global_step"], point[key]) for point in points if key in point]
         assert dict(found) == wanted
         assert len(found) > len(wanted), "trackio only appends: undone steps are there twice"
+
+
+def test_what_wandb_recorded_offline_goes_up_into_one_run(tracked, tmp_path):
+    """By status.py, which reads .env; the record of a start that was killed as far as it goes."""
+    run, losses, evaluations = tracked("wandb")
+    killed, _ = records = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    os.truncate(killed, killed.stat().st_size - 10)
+    key = "k" * 40
+
+    def sync():
+        variables = {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": server.url}
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "status.py"), str(run), "--sync"],
+            cwd=tmp_path, env=quiet_environment(variables), capture_output=True, text=True,
+            check=False, timeout=120,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    with wandb_server(key) as server:
+        code, shown = sync()
+        assert code == 2
+        assert f"wandb did not take {records[0]}, {records[1]}" in shown
+        assert "WANDB_API_KEY in the environment or .env" in shown
+        assert not server.configs
+        (tmp_path / ".env").write_text(f"WANDB_API_KEY={key}\n")
+        (tmp_path / ".env").chmod(0o600)
+        code, shown = sync()
+        assert code == 0, shown
+        assert key not in shown
+        assert "this start was killed while it recorded" in shown
+        assert sync() == (0, "wandb: 0 uploaded, nothing left\n")
+    ((_, points),) = server.points.items()
+    for name, wanted in {"train/loss": losses, "eval/heldout_loss": evaluations}.items():
+        found = [(point["train/global_step"], point[name]) for point in points if name in point]
+        assert dict(found) == wanted
+        assert len(found) > len(wanted), "wandb only appends: undone steps are there twice"
+    assert {kind for _, kind in server.artifacts} == {"report"}
+    assert b"<title>run</title>" in server.files["/artifact/report.html"]

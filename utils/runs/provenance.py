@@ -77,18 +77,23 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
         # wandb uploads the command line with its metadata; there is no switch for that part alone.
         os.environ["WANDB_X_DISABLE_META"] = "true"
     if "WANDB_MODE" not in os.environ and (reason := _offline_reason()):
-        os.environ["WANDB_MODE"] = "offline"
+        os.environ["WANDB_MODE"], place = "offline", os.environ["WANDB_DIR"]
+        usual, other = f"python status.py {place} --sync", f"wandb sync {place}/wandb"
         logger.info(
-            "wandb: offline, because %s. Upload later from a machine with internet: wandb sync "
-            "%s/wandb/offline-run-*", reason, os.environ["WANDB_DIR"],
+            "wandb: offline, because %s. Upload later from a machine with internet: %s",
+            reason, usual if place == ours["DIR"] else other,
         )  # fmt: skip
 
 
 def end_wandb(report: Path, stopped: bool) -> None:
-    """Show the report in wandb; say of a stopped run that it resumes: its exit code says failed."""
+    """Keep the report in wandb, as a panel and an artifact; say of a stopped run that it resumes.
+
+    By its exit code alone a stopped run would be a failed one.
+    """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None and report.is_file():
         run.log({"report": sys.modules["wandb"].Html(str(report), inject=False)})
+        run.log_artifact(str(report), name=f"report-{run.id}", type="report")
     if run is not None and stopped:
         run.mark_preempting()
         run.finish(exit_code=ExitCode.STOPPED)

@@ -1,14 +1,17 @@
 """What a comparison comes to: ratios of pairs, their intervals, the same training or not."""
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
 from benchmarks.cells.kinds import OURS, OURS_TUNED, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
-from benchmarks.comparisons.training import costs, parity, ratios
-from benchmarks.recording.job import Outcome
+from benchmarks.comparisons.training import costs, parity, pipes_in_a_ring, ratios
+from benchmarks.recording.job import STARTED_AT, Job, Outcome
+from benchmarks.recording.steps import StepRecorder
 
 
 def outcome(losses=(4.0, 3.0), *, window_s=2.0, tokens=100) -> Outcome:
@@ -18,6 +21,36 @@ def outcome(losses=(4.0, 3.0), *, window_s=2.0, tokens=100) -> Outcome:
 def test_a_ratio_is_of_pairs_so_that_a_slow_spell_of_the_machine_cancels():
     ratio = paired_ratio([20.0, 10.0, 20.0], [10.0, 5.0, 10.0])
     assert ratio == (2.0, 2.0, 2.0)
+
+
+def test_steps_in_turn_do_not_overlap_but_for_those_of_the_start(monkeypatch):
+    monkeypatch.setenv(STARTED_AT, "0")
+    steps, taken = 6, []
+    job = Job("", "", "pretrain", "fp32", 8, 1, steps, warmup_steps=2)
+
+    def train(name):
+        recorder = StepRecorder(dataclasses.replace(job, turn=pipes[name]))
+        for step in range(steps):
+            taken.append((step, name, "begins"))
+            time.sleep(0.01)
+            taken.append((step, name, "ends"))
+            recorder.ended_step()
+        return recorder.step_s
+
+    with pipes_in_a_ring(["one", "two"]) as pipes, ThreadPoolExecutor(2) as pool:
+        begin_s = time.perf_counter()
+        seconds = list(pool.map(train, pipes))
+    all_s = time.perf_counter() - begin_s
+    expected = [
+        (step, name, what)
+        for step in range(2, steps)
+        for name in ("one", "two")
+        for what in ("begins", "ends")
+    ]
+    assert [each for each in taken if each[0] >= 2] == expected
+    timed = [one for each in seconds for one in each[1:]]
+    assert min(timed) > 0.01
+    assert sum(timed) < all_s, "a step is without the other's"
 
 
 def test_other_losses_break_the_parity():

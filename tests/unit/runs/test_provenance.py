@@ -87,11 +87,14 @@ def test_wandb_is_online_with_a_login_and_a_server_and_says_how_to_upload(tmp_pa
     assert os.environ.pop("WANDB_MODE") == "offline"
     (line,) = caplog.messages
     assert "no WANDB_API_KEY" in line
-    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in line
+    assert f": python status.py {tmp_path} --sync" in line
     wandb.setenv("WANDB_API_KEY", "canary-key-123456")
     wandb.setattr("requests.head", mock.Mock(side_effect=requests.ConnectionError))
     prepare_wandb(tmp_path, "a1")
-    assert os.environ["WANDB_MODE"] == "offline", "instead of a failed start"
+    assert os.environ.pop("WANDB_MODE") == "offline", "instead of a failed start"
+    wandb.setenv("WANDB_DIR", "/elsewhere")
+    prepare_wandb(tmp_path, "a1")
+    assert caplog.messages[-1].endswith(": wandb sync /elsewhere/wandb")
     assert "canary" not in caplog.text
 
 
@@ -109,7 +112,9 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
 def test_wandb_gets_the_report_and_a_stopped_run_is_told_before_it_ends(tmp_path, monkeypatch):
     told = []
     run = SimpleNamespace(
+        id="a1",
         log=told.append,
+        log_artifact=lambda *what, **more: told.append((*what, more)),
         mark_preempting=lambda: told.append("preempting"),
         finish=lambda **how: told.append(how),
     )
@@ -120,7 +125,8 @@ def test_wandb_gets_the_report_and_a_stopped_run_is_told_before_it_ends(tmp_path
     assert told == ["preempting", {"exit_code": 75}]
     report.touch()
     end_wandb(report, stopped=False)
-    assert told[2:] == [{"report": (str(report), False)}]
+    kept = (str(report), {"name": "report-a1", "type": "report"})
+    assert told[2:] == [{"report": (str(report), False)}, kept]
 
 
 def started(directory, step=0, **settings):

@@ -16,7 +16,7 @@ from rich.console import Console
 import status
 from utils.checkpoints.files import FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError
-from utils.status import display, run_state
+from utils.status import display, run_state, wandb_sync
 from utils.status.run_state import Job, queued_jobs, read_status, runs_below
 from utils.support import notes, run_lock
 from utils.support.run_lock import _machine
@@ -198,6 +198,24 @@ def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
     assert "5.5 left" in text
     assert f"page      {run}/out-of-memory-rank0.txt, {run}/hang.txt\n" in text
     assert "next      change what the page says helps most, then start again: python" in text
+
+
+def test_of_a_run_that_records_just_now_the_starts_before_are_uploaded(
+    tmp_path, monkeypatch, capsys
+):
+    records = {}
+    for name, owner in {"ended": None, "going": HERE | {"pid": os.getpid()}}.items():
+        run = make_run(tmp_path / name, owner=owner)
+        for start in ("1", "2"):
+            folder = run / "wandb" / f"offline-run-{start}-a"
+            folder.mkdir(parents=True)
+            (folder / "run-a.wandb").touch()
+        records[name] = sorted(run.rglob("*.wandb"))
+    done = []
+    monkeypatch.setattr(wandb_sync, "_upload", lambda file: not done.append(file))
+    assert status.main(["--all", str(tmp_path), "--sync"]) == 0
+    assert done == [*records["ended"], records["going"][0]]
+    assert f"wandb beta sync --live {records['going'][1]}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["cut", "binary", "provenance", "manifest", "lock", "empty"])
