@@ -24,7 +24,7 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
     if not child:
         variables = quiet_environment({"TERM": "xterm", "COLUMNS": "120", **environment})
         os.execve(sys.executable, [sys.executable, str(ROOT / "pretrain.py"), *argv], variables)
-    written, give_up_at = b"", time.monotonic() + 120
+    written, give_up_at = b"", time.monotonic() + 300  # with the start of a busy machine
     while time.monotonic() < give_up_at:
         try:
             written += os.read(terminal, 65536)
@@ -32,7 +32,8 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
             break
         if interrupt_at and interrupt_at in written.decode(errors="replace"):
             os.write(terminal, b"\x03")
-            interrupt_at = ""
+            interrupt_at, give_up_at = "", time.monotonic() + 60
+    assert not interrupt_at, f"{interrupt_at} was never drawn:\n{written.decode()}"
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode()
 
