@@ -66,7 +66,8 @@ def test_the_view_comes_and_goes_and_the_log_is_all_there(command):
     drawn = CONTROL.sub("", shown)
     assert "━" in drawn
     assert "█" in drawn, "losses"
-    assert re.search(r"evaluating heldout \d+/\d+|  training|saving", drawn)
+    assert re.search(r"evaluating heldout \d+/\d+| training| saving", drawn)
+    assert " finishing" in drawn, "until final/ is written"
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown"
     last = shown[shown.rindex("report: ") :]
     assert "━" not in last, "the end is the log's"

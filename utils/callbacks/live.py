@@ -29,6 +29,7 @@ class LiveView(TrainerCallback):
     """Draws what the last log and event said, in rich's thread: it computes and waits for nothing.
 
     `splits` are what is evaluated, in order; `limit_s` is Journal's. `disable_tqdm` turns it off.
+    It stays until `close`, or the process ends.
     """
 
     def __init__(self, splits: Sequence[str], limit_s: Callable[[], float | None]):
@@ -36,6 +37,7 @@ class LiveView(TrainerCallback):
         self.figures: dict[str, Any] = {}
         self.losses: deque[float] = deque(maxlen=24)  # in the sparkline
         self.split = self.batches = 0
+        self.trained = False
         self._now("first step")
 
     @override
@@ -60,6 +62,11 @@ class LiveView(TrainerCallback):
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.trained = True
+        self._now("finishing")
+
+    def close(self) -> None:
+        """Give the terminal back."""
         self.live.close()
 
     def _now(self, what: str) -> None:
@@ -74,6 +81,8 @@ class LiveView(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
             self._now("evaluating" if control.should_evaluate else "saving")
+        elif self.trained:  # after the last evaluation
+            self._now("finishing")
 
     on_evaluate = on_step_end
 

@@ -91,6 +91,9 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
+        for view in trainer.callback_handler.callbacks:
+            if isinstance(view, LiveView):
+                view.close()
         if trainer.watch.stopped:
             leave_run_lock(output_dir)
         if state.is_world_process_zero:
