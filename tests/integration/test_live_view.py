@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
     """Run pretrain.py on a terminal of its own; return its exit code and all that was written."""
     child, terminal = pty.fork()
     if not child:
+        # Tests that a script runs in the background ignore it, and so would their children.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         variables = quiet_environment({"TERM": "xterm", "COLUMNS": "120", **environment})
         os.execve(sys.executable, [sys.executable, str(ROOT / "pretrain.py"), *argv], variables)
     written, give_up_at = b"", time.monotonic() + 300  # with the start of a busy machine
