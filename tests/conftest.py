@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,10 @@ def _restore_environment():
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
+    # run_script's limit of a failed process's last seconds: it would end these tests.
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function.__name__ == "leave_at_once":
+            thread.cancel()
     signal.set_wakeup_fd(-1)  # a run in this process may have set all three
     for number, handler in handlers.items():
         signal.signal(number, handler)
