@@ -68,10 +68,11 @@ class MemoryMonitor(MetricCallback):
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
         """Return all ranks' memory, the peak since the last line or `before`; collective."""
         peak_bytes = max(before, self._new_peak())
+        resident = psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which may lag behind
         own: dict[str, float] = {
-            "host_rss_gib": psutil.Process().memory_info().rss,
-            "host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
+            "host_rss_gib": resident, "host_peak_rss_gib": max(peak, resident)
+        }  # fmt: skip
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             reserved = torch.cuda.memory_reserved(self.device)

@@ -21,7 +21,7 @@ from utils.checkpoints.files import (
     earlier_starts,
     read_manifest,
 )
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, NotFiniteError
 from utils.support.journal_file import FILE_NAME, STARTS, as_series, duration, read_lines
 from utils.support.notes import verdict_of
 from utils.support.run_lock import LastOwner, look_at_run_lock
@@ -196,7 +196,8 @@ def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[
             rank = "rank {} on {}".format(*map(train[-1].get, ("slowest_rank", "slowest_host")))
             status.slowest = rank, _median("slowest_cost", train[-LINES:]) or 0.0
     first = [line for line in head if line["event"] == "train" and "tokens_per_s" in line]
-    status.tokens_per_s_at_start = _median("tokens_per_s", first[:LINES])
+    if train and first and first[:LINES][-1]["step"] < train[-LINES:][0]["step"]:  # not the same
+        status.tokens_per_s_at_start = _median("tokens_per_s", first[:LINES])
     _estimate(status, lines, train)
     return lines
 
@@ -261,7 +262,8 @@ def _judge(
         died = "is gone" if owner.gone else f"gave no sign of life for {duration(owner.age_s)}"
         status.because = f"process {owner.pid} on {owner.host} {died}: killed, or its node is down"
     else:
-        status.because = "its last start ended early and left no reason in its directory"
+        said = " and left no reason in its directory" if owner is None or not owner.error else ""
+        status.because = f"its last start ended early{said}"
 
 
 def _pages(directory: Path, starts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -287,7 +289,9 @@ def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, An
     again = _command(starts[-1]) if starts else "the same command again"
     again = f"{'start again' if status.saved_step is None else 'resume'}: {again}"
     if any("out-of-memory" in page for page in status.pages):
-        return f"change what the page says helps most, then {again}"
+        again = f"change what the page says helps most, then {again}"
+    elif (status.error or "").startswith(NotFiniteError.kind):
+        again = f"the same settings fail at the same step; change what the log says, then {again}"
     return again
 
 

@@ -162,7 +162,8 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
     for job, folder in ((SLURM, "job-7.1"), (SLURM | {"array_job_id": "6", "array_task_id": "2"},
                                              "job-6_2.1")):  # fmt: skip
         run = make_run(tmp_path / folder, slurm=job, owner=ELSEWHERE, left=True, error=error)
-        assert read_status(run, {}).error == error
+        found = read_status(run, {})
+        assert (found.error, found.because) == (error, "its last start ended early")
         left = tmp_path / ".stoker" / folder
         left.mkdir(parents=True)
         (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
@@ -291,6 +292,8 @@ def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys
     make_run(runs / "sweep" / "lr-1", owner=ELSEWHERE, left=True, error="not finite: step 3")
     (runs / "sweep" / "log.txt").touch()
     assert runs_below(runs) == [running, runs / "sweep" / "lr-1"]
+    assert "change what the log says, then start" in read_status(runs / "sweep" / "lr-1", {}).advice
+    assert read_status(running, {}).tokens_per_s_at_start is None, "the last lines are the first"
     assert status.main(["--all", str(runs)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["run", "state", "step", "%", "loss"]
