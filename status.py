@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.runs and given.all is not None:
         parser.error("name runs, or a folder with --all")
+    if given.sync and (given.json or given.watch is not None):
+        parser.error("--sync uploads and ends: leave out --json and --watch")
     if given.sync:
         from utils.status.wandb_sync import sync_wandb
 

@@ -81,7 +81,7 @@ def hold(
 
 
 def rotations(names: list[str], repeats: int) -> Iterator[list[str]]:
-    """Yield the order of each repeat: who is first has it a percent better, so it is another."""
+    """Yield the order of each repeat: the first is a percent faster, so each is first in turn."""
     for first in range(repeats):
         yield [names[(first + place) % len(names)] for place in range(len(names))]
 

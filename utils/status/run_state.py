@@ -262,8 +262,9 @@ def _judge(
         died = "is gone" if owner.gone else f"gave no sign of life for {duration(owner.age_s)}"
         status.because = f"process {owner.pid} on {owner.host} {died}: killed, or its node is down"
     else:
-        said = " and left no reason in its directory" if owner is None or not owner.error else ""
-        status.because = f"its last start ended early{said}"
+        known = owner is not None and owner.error  # shown on a line of its own
+        missing = "" if known else " and left no reason in its directory"
+        status.because = f"its last start ended early{missing}"
 
 
 def _pages(directory: Path, starts: Sequence[Mapping[str, Any]]) -> list[str]:

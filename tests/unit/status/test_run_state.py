@@ -214,6 +214,8 @@ def test_of_a_run_that_records_just_now_the_starts_before_are_uploaded(
         records[name] = sorted(run.rglob("*.wandb"))
     done = []
     monkeypatch.setattr(wandb_sync, "_upload", lambda file: not done.append(file))
+    with pytest.raises(SystemExit):
+        status.main(["--sync", "--watch"])
     assert status.main(["--all", str(tmp_path), "--sync"]) == 0
     assert done == [*records["ended"], records["going"][0]]
     assert f"wandb beta sync --live {records['going'][1]}\n" in capsys.readouterr().out
@@ -293,7 +295,7 @@ def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys
     (runs / "sweep" / "log.txt").touch()
     assert runs_below(runs) == [running, runs / "sweep" / "lr-1"]
     assert "change what the log says, then start" in read_status(runs / "sweep" / "lr-1", {}).advice
-    assert read_status(running, {}).tokens_per_s_at_start is None, "the last lines are the first"
+    assert read_status(running, {}).tokens_per_s_at_start is None, "nothing to compare with yet"
     assert status.main(["--all", str(runs)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["run", "state", "step", "%", "loss"]
