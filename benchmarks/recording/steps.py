@@ -90,7 +90,7 @@ class StepRecorder:
         self.begin_s, self.begin_cpu_s = time.perf_counter(), time.process_time()
 
     def _take_turns(self) -> None:
-        """Let the others take a step each; after the last step too, so that no process ends early."""
+        """Let the others take a step each; after the last one too, so that none ends early."""
         mine, others = self.turn
         if len(self.ends) > 1:  # else there is no turn to end
             os.write(others, b".")
