@@ -1,5 +1,6 @@
 """A real run as status.py shows it: training, killed, refused, stopped, finished."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +24,10 @@ def stop_when_training(run):
 
 def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0.0)
-    run = tmp_path / "run"
+    run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
+    command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("STOKER_ON_EVENT", str(command))
     argv = pretraining(run, max_steps=200, save_steps=20)
     process = subprocess.Popen(
         [sys.executable, "pretrain.py", *argv], cwd=ROOT, env=quiet_environment()
@@ -63,3 +67,6 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch
     status = read_status(run, {})
     assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
     assert (status.advice, status.error) == (f"python chat.py {run}", None)
+    stopped, finished = told.read_text().splitlines()
+    assert re.fullmatch(rf"stopped\|stopped {run}  step \d+ of 200; the same .*", stopped)
+    assert finished == f"finished|finished {run}  step 200 of 200"

@@ -201,8 +201,8 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     return (
         f"step {step + 1}: {causes[0]}{more}.\n"
         f"documents of {of_what}: {named}{', ...' if documents[NAMED:] else ''} ({where})\n"
-        "Nothing of this step was saved or exported. The same command resumes from the newest "
-        "checkpoint and meets the same batch again. Look at these documents and remove what is "
-        "wrong with them (then add --accept_changes train_data), or lower --learning_rate or "
-        "--max_grad_norm if the losses rose before."
+        "Nothing of this step was saved or exported. The same command meets the same batch again. "
+        "Look at these documents and remove what is wrong with them (then add --accept_changes "
+        "train_data); if the losses rose before, lower --learning_rate or clip more "
+        "(--max_grad_norm, where 0 clips nothing)."
     )

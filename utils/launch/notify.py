@@ -1,29 +1,53 @@
-"""Tells the user's webhook what became of a job; slurm/job_setup.sh calls it at a job's end.
+"""Tells the user's webhook what became of a job, and their command or webhook of a run without one.
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
-The URL gets one JSON object by POST. `text` and `content`, where Slack, Mattermost and Discord look
-for a message, hold all of it in a line. Secrets are redacted, and the URL, which often holds a
-token, is in no message of ours.
+slurm/job_setup.sh calls that at a job's end, and a command itself. The URL gets one JSON object by
+POST. `text` and `content`, where Slack, Mattermost and Discord look for a message, hold all of it
+in a line. Secrets are redacted, and the URL, which often holds a token, is in no message of ours.
 """
 
 import http.client
 import json
 import os
+import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 
+from utils.launch.signals import NODE_DIR
+from utils.support.host import global_rank
 from utils.support.redaction import redact
 
 TIMEOUT_S = 8.0  # the job script waits for 10
 
 
+def tell(event: str, run: Path, text: str) -> None:
+    """Tell what became of a run, from rank 0, where no job script does. Raises nothing."""
+    target = os.environ.get("STOKER_ON_EVENT")
+    if not target or NODE_DIR in os.environ or global_rank():
+        return
+    words = [event, str(run), "", redact(text).partition("\n")[0]]
+    if target.startswith(("http://", "https://")):
+        main(words)
+        return
+    names = ("STOKER_EVENT", "STOKER_RUN", "STOKER_JOB", "STOKER_TEXT")
+    env = {**os.environ, **dict(zip(names, words, strict=True))}
+    try:
+        subprocess.run(
+            [target, *words], env=env, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        sys.stderr.write(f"STOKER_ON_EVENT: {reason}; nothing else depends on it\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Send the event that the words tell; returns 1, with a line, if nobody took it."""
     event, run, job, text = map(redact, sys.argv[1:] if argv is None else argv)
-    line = f"{run or 'job'} {event} (job {job}): {text}"
+    line = f"{run or 'job'} {event}{f' (job {job})' if job else ''}: {text}"
     content = {"event": event, "run": run, "job": job, "reason": text, "text": line}
     try:
         request = urllib.request.Request(  # noqa: S310 - the caller takes http and https alone

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
+from utils.launch.notify import tell
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
 from utils.support.notes import last_line, leave_note, memory_error, storage_error
@@ -142,7 +143,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
     ending: int | None = None  # until main has returned or raised what is answered for here
-    failed: list[Path] = []  # runs whose page nobody else writes
+    failed: dict[Path, str] = {}  # runs that no job script reports, with their errors
 
     def leave_at_once() -> None:
         """Skip the teardown of one rank of several; all that is to be kept is written.
@@ -152,7 +153,9 @@ def run_script(main: Callable[[], int | None]) -> int:
         imported, this is the last of all exit handlers: locks are left, pages can be written.
         """
         while failed:
-            write_report(failed.pop())
+            run, error = failed.popitem()
+            write_report(run)
+            tell("failed", run, error)
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -161,7 +164,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     atexit.register(leave_at_once)
     ending = _run(main)
     if ending not in (0, ExitCode.STOPPED) and NODE_DIR not in os.environ:
-        failed += held_runs()
+        failed |= held_runs()
     if ending:
         # What comes before that handler can be stuck too: threads to join, other exit handlers.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)

@@ -92,10 +92,13 @@ def run_ending(run: History) -> Ending:
 
 
 def resume(run: History) -> str:
-    """Say where the same command resumes."""
-    if not run.checkpoints:
-        return "There is no committed checkpoint: the same command starts it anew."
-    return f"The same command resumes it from checkpoint-{run.checkpoints[0]['step']}."
+    """Say where the same command resumes, and that it is no use after a step that is not finite."""
+    then = "There is no committed checkpoint: the same command starts from the beginning"
+    if run.checkpoints:
+        then = f"The same command resumes it from checkpoint-{run.checkpoints[0]['step']}"
+    if any(one["time"] >= run.starts[-1].began for one in run.nonfinite):
+        then += ", and fails at the same step again if data and settings stay as they are"
+    return f"{then}."
 
 
 def remaining(run: History) -> str:

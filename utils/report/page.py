@@ -78,6 +78,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
         charts = charts_of(runs[0], *(facts[key] for key in ("spikes", "memory", "stragglers")))
     else:
         facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
+    facts["charted"] = any(line["step"] for chart in charts for line in chart["lines"])
     marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
     try:
         replace_text(output, _rendered(facts, {"charts": charts, "marks": marks}))

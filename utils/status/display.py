@@ -38,7 +38,10 @@ def show_runs(
     if as_json:
         return _json(runs)
     known = {run.job.id for run in runs if run.job}
-    return _table(runs, names, [job for job in jobs.values() if job.id not in known])
+    others = [job for job in jobs.values() if job.id not in known]
+    if not runs and not others:
+        return Group(Text(f"no runs in {folder}/, and no jobs of yours in Slurm's queue"))
+    return _table(runs, names, others)
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:

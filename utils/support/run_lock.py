@@ -61,9 +61,9 @@ def note_error(error: str) -> None:
         lock.error = error[:LONGEST_ERROR]
 
 
-def held_runs() -> list[Path]:
-    """Return the run directories that this process holds."""
-    return list(_held)
+def held_runs() -> dict[Path, str]:
+    """Return the run directories that this process holds, with the error that ends each."""
+    return {path: lock.error or "" for path, lock in _held.items()}
 
 
 @dataclass(frozen=True)
