@@ -81,17 +81,18 @@ site: $(DOCS)/.docs
 	$(DOCS)/bin/python examples/site_pages.py
 	$(DOCS)/bin/zensical build --clean --strict
 
-# Jobs wait for Slurm most of their time, so they run beside the other tests; each output in one piece.
+# Jobs wait for Slurm half of their time, so they run beside the other tests; each output in one piece.
 test: lint
 	$(MAKE) --jobs 2 --output-sync=target test-rest test-slurm
 
 test-rest: $(VENV)/.test
-	$(BIN)/pytest -n 3 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal --durations=15 --ignore=tests/slurm $(PYTEST_ARGS)
 
-# Interruptions by themselves, for time limits are among them; the others on two clusters at once.
+# Interruptions and refusals by themselves, for time limits are among them; the others on two clusters at once.
+ALONE := tests/slurm/test_interruptions.py tests/slurm/test_refused_jobs.py
 test-slurm: $(VENV)/.test
-	$(BIN)/pytest --durations=5 -rs tests/slurm/test_interruptions.py
-	$(BIN)/pytest -n 2 --dist loadfile --durations=10 -rs --ignore=tests/slurm/test_interruptions.py tests/slurm
+	$(BIN)/pytest --durations=5 -rs $(ALONE)
+	$(BIN)/pytest -n 2 --dist loadfile --durations=10 -rs $(addprefix --ignore=,$(ALONE)) tests/slurm
 
 slurm-cycles: $(VENV)/.test
 	rm -f benchmarks/results/slurm_cycles.json

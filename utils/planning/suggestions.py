@@ -78,26 +78,36 @@ class Planner:
         """Predict one choice; raises ConfigurationError where the global batch does not divide."""
         training = copy.copy(self.settings.training)
         training.per_device_train_batch_size = micro_batch
-        training.gradient_accumulation_steps = accumulation_steps(
-            self.settings.run.global_batch_size, micro_batch, launch.world_size
-        )
+        training.gradient_accumulation_steps = self._accumulation(launch, micro_batch)
         settings = replace(self.settings, training=training)
-        compiled = self.compiled and launch.strategy != "zero3"
+        compiled = self._compiled(launch)
         work = workload(settings, self.config, launch, None, self.loss_head, compiled)
         counts = self.products.parameters
         memory = estimate_memory(settings, self.config, launch, work, recomputed, counts)
+        speed = self.speed(launch, micro_batch, recomputed)
+        return Candidate(
+            launch.strategy, micro_batch, recomputed, memory.total, speed, memory.counted
+        )
+
+    def speed(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> float:
+        """Predict tokens per second, of the GPUs' memory alone as of usual ones."""
         step = Step(
-            micro_batch, training.gradient_accumulation_steps, work.sequence_length,
-            self.document_tokens, recomputed, compiled, training.mixed_precision != "no",
+            micro_batch, self._accumulation(launch, micro_batch),
+            self.settings.data.sequence_length, self.document_tokens, recomputed,
+            self._compiled(launch), self.settings.training.mixed_precision != "no",
         )  # fmt: skip
         gpus = self.gpus
         if gpus.flops is None:
             _, tflops, link_gb_s = USUAL
             gpus = replace(gpus, flops=tflops * 1e12, link=link_gb_s * 1e9 / 2)
-        speed = tokens_per_s(self.products, step, launch.strategy, gpus)
-        return Candidate(
-            launch.strategy, micro_batch, recomputed, memory.total, speed, memory.counted
-        )
+        return tokens_per_s(self.products, step, launch.strategy, gpus)
+
+    def _accumulation(self, launch: LaunchFacts, micro_batch: int) -> int:
+        total = self.settings.run.global_batch_size
+        return accumulation_steps(total, micro_batch, launch.world_size)
+
+    def _compiled(self, launch: LaunchFacts) -> bool:
+        return self.compiled and launch.strategy != "zero3"
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it fits with the reserve that `auto` leaves too."""
@@ -246,7 +256,7 @@ def report_forecast(
         logger.info("forecast: no speed, the GPUs are known by their memory alone (%s)", gpus)
         return
     micro_batch = planner.settings.training.per_device_train_batch_size
-    speed = planner.candidate(launch, micro_batch, recomputed).tokens_per_s
+    speed = planner.speed(launch, micro_batch, recomputed)
     step_tokens = run.global_batch_size * planner.settings.data.sequence_length
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
     logger.info(
