@@ -1,5 +1,6 @@
 """A real run as status.py shows it: training, killed, refused, stopped, finished."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -22,13 +23,14 @@ def stop_when_training(run):
     (run / "STOP").touch()
 
 
-def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch):
+def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0.0)
     run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
     command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     command.chmod(0o755)
     monkeypatch.setenv("STOKER_ON_EVENT", str(command))
-    argv = pretraining(run, max_steps=200, save_steps=20)
+    heldout = f"heldout={workspace / 'heldout'}"
+    argv = pretraining(run, max_steps=200, save_steps=20, eval_data=heldout, eval_steps=20)
     process = subprocess.Popen(
         [sys.executable, "pretrain.py", *argv], cwd=ROOT, env=quiet_environment()
     )
@@ -36,7 +38,8 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch
         wait_until((run / "checkpoint-20" / "manifest.json").exists, "no checkpoint")
         status = read_status(run, {})
         assert (status.state, status.max_steps, status.starts) == ("running", 200, 1)
-        assert f"process {process.pid} on " in status.because
+        phases = "starting|in its first step|training|saving|evaluating"
+        assert re.fullmatch(rf"process {process.pid} on \S+, ({phases})", status.because)
         assert status.step >= 20
         assert status.tokens_per_s > 0
         assert 0 < status.left_s < 3600
@@ -63,10 +66,20 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, tmp_path, monkeypatch
     assert (status.state, status.saved_step) == ("stopped", status.step)
     assert status.because == f"at step {status.step} with a checkpoint"
 
+    phases = []
+    monkeypatch.setattr("utils.callbacks.journal.note_phase", phases.append)
     assert pretrain.main(argv) == 0
+    shown = [phase for phase, _ in itertools.groupby(phases)]
+    assert shown[:2] == ["in its first step", "training"]
+    assert {(one, next_one) for one, next_one in itertools.pairwise(shown[1:])} == {
+        ("training", "evaluating"), ("evaluating", "saving"), ("saving", "training"),
+        ("saving", "finishing"),
+    }  # fmt: skip
     status = read_status(run, {})
     assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
     assert (status.advice, status.error) == (f"python chat.py {run}", None)
-    stopped, finished = told.read_text().splitlines()
+    # That of the refused start comes at its process's end, which here is that of all tests.
+    lines = told.read_text().splitlines()
+    stopped, finished = (line for line in lines if not line.startswith("failed|"))
     assert re.fullmatch(rf"stopped\|stopped {run}  step \d+ of 200; the same .*", stopped)
     assert finished == f"finished|finished {run}  step 200 of 200"

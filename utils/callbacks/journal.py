@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.memory import MemoryMonitor, fullest_rank
 from utils.checkpoints.store import Checkpoints
 from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
-from utils.support.run_lock import known_loss
+from utils.support.run_lock import known_loss, note_phase
 
 __all__ = ["Journal", "read_journal", "readable_line"]
 
@@ -49,6 +49,27 @@ class Journal(TrainerCallback):
                 file.write(b"\n")  # the process died within a line, which stays one of its own
         event = "resumed" if state.global_step else "started"
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
+        note_phase("in its first step")
+
+    @override
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell status.py what comes next; so do the two below."""
+        if control.should_evaluate:
+            note_phase("evaluating")
+        else:
+            self._note_next(control)
+
+    @override
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self._note_next(control)
+
+    def _note_next(self, control: TrainerControl) -> None:
+        ended = control.should_training_stop
+        note_phase("saving" if control.should_save else "finishing" if ended else "training")
+
+    @override
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        note_phase("finishing")
 
     @override
     def on_log(
@@ -77,12 +98,15 @@ class Journal(TrainerCallback):
         logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
-    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Measure memory, collective over ranks; write what each new checkpoint took."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
             self._write_saves()
+            self._note_next(control)
 
     def _write_saves(self) -> None:
         for save in self.checkpoints.saves[self.saves_written :]:

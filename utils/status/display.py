@@ -152,14 +152,15 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     table.add_column("what", ratio=1, overflow="fold")
     for run in runs:
-        losses = [loss for loss, _ in run.evaluations.values()]
+        evals = [f"{name} {loss:.4f}" for name, (loss, _) in run.evaluations.items()]
+        losses = evals if len(evals) > 1 else [text.rpartition(" ")[2] for text in evals]
         saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
         table.add_row(
             names[run.run], Text(run.state, COLOURS[run.state]),
             "" if run.step is None else f"{run.step:,}",
             f"{100 * run.step / run.max_steps:.0f}" if run.step and run.max_steps else "",
             "" if run.loss is None else f"{run.loss:.4f}",
-            f"{losses[0]:.4f}" if losses else "",
+            losses[0] if losses else "",
             f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "",
             "" if run.left_s is None or run.state == "finished" else duration(run.left_s),
             saved, run.job.id if run.job else "",

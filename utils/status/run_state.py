@@ -245,7 +245,8 @@ def _judge(
     job, last = status.job, [line["event"] for line in lines if line["event"] != "save"][-1:]
     in_queue = job.state if job else ""
     if owner and owner.alive:
-        status.state, status.because = "running", f"process {owner.pid} on {owner.host}"
+        doing = f", {owner.phase}" if owner.phase else ""
+        status.state, status.because = "running", f"process {owner.pid} on {owner.host}{doing}"
     elif last == ["summary"] and (directory / FINAL).is_dir() and (not owner or owner.left):
         early = status.max_steps and status.step and status.step < status.max_steps
         ended = f"early stopping at step {status.step}; " if early else ""

@@ -61,6 +61,12 @@ def note_error(error: str) -> None:
         lock.error = error[:LONGEST_ERROR]
 
 
+def note_phase(phase: str) -> None:
+    """Let the next sign of life of the runs that this process holds say what it is doing."""
+    for lock in _held.values():
+        lock.phase = phase
+
+
 def held_runs() -> dict[Path, str]:
     """Return the run directories that this process holds, with the error that ends each."""
     return {path: lock.error or "" for path, lock in _held.items()}
@@ -71,7 +77,8 @@ class LastOwner:
     """The newest owner of a run directory, as its file tells whoever only looks.
 
     left: whether it said so, with the `error` that ended it, if one did. gone: whether its process
-    is known to be dead. age_s: since its last sign of life, by this machine's clock.
+    is known to be dead. age_s: since its last sign of life, by this machine's clock, with its
+    `phase` then.
     """
 
     host: str
@@ -81,6 +88,7 @@ class LastOwner:
     error: str | None
     gone: bool
     age_s: float
+    phase: str = ""
 
     @property
     def alive(self) -> bool:
@@ -96,7 +104,7 @@ def look_at_run_lock(output_dir: Path) -> LastOwner | None:
         age_s = time.time() - (output_dir / FOLDER / f"owner-{number}").stat().st_mtime
         return LastOwner(
             owner["host"], owner["pid"], owner["job"], content["left"], content.get("error"),
-            _is_dead(owner), age_s,
+            _is_dead(owner), age_s, content.get("phase", ""),
         )  # fmt: skip
     except (OSError, LookupError, TypeError):
         return None
@@ -145,6 +153,7 @@ class RunLock:
         self.beats = 0
         self.lost: str | None = None
         self.error: str | None = None
+        self.phase = "starting"
         self.folder.mkdir(exist_ok=True)
         while True:
             self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
@@ -220,6 +229,7 @@ class RunLock:
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this owner's file in one call, always of one size: no reader sees half of it."""
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
+        content["phase"] = self.phase
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
             file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
