@@ -31,7 +31,7 @@ def test_a_run_whose_metric_gets_no_better_ends_there_however_it_got_there(
     whole = uninterrupted(**SETTINGS)
     shown = capsys.readouterr().out
     assert "early stopping after step 6: eval_first_loss was" in shown
-    assert "finished at step 6; " in shown
+    assert "finished at step 6 after " in shown
     assert trainer_state(whole, LAST)["stateful_callbacks"]["stoker"]["unimproved_evaluations"] == 2
     assert_ended(whole, whole)
     # Starting it again is no resume, unless it is to be more patient.
@@ -54,8 +54,8 @@ def test_a_run_whose_metric_gets_no_better_ends_there_however_it_got_there(
             assert start(run, provoke, **SETTINGS) == ExitCode.STOPPED
         assert start(run, **SETTINGS) == ExitCode.DONE
         shown = capsys.readouterr().out
-        assert "finished at step 6; " in shown, name
+        assert "finished at step 6 after " in shown, name
         assert_ended(run, whole)
     patient = SETTINGS | {"early_stopping_patience": 3}
     assert start(run, **patient) == ExitCode.DONE
-    assert "finished at step 8; " in capsys.readouterr().out
+    assert "finished at step 8 after " in capsys.readouterr().out

@@ -117,10 +117,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     if trainer.average is not None:
         decay = f"ema_decay {trainer.average.decay:g}"
         kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
-    logger.info(
-        "finished at step %d; %s holds the weights of %s in %s",
-        step, output_dir / FINAL, kept, name_of(save_dtype),
-    )  # fmt: skip
+    logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
     _use_the_result(trainer, output_dir)
     leave_run_lock(output_dir)
     tell("finished", output_dir, where)
