@@ -170,9 +170,12 @@ def test_runs_are_compared(opened, run, tmp_path):
 
 def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     """By its launcher, whatever ended it, or by itself where it was started without one."""
-    run = tmp_path / "run"
+    run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
+    command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
+    command.chmod(0o755)
     script = ["tests/integration/troubled_run.py", *pretraining(run, save_steps=2)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
+    python |= {"STOKER_ON_EVENT": str(command)}
     for launcher, kind, batch, words in (
         (["slurm/launch_node.sh"], "kill", 9, "no last word: it was killed"),
         ([sys.executable], "raise", 3, "RuntimeError: the batch is spoilt"),
@@ -187,3 +190,10 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
         assert words in page
         assert "The same command resumes it from checkpoint-" in page
         (run / "report.html").unlink()
+    env = quiet_environment(python | {"STOKER_TEST_TROUBLE": "raise:0:99"})  # past the end
+    for launcher in (["slurm/launch_node.sh"], [sys.executable]):
+        subprocess.run([*launcher, *script], cwd=ROOT, env=env, check=True)
+    killed, failed, *finished = told.read_text().splitlines()
+    assert killed.startswith(f"failed|failed {run}  rank 0 on "), killed
+    assert failed.startswith(f"failed|failed {run}  RuntimeError: the batch is spoilt ("), failed
+    assert finished == 2 * [f"finished|finished {run}  done"]

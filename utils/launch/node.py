@@ -17,6 +17,7 @@ from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.config.strategy import choose_config, given_strategy
 from utils.launch.accelerate_command import check_config, launch_arguments
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
+from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import configure_logging, missing_package, write_report
 from utils.launch.signals import STOP
@@ -78,10 +79,13 @@ def main(argv: list[str] | None = None) -> int:
         verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
         verdict = leave_or_print(verdict)
         failed = verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
-        if ALONE and failed and signals.directory is not None:
-            # Of rank 0's node, where the run started. In a job its script writes the page.
+        if ALONE and signals.directory is not None:
+            # Of rank 0's node, where the run started. In a job its script does the same.
             for note in signals.directory.rglob(RUN_STARTED):
-                write_report(Path(note.read_text(encoding="utf-8").strip()))
+                run = Path(note.read_text(encoding="utf-8").strip())
+                if failed:
+                    write_report(run)
+                tell(run, verdict.exit_code, verdict.text)
         return verdict.exit_code
     finally:
         signals.clean_up()

@@ -17,18 +17,18 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.launch.signals import NODE_DIR
-from utils.support.host import global_rank
+from utils.config.errors import ExitCode
 from utils.support.redaction import redact
 
 TIMEOUT_S = 8.0  # the job script waits for 10
 
 
-def tell(event: str, run: Path, text: str) -> None:
-    """Tell what became of a run, from rank 0, where no job script does. Raises nothing."""
+def tell(run: Path, code: int, text: str) -> None:
+    """Tell how a run ended, by its exit code, where no job script does. Raises nothing."""
     target = os.environ.get("STOKER_ON_EVENT")
-    if not target or NODE_DIR in os.environ or global_rank():
+    if not target:
         return
+    event = {0: "finished", ExitCode.STOPPED: "stopped"}.get(code, "failed")
     words = [event, str(run), "", redact(text).partition("\n")[0]]
     if target.startswith(("http://", "https://")):
         main(words)

@@ -19,7 +19,7 @@ from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClust
 from utils.launch.notify import tell
 from utils.launch.signals import NODE_DIR
 from utils.support.host import global_rank, host_name
-from utils.support.notes import last_line, leave_note, memory_error, storage_error
+from utils.support.notes import last_line, leave_note, memory_error, runs_begun, storage_error
 from utils.support.redaction import install_redaction, redact
 from utils.support.run_lock import held_runs, note_error
 
@@ -143,7 +143,9 @@ def run_script(main: Callable[[], int | None]) -> int:
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
     ending: int | None = None  # until main has returned or raised what is answered for here
-    failed: dict[Path, str] = {}  # runs that no job script reports, with their errors
+    last_words = ""
+    failed: list[Path] = []  # runs whose page nobody else writes
+    told: list[Path] = []  # runs whose end nobody else tells
 
     def leave_at_once() -> None:
         """Skip the teardown of one rank of several; all that is to be kept is written.
@@ -153,9 +155,9 @@ def run_script(main: Callable[[], int | None]) -> int:
         imported, this is the last of all exit handlers: locks are left, pages can be written.
         """
         while failed:
-            run, error = failed.popitem()
-            write_report(run)
-            tell("failed", run, error)
+            write_report(failed.pop())
+        while told:
+            tell(told.pop(), ending or 0, last_words)
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -163,8 +165,11 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     atexit.register(leave_at_once)
     ending = _run(main)
-    if ending not in (0, ExitCode.STOPPED) and NODE_DIR not in os.environ:
-        failed |= held_runs()
+    if NODE_DIR not in os.environ:  # else it is the launcher's or the job script's to do
+        errors, told = held_runs(), runs_begun
+        done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
+        failed += errors if ending not in done else ()
+        last_words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
     if ending:
         # What comes before that handler can be stuck too: threads to join, other exit handlers.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)

@@ -23,7 +23,6 @@ from utils.checkpoints.store import Checkpoints
 from utils.config.arguments import eval_splits, profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
-from utils.launch.notify import tell
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
 from utils.planning.plan import RunPlan
@@ -103,12 +102,12 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     finally:
         HangWatch.leave()
     step = state.global_step
-    where = f"step {step} of {state.max_steps}"
     if trainer.watch.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
-        logger.info("stopped at %s %s; the same command resumes it", where, kept)
-        tell("stopped", output_dir, f"{where}; the same command resumes it")
+        logger.info(
+            "stopped at step %d of %d %s; the same command resumes it", step, state.max_steps, kept
+        )
         return ExitCode.STOPPED
     if best := state.best_model_checkpoint:
         metric = trainer.args.metric_for_best_model
@@ -120,7 +119,6 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
     _use_the_result(trainer, output_dir)
     leave_run_lock(output_dir)
-    tell("finished", output_dir, where)
     return ExitCode.DONE
 
 

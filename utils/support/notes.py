@@ -34,6 +34,7 @@ _STORAGE_TEXTS = (
 )  # fmt: skip
 # The last one is of a data worker, which the kernel or Slurm kills for lack of memory.
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED", "signal: Killed"
+runs_begun: list[Path] = []  # by this process, as rank 0
 # Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
 memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
@@ -89,6 +90,7 @@ def leave_verdict(text: str, exit_code: int) -> bool:
 
 def mark_run_started(output_dir: Path) -> None:
     """Tell the job script, which counts starts without progress, that the run itself began."""
+    runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 
 

@@ -2,12 +2,9 @@
 
 import http.server
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
-from launching import ROOT, quiet_environment
 
 from utils.launch.notify import main, tell
 
@@ -70,31 +67,16 @@ def test_a_webhook_that_is_not_there_is_one_line(url, monkeypatch, capsys):
 
 
 def test_without_a_job_script_the_run_tells_itself(webhook, tmp_path, monkeypatch, capsys):
+    """tests/integration/test_run_report.py has runs that do, with a command."""
     monkeypatch.setenv("STOKER_ON_EVENT", f"http://127.0.0.1:{webhook.server_port}/T0/secret")
-    tell("stopped", tmp_path, "step 3 of 9")
-    monkeypatch.setenv("STOKER_NODE_DIR", str(tmp_path))  # a job script tells
-    tell("stopped", tmp_path, "step 3 of 9")
+    for code, text in ((0, "done"), (75, "stopped with a checkpoint"), (78, "step 3\nmore")):
+        tell(tmp_path, code, text)
     assert [json.loads(body)["text"] for *_, body in webhook.requests] == [
-        f"{tmp_path} stopped: step 3 of 9"
+        f"{tmp_path} finished: done",
+        f"{tmp_path} stopped: stopped with a checkpoint",
+        f"{tmp_path} failed: step 3",
     ]
-    monkeypatch.delenv("STOKER_NODE_DIR")
     monkeypatch.setenv("STOKER_ON_EVENT", str(tmp_path / "no command"))
-    tell("stopped", tmp_path, "step 3 of 9")
+    tell(tmp_path, 0, "done")
     said = capsys.readouterr().err
     assert said == "STOKER_ON_EVENT: No such file or directory; nothing else depends on it\n"
-
-
-def test_a_run_that_fails_tells_its_error(webhook, tmp_path):
-    """At the very end of the process, as a script has it."""
-    script = (
-        "import sys\nfrom pathlib import Path\n"
-        "from utils.launch.script import run_script\n"
-        "from utils.support.run_lock import take_run_lock\n"
-        "def main():\n    take_run_lock(Path(sys.argv[1]))\n    raise ValueError('of the test')\n"
-        "sys.exit(run_script(main))\n"
-    )
-    env = quiet_environment({"STOKER_ON_EVENT": f"http://127.0.0.1:{webhook.server_port}/"})
-    words = [sys.executable, "-c", script, str(tmp_path)]
-    assert subprocess.run(words, cwd=ROOT, env=env, check=False).returncode == 1
-    ((*_, body),) = webhook.requests
-    assert json.loads(body)["text"].startswith(f"{tmp_path} failed: ValueError: of the test (")
