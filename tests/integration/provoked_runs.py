@@ -20,7 +20,7 @@ STEPS = 8
 RUN = {
     "max_steps": STEPS, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
     "save_steps": 4, "per_device_eval_batch_size": 4, "metric_for_best_model": "eval_first_loss",
-    "load_best_model_at_end": "true", "lr_scheduler_type": "cosine",
+    "load_best_model_at_end": "true", "save_best": "false", "lr_scheduler_type": "cosine",
 }  # fmt: skip
 
 

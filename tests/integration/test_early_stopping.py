@@ -1,5 +1,6 @@
 """Early stopping: the run ends at the same step however it was interrupted, and is finished."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def test_a_run_whose_metric_gets_no_better_ends_there_however_it_got_there(
     shown = capsys.readouterr().out
     assert "early stopping after step 6: eval_first_loss was" in shown
     assert "finished at step 6 after " in shown
+    assert re.search(
+        r"the best evaluation \(.* at step 2\) has no checkpoint, so final/ holds", shown
+    )
     assert trainer_state(whole, LAST)["stateful_callbacks"]["stoker"]["unimproved_evaluations"] == 2
     assert_ended(whole, whole)
     # Starting it again is no resume, unless it is to be more patient.

@@ -244,13 +244,27 @@ def derive_evaluation(values: SettingValues) -> None:
 
 
 def derive_best_metric(values: SettingValues) -> None:
-    """Derive what the best model is judged by, where there is one split, and which way round."""
+    """Derive what the best model is judged by, where there is one split, and which way round.
+
+    A best model that is to be loaded has to be saved when it is found: Trainer takes what it judged
+    best last among the checkpoints that are there, with the figure of the best evaluation.
+    """
     with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
         judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
             why = f"{values.shown(judges[0])}, and the only split"
             values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)
+    when = [
+        (
+            values[f"{kind}_strategy"],
+            values[f"{kind}_strategy"] == "steps" and values[f"{kind}_steps"],
+        )
+        for kind in ("eval", "save")
+    ]
+    if values["load_best_model_at_end"] and when[0] != when[1] and values.rank("save_best") == 0:
+        why = f"{values.shown('load_best_model_at_end')}, and not each evaluation has a save"
+        values.derive("save_best", True, why)
     metric = values["metric_for_best_model"] or ""
     if metric.endswith("perplexity") and values["greater_is_better"] is None:
         values.derive("greater_is_better", False, f"a lower {metric} is better")

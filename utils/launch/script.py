@@ -203,6 +203,9 @@ def _run(main: Callable[[], int | None]) -> int:
         return 0
     except ConfigurationError as error:
         return _refuse(error)
+    except KeyboardInterrupt:
+        note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
+        raise
     except Exception as error:
         refusal = memory_error(error) or storage_error(error) or missing_package(error)
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)

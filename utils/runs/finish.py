@@ -109,10 +109,9 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             "stopped at step %d of %d %s; the same command resumes it", step, state.max_steps, kept
         )
         return ExitCode.STOPPED
-    if best := state.best_model_checkpoint:
-        metric = trainer.args.metric_for_best_model
-        logger.info("best checkpoint: %s (%s = %.4f)", best, metric, state.best_metric)
-    kept = "the best checkpoint" if trainer.args.load_best_model_at_end else f"step {step}"
+    _name_the_best(trainer)
+    loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    kept = Path(loaded).name if loaded else f"step {step}"
     if trainer.average is not None:
         decay = f"ema_decay {trainer.average.decay:g}"
         kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
@@ -120,6 +119,22 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     _use_the_result(trainer, output_dir)
     leave_run_lock(output_dir)
     return ExitCode.DONE
+
+
+def _name_the_best(trainer: PackedTrainer) -> None:
+    """Log the best checkpoint, and where final/ is another one, for the best step has none."""
+    state, best = trainer.state, trainer.state.best_model_checkpoint
+    if not state.best_global_step:
+        return
+    metric = f"{trainer.args.metric_for_best_model} = {state.best_metric:.4f}"
+    if best and best.endswith(f"-{state.best_global_step}"):
+        logger.info("best checkpoint: %s (%s)", best, metric)
+    elif trainer.args.load_best_model_at_end:
+        logger.warning(
+            "the best evaluation (%s at step %d) has no checkpoint, so final/ holds %s: "
+            "--save_best true writes one at each new best",
+            metric, state.best_global_step, best or "the last step",
+        )  # fmt: skip
 
 
 def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:

@@ -58,6 +58,7 @@ def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> 
             while True:
                 time.sleep(watch_s)
                 live.update(look(), refresh=True)
+                sys.stdout.flush()  # into a pipe, too
     except KeyboardInterrupt:
         return 0
 

@@ -240,3 +240,11 @@ def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
     monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
     assert parse(**DRY).resolved["bf16"] is False
+
+
+def test_a_best_model_that_is_to_be_loaded_is_saved_when_it_is_found(no_accelerator, started):
+    """Trainer would take what was the best when it was saved, with the figure of a later one."""
+    best = "eval_data: [data/held-out]\nload_best_model_at_end: true\nsave_steps: 20\n"
+    assert started(f"{best}eval_steps: 10")["save_best"] is True
+    assert started(f"{best}eval_steps: 20")["save_best"] is False
+    assert started(f"{best}eval_steps: 10\nsave_best: false")["save_best"] is False
