@@ -67,7 +67,8 @@ def _parse(
 ) -> RunSettings:
     settle = (
         *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
-        *(derive_batch_sizes, derive_evaluation, derive_best_metric, settle_precision),
+        *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
+        settle_precision,
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
     values = read_settings(classes, argv, settle, (check_effects, *checks), script, description)
@@ -244,27 +245,29 @@ def derive_evaluation(values: SettingValues) -> None:
 
 
 def derive_best_metric(values: SettingValues) -> None:
-    """Derive what the best model is judged by, where there is one split, and which way round.
-
-    A best model that is to be loaded has to be saved when it is found: Trainer takes what it judged
-    best last among the checkpoints that are there, with the figure of the best evaluation.
-    """
+    """Derive what the best model is judged by, where there is one split, and which way round."""
     with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
         judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
             why = f"{values.shown(judges[0])}, and the only split"
             values.derive("metric_for_best_model", f"eval_{splits[0]}_loss", why)
-    when = [
-        (
-            values[f"{kind}_strategy"],
-            values[f"{kind}_strategy"] == "steps" and values[f"{kind}_steps"],
-        )
-        for kind in ("eval", "save")
-    ]
-    if values["load_best_model_at_end"] and when[0] != when[1] and values.rank("save_best") == 0:
-        why = f"{values.shown('load_best_model_at_end')}, and not each evaluation has a save"
-        values.derive("save_best", True, why)
     metric = values["metric_for_best_model"] or ""
     if metric.endswith("perplexity") and values["greater_is_better"] is None:
         values.derive("greater_is_better", False, f"a lower {metric} is better")
+
+
+def derive_saves_of_the_best(values: SettingValues) -> None:
+    """Derive that a best model which is to be loaded is saved when it is found.
+
+    Trainer would take the checkpoint that was the best when it was written, and name it with the
+    figure of a better evaluation that has none.
+    """
+    kind = values["eval_strategy"]
+    each = kind == values["save_strategy"]
+    if kind == "steps":
+        each = each and values["eval_steps"] == values["save_steps"]
+    wanted = values["load_best_model_at_end"] and values["eval_data"] and not each
+    if wanted and values.rank("save_best") == 0:
+        why = f"{values.shown('load_best_model_at_end')}, and not each evaluation has a save"
+        values.derive("save_best", True, why)

@@ -90,7 +90,7 @@ class Planner:
         )
 
     def speed(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> float:
-        """Predict tokens per second, of the GPUs' memory alone as of usual ones."""
+        """Predict tokens per second; as on usual GPUs where their memory alone is known."""
         step = Step(
             micro_batch, self._accumulation(launch, micro_batch),
             self.settings.data.sequence_length, self.document_tokens, recomputed,

@@ -248,3 +248,5 @@ def test_a_best_model_that_is_to_be_loaded_is_saved_when_it_is_found(no_accelera
     assert started(f"{best}eval_steps: 10")["save_best"] is True
     assert started(f"{best}eval_steps: 20")["save_best"] is False
     assert started(f"{best}eval_steps: 10\nsave_best: false")["save_best"] is False
+    by_epoch = "eval_strategy: epoch\nsave_strategy: epoch"
+    assert started(best.replace("save_steps: 20", by_epoch))["save_best"] is False
