@@ -78,8 +78,9 @@ def owned_by(output_dir: Path, owner: dict, number: int = 1, beat: int = 0) -> P
     folder = output_dir / run_lock.FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"owner-{number}"
-    path.write_text(json.dumps({"owner": owner, "beat": beat, "left": False}))
-    return path
+    draft = output_dir / f"draft-{number}"  # whole at once, as an owner's one call writes it
+    draft.write_text(json.dumps({"owner": owner, "beat": beat, "left": False}))
+    return draft.rename(path)
 
 
 def seconds_to_take(output_dir: Path) -> float:
