@@ -53,7 +53,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell status.py what comes next; so do the two below."""
+        """Tell status.py what comes next, as `on_evaluate`, `on_save` and `on_train_end` do."""
         if control.should_evaluate:
             note_phase("evaluating")
         else:

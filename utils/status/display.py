@@ -153,8 +153,11 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     table.add_column("what", ratio=1, overflow="fold")
     for run in runs:
-        evals = [f"{name} {loss:.4f}" for name, (loss, _) in run.evaluations.items()]
-        losses = evals if len(evals) > 1 else [text.rpartition(" ")[2] for text in evals]
+        named = len(run.evaluations) > 1
+        losses = [
+            f"{name} {loss:.4f}" if named else f"{loss:.4f}"
+            for name, (loss, _) in run.evaluations.items()
+        ]
         saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
         table.add_row(
             names[run.run], Text(run.state, COLOURS[run.state]),
