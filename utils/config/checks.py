@@ -1,7 +1,7 @@
 """What cannot work is refused before anything is built, and no file opened.
 
 Each check takes all values and yields one line for each fault; reading a setting that is missing
-or at fault itself ends the check. utils/config/settings.py refuses what has no effect.
+or at fault itself ends the check. utils/config/settings.py refuses contradictions.
 """
 
 import importlib.util

@@ -68,10 +68,12 @@ def _parse(
     settle = (
         *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
-        settle_precision,
+        *(settle_precision, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
-    values = read_settings(classes, argv, settle, (check_effects, *checks), script, description)
+    values = read_settings(
+        classes, argv, settle, (check_contradictions, *checks), script, description
+    )
     # So a recipe for bf16 on GPUs is checked on a login node.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
     instead = {"use_cpu": True, "tf32": None} if without_gpu else {}
@@ -83,9 +85,10 @@ def _parse(
 
 
 OF_EVALUATIONS = (
-    "eval_steps eval_on_start max_eval_sequences sample_prompts load_best_model_at_end save_best "
-    "metric_for_best_model greater_is_better early_stopping_patience"
+    "eval_steps eval_on_start max_eval_sequences sample_prompts save_best metric_for_best_model "
+    "greater_is_better"
 )
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
@@ -101,9 +104,11 @@ def _is_not(*words: object) -> Callable[[Any], bool]:
 
 
 _is_given = _is_not(None, [], "")
+Rules = tuple[tuple[str, Callable[[Any], bool], str], ...]
 
 # While the value of the first setting is as the second says, those of the third have no effect.
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+# MOOT changes nothing that is trained: a line in the log.
+MOOT: Rules = (
     # When to evaluate, save and log.
     ("eval_data", _is([]), f"eval_strategy {OF_EVALUATIONS}"),
     ("eval_strategy", _is("no"), f"eval_data {OF_EVALUATIONS}"),
@@ -111,33 +116,46 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("report_to", _is(None, "none", [], ["none"]), "run_name"),
     ("sample_prompts", _is([]), "sample_max_new_tokens"),
     ("early_stopping_patience", _is(None), "early_stopping_threshold"),
-    ("max_steps", _is_not(-1), "max_tokens"),
-    ("max_tokens", _is_given, "max_steps"),
-    # Where the weights come from; a model_config with init_from changes positions and the like.
-    ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
-    ("init_from", _is_given, "model_name_or_path model_revision"),
-    ("init_from", _is(None), "init_optimizer"),
-    ("model_config", _is_given, "model_name_or_path model_revision"),
+    # The model, its adapters and its upload.
+    ("init_from", _is_given, "model_revision"),
+    ("model_config", _is_given, "model_revision"),
     ("push_to_hub", _is(False), "hub_model_id hub_private_repo"),
     ("use_peft", _is(False), LORA),
+    ("use_peft", _is(True), "stochastic_rounding pad_embeddings_to_multiple_of"),
     ("load_in_4bit", _is(False), "bnb_4bit_quant_type use_bnb_nested_quant"),
-    ("use_peft", _is(True), "stochastic_rounding init_optimizer pad_embeddings_to_multiple_of"),
-    # In which types it is computed.
-    ("bf16", _is(True), "fp16 stochastic_rounding"),
-    ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
-    ("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
-    ("stochastic_rounding", _is(True), "bf16 optim_args"),
+    # How the same numbers are computed.
     ("use_cpu", _is(True), "tf32"),
-    ("optim", _is_not("adamw_torch", "adamw_torch_fused"), "optim_states stochastic_rounding"),
-    ("optim_states", _is_given, "optim_args"),
-    ("lr_scheduler_type", _is("constant"), "warmup_steps"),
-    # What is computed again in the backward pass.
+    ("optim", _is_not(*ADAMW), "optim_states"),
     ("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
+# CONTRADICTIONS ask for another training: an error, unless a stronger source overrules a weaker.
+CONTRADICTIONS: Rules = (
+    ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
+    ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
+    ("save_strategy", _is("no"), "load_best_model_at_end"),
+    ("max_steps", _is_not(-1), "max_tokens"),
+    ("max_tokens", _is_given, "max_steps"),
+    # Where the weights come from; a model_config with init_from changes positions and the like.
+    ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
+    ("init_from", _is_given, "model_name_or_path"),
+    ("init_from", _is(None), "init_optimizer"),
+    ("model_config", _is_given, "model_name_or_path"),
+    ("use_peft", _is(True), "init_optimizer"),
+    # In which types the weights are kept and computed.
+    ("bf16", _is(True), "fp16 stochastic_rounding"),
+    ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
+    ("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
+    ("stochastic_rounding", _is(True), "bf16 optim_args"),
+    ("optim", _is_not(*ADAMW), "stochastic_rounding"),
+    ("optim_states", _is_given, "optim_args"),
+    ("lr_scheduler_type", _is("constant"), "warmup_steps"),
+)
+RULES = (*MOOT, *CONTRADICTIONS)
 
 
 def rename_checkpointing(values: SettingValues) -> None:
@@ -166,11 +184,18 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_overruled(values: SettingValues) -> None:
-    """Leave out what a stronger source (flag, later recipe) leaves no effect, each with a note."""
+    """Leave out what a stronger source (flag, later recipe) overrules, and what is moot.
+
+    A default makes nothing moot here: evaluations, for one, are derived later.
+    """
     rank = values.rank
-    for cause, applies, names in RULES:
-        for name in _moot(values, cause, applies, names):
+    for cause, applies, names in CONTRADICTIONS:
+        for name in _without_effect(values, cause, applies, names):
             if 0 < rank(name) < rank(cause):
+                _leave_out(values, name, cause)
+    for cause, applies, names in MOOT:
+        for name in _without_effect(values, cause, applies, names):
+            if rank(name) > 0 and rank(cause) > 0:
                 _leave_out(values, name, cause)
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < rank(keywords) < rank(schedule)
@@ -178,21 +203,31 @@ def leave_out_overruled(values: SettingValues) -> None:
         _leave_out(values, keywords, schedule)
 
 
-def check_effects(values: SettingValues) -> Iterator[str]:
-    """Refuse what its own source or a default leaves no effect; of two that exclude, one."""
-    refused: set[str] = set()
-    for cause, applies, names in RULES:
-        for name in _moot(values, cause, applies, names):
+def leave_out_moot(values: SettingValues) -> None:
+    """Leave out what a default or a derived setting makes moot, once all are derived."""
+    for cause, applies, names in MOOT:
+        for name in _without_effect(values, cause, applies, names):
             # What is off or null has no effect anyway.
+            if values.rank(name) > 0 and values[name]:
+                _leave_out(values, name, cause)
+
+
+def check_contradictions(values: SettingValues) -> Iterator[str]:
+    """Refuse settings that ask for two different trainings; of two that exclude, one."""
+    refused: set[str] = set()
+    # What somebody wrote explains more than a default.
+    by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)
+    for cause, applies, names in by_rank:
+        for name in _without_effect(values, cause, applies, names):
             if values[name] and not refused & {cause, name}:
                 refused.add(name)
                 yield _no_effect(values, name, cause)
 
 
-def _moot(
+def _without_effect(
     values: SettingValues, cause: str, applies: Callable[[Any], bool], names: str
 ) -> list[str]:
-    """Return the settings that somebody changed and a rule makes moot."""
+    """Return the settings that somebody changed and a rule leaves no effect."""
     with suppress(UnusableSettingError):  # a fault above says why
         if applies(values[cause]):
             return [name for name in names.split() if values.changed(name)]

@@ -107,8 +107,9 @@ def test_printing_needs_sound_settings_starts_nothing_and_shows_no_secret(capsys
     token = "hf_" + "x" * 30
     monkeypatch.setenv("SOME_API_KEY", "secret-value")
     argv = [word for name, value in BASE.items() for word in (f"--{name}", value)]
-    argv += ["--run_name", f"{token} secret-value", "--print_config"]
+    argv += ["--tokenizer_name_or_path", f"{token} secret-value", "--print_config"]
     assert run_script(lambda: parse_pretraining(argv, "")) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^run_name: \*\*\* \*\*\* +# --run_name$", out, re.M)
+    shown = r"^tokenizer_name_or_path: \*\*\* \*\*\* +# --tokenizer_name_or_path$"
+    assert re.search(shown, out, re.M)
     assert token not in out

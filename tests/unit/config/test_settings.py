@@ -105,16 +105,53 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
     later.write_text("eval_strategy: no\n")
     argv = ["--config", str(tmp_path / "recipe.yaml"), str(later)]
     assert moot(parse_fine_tuning(argv, "").values) == EVALUATION
-    with pytest.raises(ConfigurationError, match=r"eval_steps 5 \(--eval_steps\) has no effect"):
-        parse_fine_tuning([*argv, "--eval_steps", "5"], "")
-    # Within one source it stays a contradiction.
-    with pytest.raises(ConfigurationError, match=r"eval_steps 70 .* has no effect"):
+    assert moot(parse_fine_tuning([*argv, "--eval_steps", "5"], "").values) == EVALUATION
+    # Within one source another best model stays a contradiction.
+    with pytest.raises(ConfigurationError, match=r"load_best_model_at_end true .* has no effect"):
         started(DEMO.replace("eval_strategy: steps", "eval_strategy: no"))
     for limit in ("max_steps: 5", "max_tokens: 5B"):
         note = started(f"{limit}\nnum_train_epochs: 2").notes[0]
         assert re.search(f"num_train_epochs 2 .* has no effect: {limit.replace(':', '')}", note)
     with pytest.raises(ConfigurationError, match=r"max_tokens 5B .* has no effect: max_steps 5 "):
         started("max_steps: 5\nmax_tokens: 5B")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gone"),
+    [
+        ("--eval_data data/x --eval_strategy no", {"eval_data"}),
+        ("--eval_data data/x --eval_strategy no --eval_steps 5 --save_best", {
+            "eval_data", "eval_steps", "save_best"}),
+        ("--eval_steps 5 --eval_strategy steps --max_eval_sequences 9", {
+            "eval_steps", "eval_strategy", "max_eval_sequences"}),
+        ("--save_strategy no --save_steps 5 --save_minutes 9", {"save_steps", "save_minutes"}),
+        ("--logging_strategy epoch --logging_steps 5", {"logging_steps"}),
+        ("--report_to none --run_name mine", {"run_name"}),
+        ("--run_name mine", {"run_name"}),
+        ("--lora_r 4 --lora_target_modules q_proj", {"lora_r", "lora_target_modules"}),
+        ("--use_peft --use_bnb_nested_quant --load_in_4bit false", {"use_bnb_nested_quant"}),
+        ("--hub_model_id me/x", {"hub_model_id"}),
+        ("--optim sgd --optim_states int8", {"optim_states"}),
+        ("--early_stopping_threshold 0.1", {"early_stopping_threshold"}),
+        ("--sample_max_new_tokens 9", {"sample_max_new_tokens"}),
+        ("--gradient_checkpointing false --gradient_checkpointing_kwargs {\"a\":1}", {
+            "activation_checkpointing_kwargs"}),
+        ("--dataloader_num_workers 0 --dataloader_prefetch_factor 2", {
+            "dataloader_prefetch_factor"}),
+    ],
+)  # fmt: skip
+def test_what_one_source_makes_moot_is_a_line_in_the_log(no_accelerator, started, flags, gone):
+    """On one command line, in one recipe, and split over both, whoever is the stronger."""
+    words = [f"--{each}".split() for each in flags.removeprefix("--").split(" --")]
+    lines = [f"{name[2:]}: {' '.join(value) or 'true'}\n" for name, *value in words]
+    for values in (
+        started("", *flags.split()),
+        started("".join(lines)),
+        started("".join(lines[1:]), *words[0]),
+        started("".join(lines[:1]), *(word for each in words[1:] for word in each)),
+    ):
+        assert moot(values) == gone
+        assert not any(values.changed(name) for name in gone)
 
 
 def test_one_batch_size_follows_from_the_other(started, monkeypatch):
@@ -213,7 +250,8 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_that_was_asked_for_by_the_launch(
 def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tmp_path):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    settings = parse(**changes, run_name="1e-4", lr_scheduler_kwargs='{"num_cycles": 1}',
+    settings = parse(**changes, tokenizer_name_or_path="1e-4",
+                     lr_scheduler_kwargs='{"num_cycles": 1}',
                      lr_scheduler_type="cosine_with_restarts")  # fmt: skip
     assert settings.resolved["bf16"] is bf16
     assert settings.training.mixed_precision == ("bf16" if bf16 else "no")
