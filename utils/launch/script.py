@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import importlib.util
+import json
 import logging
 import os
 import subprocess
@@ -237,6 +238,7 @@ def _fail(error: Exception) -> int:
     leave_note("failed", FAILED, last_words)
     note_error(last_words)
     _show([f"{_origin()}{line}" for line in lines])
+    _speak_last([f"{_origin()}{last_words}"])
     return FAILED
 
 
@@ -249,13 +251,39 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     if global_rank() == 0:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         listed = ["\n    ".join(f"  - {problem}".splitlines()) for problem in problems]
-        _show([f"{error.kind} ({count}):", *listed])
+        lines = [f"{error.kind} ({count}):", *listed]
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _show([f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"])
+        lines = [f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"]
     else:
         # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
         time.sleep(SPEAK_FIRST_S)
+        return error.exit_code
+    _show(lines)
+    _speak_last(lines)
     return error.exit_code
+
+
+def _speak_last(lines: list[str]) -> None:
+    """Repeat lines below the traceback with which torchrun or `accelerate launch` will end.
+
+    torchrun prints what it finds in a rank's error file. `accelerate launch` of one process prints
+    its own traceback only: a shell waits for its end, at most 5 s, and writes the lines then.
+    """
+    if NODE_DIR in os.environ:  # slurm/launch_node.sh ends with the verdict
+        return
+    text = "".join(f"{line}\n" for line in lines)
+    with contextlib.suppress(OSError):  # the lines stand above anyway
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            details = {"message": text.rstrip(), "extraInfo": {"timestamp": int(time.time())}}
+            Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
+            return
+        launcher = os.getppid()
+        if b"accelerate" in Path(f"/proc/{launcher}/cmdline").read_bytes():
+            # The command line of a process that has ended is empty.
+            waiting = 'grep -qs . "/proc/$1/cmdline" && [ "$tries" -lt 50 ]'
+            script = f"tries=0; while {waiting}; do sleep 0.1; tries=$((tries+1)); done"
+            command = ["sh", "-c", f'{script}; printf %s "$2" >&2', "sh", str(launcher), text]
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _origin() -> str:
