@@ -13,6 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
+from utils.config.launch_settings import check_launch_settings
 from utils.config.precision import is_true
 from utils.config.strategy import check_strategy
 from utils.config.unknown_names import unknown_name
@@ -221,6 +222,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_strategy,
+    check_launch_settings,
     check_precision,
     check_quantization,
     check_train_data,

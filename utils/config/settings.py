@@ -27,6 +27,7 @@ from utils.config.checks import (
 )
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
+from utils.config.launch_settings import let_recipe_decide
 from utils.config.precision import settle_precision, without_launch
 from utils.config.strategy import stand_for_launch
 
@@ -68,7 +69,7 @@ def _parse(
     settle = (
         *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
-        *(settle_precision, leave_out_moot),
+        *(settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
     values = read_settings(

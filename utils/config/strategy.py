@@ -14,6 +14,7 @@ from typing import Any
 from utils.config.assumed import assumed_gpus
 from utils.config.declarations import DEFAULT, FLAGS_RANK, Given, SettingValues
 from utils.config.errors import ConfigurationError
+from utils.config.launch_settings import block, block_variables, launch_faults
 from utils.config.precision import PRECISION_VARIABLE, is_true
 
 CONFIG = "ACCELERATE_CONFIG"
@@ -46,8 +47,7 @@ class StrategyConfig:
     @property
     def shards(self) -> bool:
         """Whether it only splits the model, which one process cannot; offloading it can."""
-        own = {**(self.content.get("fsdp_config") or {})}
-        own |= self.content.get("deepspeed_config") or {}
+        own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
 
@@ -119,19 +119,22 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
             "accelerate_configs/, or one that `accelerate config` wrote, from the repository's "
             "root."
         ) from error
+    if faults := list(launch_faults(strategy_variables(content))):
+        raise ConfigurationError([f"{chosen_by} ({path}): {fault}" for fault in faults])
     return StrategyConfig(path, chosen_by, content)
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return what `accelerate launch` sets for a config, as far as the strategy follows from it."""
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
+    variables |= block_variables(config)
     if config["distributed_type"] == "FSDP":
-        own = config.get("fsdp_config") or {}
+        own = block(config, "fsdp_config")
         checkpointing = str(own.get("fsdp_activation_checkpointing") or False).lower()
         variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
         variables["FSDP_VERSION"] = str(own.get("fsdp_version") or 1)
     elif config["distributed_type"] == "DEEPSPEED":
-        own = config.get("deepspeed_config") or {}
+        own = block(config, "deepspeed_config")
         variables["ACCELERATE_USE_DEEPSPEED"] = "true"
         if own.get("deepspeed_config_file"):
             variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own["deepspeed_config_file"])
@@ -174,9 +177,13 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Refuse a strategy that does not exist, GPUs that nobody knows, and both of no dry run."""
-    if fault := strategy_fault(values["strategy"]):
-        yield f"{values.shown('strategy')}: {fault}"
+    """Refuse a strategy that cannot train, GPUs that nobody knows, and both of no dry run."""
+    environment = os.environ if values["dry_run"] and not is_launched(os.environ) else {}
+    try:
+        given = Given(values["strategy"], values.source("strategy"))
+        choose_config(environment, given, processes=2, on_cpu=False)
+    except ConfigurationError as error:
+        yield from error.problems
     for name in ("assume", "suggest"):
         if values[name] and not values["dry_run"]:
             yield f"{values.shown(name)} is for a dry run: add --dry_run, or leave it out"

@@ -6,9 +6,15 @@ import signal
 from collections.abc import Sequence
 
 from utils.config.errors import ConfigurationError
+from utils.config.launch_settings import PREFIXES, block
 from utils.config.strategy import ONE_PROCESS, StrategyConfig
 from utils.launch.slurm import Allocation
 
+# What a config may have for TPUs, mpirun, fp8 and Megatron-LM, with which nothing is trained here.
+OF_OTHERS = (
+    *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
+    *("fp8_config", "megatron_lm_config"),
+)
 # Seconds in which all nodes' launchers must join; they met a moment before.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node on which one failed.
@@ -28,6 +34,17 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
         raise ConfigurationError(
             f"{config.chosen_by}: DeepSpeed is not installed: pip install deepspeed, or use fsdp2."
         )
+
+
+def ignored_settings(config: StrategyConfig) -> list[str]:
+    """Return the settings of an accelerate config that do nothing here, for the log."""
+    from accelerate.commands.launch import launch_command_parser
+
+    read = {action.dest for action in launch_command_parser()._actions}
+    ignored = [name for name in OF_OTHERS if config.content.get(name) not in (None, "no", False)]
+    for name in PREFIXES:
+        ignored += [f"{name}: {key}" for key in block(config.content, name) if key not in read]
+    return ignored
 
 
 def launch_arguments(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.config.strategy import choose_config, given_strategy
-from utils.launch.accelerate_command import check_config, launch_arguments
+from utils.launch.accelerate_command import check_config, ignored_settings, launch_arguments
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
@@ -157,6 +157,8 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
             len(hosts), ", ".join(hosts[:8]) + ", ..." * (len(hosts) > 8), config.path,
             config.chosen_by,
         )  # fmt: skip
+        if ignored := ignored_settings(config):
+            logger.warning("%s: without effect here: %s", config.path, ", ".join(ignored))
     arguments = launch_arguments(config, allocation, command)
     signals.started = True
     return run_processes(arguments, signals)

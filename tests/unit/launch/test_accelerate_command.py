@@ -20,7 +20,7 @@ from utils.config.strategy import (
     read_config,
     strategy_variables,
 )
-from utils.launch.accelerate_command import check_config, launch_arguments
+from utils.launch.accelerate_command import check_config, ignored_settings, launch_arguments
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
 
@@ -182,6 +182,18 @@ def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path)
         assert real[name] == value, name
     # The other way round: what decides the strategy is among them.
     assert requested_strategy(real, 2) == requested_strategy(variables, 2)
+
+
+def test_settings_of_a_file_that_do_nothing_are_named(tmp_path):
+    (path := tmp_path / "a.yaml").write_text(yaml.safe_dump({
+        "distributed_type": "FSDP", "downcast_bf16": "yes", "fp8_config": {"backend": "TE"},
+        "fsdp_config": {"version": 2, "fsdp_backward_prefetch_policy": "BACKWARD_PRE"},
+    }))  # fmt: skip
+    assert ignored_settings(read_config(path, "a test")) == [
+        "downcast_bf16", "fp8_config", "fsdp_config: fsdp_backward_prefetch_policy",
+    ]  # fmt: skip
+    for shipped in CONFIGS:
+        assert not ignored_settings(read_config(shipped, "a test"))
 
 
 def test_a_strategy_of_the_users_own_config_has_a_name():

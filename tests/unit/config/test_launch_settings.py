@@ -1,0 +1,177 @@
+"""Settings of accelerate with which training would be wrong: in a file, as a flag, by variables."""
+
+import json
+import os
+import re
+
+import pytest
+import tiny
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from command_lines import BASE
+
+from utils.config.errors import ConfigurationError
+from utils.config.launch_settings import launch_faults
+from utils.config.settings import parse_pretraining
+from utils.config.strategy import read_config, strategy_variables
+
+pytestmark = pytest.mark.usefixtures("started_alone")
+FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+DDP = {"distributed_type": "MULTI_GPU"}
+HSDP = {"dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+
+WRONG = {
+    "tp": (FSDP2 | {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallel"),
+    "tp, as a string": (FSDP2 | {"parallelism_config": {"tp_size": "2"}}, "tp_size 2: tensor"),
+    "tp beside hsdp": (FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 4}}, "tp_size 4"),
+    "tp of ddp": (DDP | {"parallelism_config": {"tp_size": 2}}, "tp_size 2: tensor"),
+    "cp": (FSDP2 | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "context parall"),
+    "sp": ({"distributed_type": "DEEPSPEED", "parallelism_config": {"sp_size": 8}}, "sequence p"),
+    "hsdp of ddp": (DDP | {"parallelism_config": HSDP}, "dp_shard_size 2 needs FSDP2"),
+    "hsdp of fsdp1": ({"distributed_type": "FSDP", "parallelism_config": HSDP}, "needs FSDP2"),
+    "fp8": (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported: .* bf16: true"),
+    "dynamo": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "compile: true in the"),
+    "dynamo, short": (DDP | {"dynamo_config": {"backend": "inductor"}}, "dynamo_backend INDUCT"),
+    "dynamo, older": (DDP | {"dynamo_backend": "inductor"}, "dynamo_backend INDUCTOR: it comp"),
+    "ignored": (FSDP2 | {"fsdp_config": {"version": 2, "ignored_modules": "lm_head"}}, "summed"),
+}  # fmt: skip
+RIGHT = (
+    FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 1, "cp_size": "1", "sp_size": None}},
+    DDP | {"dynamo_config": {"dynamo_backend": "NO"}, "mixed_precision": "bf16"},
+    DDP | {"parallelism_config": {}, "fsdp_config": None},
+)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_would_train_wrongly_is_refused_before_the_start(name, tmp_path, monkeypatch):
+    content, said = WRONG[name]
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        read_config(path, "a test")
+    assert all(f"a test ({path}): " in problem for problem in caught.value.problems)
+    dry = ["--dry_run", "--assume", "4x80GB"]
+    argv = [*tiny.flags(**BASE | {"use_cpu": None}), *dry]
+    with pytest.raises(ConfigurationError, match=said):
+        parse_pretraining([*argv, "--strategy", str(path)], "")
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(path))
+    with pytest.raises(ConfigurationError, match=said):
+        parse_pretraining(argv, "")
+
+
+@pytest.mark.parametrize("content", RIGHT)
+def test_a_file_that_trains_right_is_read(content, tmp_path):
+    path = tmp_path / "right.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert read_config(path, "a test").content == content
+
+
+def launched(*options: str) -> dict[str, str]:
+    """Return what `accelerate launch` sets for these options."""
+    args = launch_command_parser().parse_args([*options, "--main_process_port", "0", "x.py"])
+    return prepare_multi_gpu_env(_validate_launch_command(args)[0])
+
+
+FSDP_FLAGS = "--use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--use_parallelism_config --parallelism_config_tp_size 2", "tp_size 2: tensor"),
+        ("--use_parallelism_config --parallelism_config_cp_size 2", "cp_size 2: context"),
+        ("--use_parallelism_config --parallelism_config_sp_size 2", "sp_size 2: sequence"),
+        ("--dynamo_backend inductor", "dynamo_backend INDUCTOR: it compiles"),
+    ],
+)
+def test_what_a_launch_sets_is_refused_by_its_processes(flags, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    variables = launched(*FSDP_FLAGS.split(), *flags.split())
+    assert not list(launch_faults(launched(*FSDP_FLAGS.split())))
+    for name, value in variables.items():
+        if os.environ.get(name) != value and name.startswith(("ACCELERATE", "PARALL", "FSDP")):
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"the accelerate config or command: .*{said}"):
+        parse_pretraining(tiny.flags(**BASE | {"dry_run": "true"}), "")
+
+
+def test_the_variables_of_a_file_are_accelerates_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.config.strategy.launch_faults", lambda _: ())
+    (path := tmp_path / "a.yaml").write_text(yaml.safe_dump({
+        "distributed_type": "FSDP", "num_processes": 8, "dynamo_config": {"backend": "inductor"},
+        "fsdp_config": {"version": 2, "fsdp_ignored_modules": "x"},
+        "parallelism_config": {f"parallelism_config_{each}_size": 2 for each in
+                               ("dp_replicate", "dp_shard", "tp")},
+    }))  # fmt: skip
+    real = launched("--config_file", str(path))
+    ours = strategy_variables(read_config(path, "a test").content)
+    assert ours == {name: real[name] for name in ours}
+    assert ours.keys() >= {"FSDP_VERSION", "PARALLELISM_CONFIG_TP_SIZE", "FSDP_IGNORED_MODULES"}
+
+
+def test_sizes_that_are_not_the_processes_of_the_launch_are_refused(monkeypatch):
+    for sizes, right in (((1, 4), True), ((2, 2), True), ((4, 1), False), ((2, 4), False)):
+        for name, value in {
+            "WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(sizes[0]),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes[1]),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        argv = tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None})
+        if right:
+            assert parse_pretraining(argv, "")
+        else:
+            with pytest.raises(ConfigurationError, match="are not the 4 processes of this launch"):
+                parse_pretraining(argv, "")
+
+
+def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
+    """`accelerate config` writes them; Trainer would refuse them once the model is loaded."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    settings = parse_pretraining(tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None}), "")
+    assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
+    assert [note for note in settings.values.notes if "accelerate config" in note] == [
+        "gradient_accumulation_steps 4 of the accelerate config has no effect: global_batch_size "
+        "decides"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, []),
+        ({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "train_batch_size": 8,
+          "bf16": {"enabled": False}}, []),
+        ({}, ["no gradient_clipping, so max_grad_norm would do nothing"]),
+        ({"gradient_clipping": 0.3}, ["gradient_clipping 0.3, but the recipe says 1.0"]),
+        ({"gradient_clipping": "auto", "train_batch_size": 64, "bf16": {"enabled": True},
+          "gradient_accumulation_steps": 2},
+         ["train_batch_size 64, but the recipe says 8", "accumulation_steps 2, .* says 1",
+          "bf16.enabled True, but the recipe says False"]),
+        ({"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}, "scheduler": {}},
+         ["optimizer would replace that of the recipe", "scheduler would replace"]),
+        ({"gradient_clipping": "auto", "tensor_parallel": {"autotp_size": 2},
+          "sequence_parallel_size": 2}, ["sequence_parallel_size 2", "autotp_size 2"]),
+        ("no JSON", ["cannot be read"]),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_file_leaves_to_the_recipe_what_the_recipe_says(
+    content, said, tmp_path, monkeypatch
+):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content) if isinstance(content, dict) else content)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    argv = tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None})
+    if not said:
+        assert parse_pretraining(argv, "")
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        parse_pretraining(argv, "")
+    assert len(caught.value.problems) == len(said), caught.value.problems
+    for problem, words in zip(caught.value.problems, said, strict=True):
+        assert re.search(words, problem), problem
