@@ -219,16 +219,17 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return `column` as views; lists of integers of any width, without nulls.
+    """Return `column` as views; lists of integers of any width, or masks of booleans (copied).
 
     `where` names the dataset in the ConfigurationError for other types, nulls and damage.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)
-    if not (is_list and are.is_integer(kind.value_type)):
+    is_mask = is_list and are.is_boolean(kind.value_type) and name not in (TOKENS, LABELS)
+    if not (is_list and are.is_integer(kind.value_type)) and not is_mask:
         raise ConfigurationError(
             f"{where}: column {name!r} is {kind}; it must be a list of integers "
-            "(uint16, uint32, int32 or int64 ids, int8 masks). Cast it and save again."
+            "(uint16, uint32, int32 or int64 ids, int8 or bool masks). Cast it and save again."
         )
     values, first_documents, lengths = [], [], []
     first = 0
@@ -245,7 +246,8 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
                 f"{where}: column {name!r} is damaged from row {first} on ({error}). Copy or "
                 "prepare it again."
             ) from error
-        values.append(np.from_dlpack(flat))  # pyarrow's own conversion imports pandas
+        # Booleans are packed bits. pyarrow's own conversion to numpy imports pandas.
+        values.append(np.from_dlpack(flat.cast(pa.int8()) if is_mask else flat))
         first_documents.append(first)
         lengths.append(np.from_dlpack(chunk.value_lengths()))
         first += len(chunk)

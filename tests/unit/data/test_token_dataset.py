@@ -240,6 +240,18 @@ def test_statistics_equal_a_count_document_by_document(block_tokens, pairs, chun
     assert measure(columns) == found, "whatever the size of a block"
 
 
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda value: pa.list_(value, 3)])
+def test_a_mask_of_booleans_is_read_as_one_of_numbers(kind):
+    masks = [[True, False, True], [False, False, True]]
+    column = pa.chunked_array([pa.array(masks, type=kind(pa.bool_()))])
+    found = list_column("completion_mask", column, "here")
+    assert found.documents(0, 0, 2).tolist() == [1, 0, 1, 0, 0, 1]
+    assert found.offsets.tolist() == [0, 3, 6]
+    for name in ("input_ids", "labels"):
+        with pytest.raises(ConfigurationError, match=f"column '{name}' is .*bool"):
+            list_column(name, column, "here")
+
+
 def test_a_fingerprint_changes_with_token_boundary_mask_and_type(tmp_path):
     others = [
         {},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.config.errors import ConfigurationError
+from utils.data.prepare.messages import check_answers
 from utils.data.prepare.records import LARGEST_DOCUMENT_BYTES, BadRow, Location, Record
 from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, renamed
 
@@ -62,13 +63,16 @@ def parse_documents(record: Record, rows: RowSettings) -> Iterator[Document | Ba
             return
         extras = fields["tools"], fields["chat_template_kwargs"]
         if "messages" in fields:
+            check_answers(fields["messages"])
             yield ChatDocument(fields["messages"], place, *extras)
         elif isinstance(prompt := fields["prompt"], list):
-            yield ChatDocument([*prompt, *fields["completion"]], place, *extras, len(prompt))
+            messages = [*prompt, *fields["completion"]]
+            check_answers(messages, len(prompt))
+            yield ChatDocument(messages, place, *extras, len(prompt))
         else:
             yield CompletionDocument(prompt, fields["completion"], place)
     except UnusableRowError as error:
-        yield BadRow(error.reason, str(error), place)
+        yield BadRow(error.reason, rows.in_their_words(str(error)), place)
 
 
 def refuse_bad_row(row: BadRow, on_bad_row: str) -> None:

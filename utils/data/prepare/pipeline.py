@@ -16,6 +16,7 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
+from utils.data.prepare.hints import list_unread
 from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.tokenization import choose_backend
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
@@ -129,8 +130,13 @@ class Preparation:
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
         """Log what came of each source, where there are several, and what was left out."""
         sources = [list(units) for _, units in groupby(self.plan.units, lambda unit: unit.source)]
-        for units in sources if len(sources) > 1 else []:
+        template = self.tokenizer.get_chat_template() if self.plan.needs_chat_template else ""
+        for units in sources:
             own = sum((counts[unit.index] for unit in units), UnitCounts())
+            if unread := list_unread(own.unread, template):
+                logger.info("from %s: not read: %s", units[0].parts[0].file.path, unread)
+            if len(sources) == 1:
+                break
             written = "; ".join(
                 f"{split} {number:,} documents, {own.tokens[split]:,} tokens"
                 for split, number in own.documents.items()

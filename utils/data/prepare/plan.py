@@ -20,14 +20,16 @@ import pyarrow as pa
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
 from utils.data.prepare.documents import parse_documents, refuse_bad_row
+from utils.data.prepare.hints import misreading, naming_hint
 from utils.data.prepare.hub import HubCache, cached_files
+from utils.data.prepare.messages import MEDIA
 from utils.data.prepare.records import BadRow, FilePart, Record, cut, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
     detect_formats,
-    naming_hint,
+    holds_chats,
     renamed,
 )
 from utils.data.prepare.sources import SourceFile, list_sources
@@ -35,7 +37,7 @@ from utils.data.prepare.sources import SourceFile, list_sources
 logger = logging.getLogger(__name__)
 
 # Raised whenever the same sources and settings would give other bytes than before.
-OUTPUT_VERSION = 2
+OUTPUT_VERSION = 3
 VALIDATION = "validation"
 
 SMALLEST_UNIT_BYTES = 1 << 20
@@ -246,18 +248,24 @@ def _decide_formats(
             continue
         rows.append(read)
         made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
-        prompt = renamed(record.fields, source.columns).get("prompt")
-        is_chat |= made == "messages" or isinstance(prompt, list)
+        is_chat |= holds_chats(renamed(record.fields, source.columns), read.row_format)
         document_format, decided_by = document_format or made, decided_by or record.location
         if made != document_format:
             problems.append(
                 f"{record.location}: the format {read.row_format} makes {made}, but {decided_by} "
-                f"makes {document_format}, and one dataset holds one kind: prepare them apart, or "
-                "name columns (--columns question=instruction answer=output makes chats)"
+                f"makes {document_format}, and one dataset holds one kind: prepare them apart"
+                + _columns_for_chats(read)
             )
     if problems:
         raise ConfigurationError(problems)
     return document_format, rows, is_chat
+
+
+def _columns_for_chats(read: RowSettings) -> str:
+    if read.row_format != "prompt_completion":
+        return ""
+    prompt, completion = read.read_columns[:2]
+    return f", or make chats of these rows: columns {prompt}=instruction {completion}=output"
 
 
 def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
@@ -290,6 +298,8 @@ def _row_settings(
             f"{record.location}: the format {row_format} needs {' and '.join(NEEDED[row_format])}; "
             f"it looks like {found[0]}: --format {found[0]}"
         )
+    if problem := misreading(record.fields, source):
+        raise ConfigurationError(f"{record.location}: {problem}")
     if absent := [name for name, _ in source.columns if name not in record.fields]:
         logger.warning(
             "%s: --columns names %s, which the first record does not have (columns: %s)",
@@ -299,7 +309,7 @@ def _row_settings(
     for document in parse_documents(record, read):
         if isinstance(document, BadRow):
             refuse_bad_row(document, on_bad_row)
-    used = [name for name in read.read_columns if name in record.fields]
+    used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     logger.info(
         f"{source.split}: {record.location.path}: {row_format}, from {', '.join(used)}"
@@ -310,10 +320,11 @@ def _row_settings(
 
 def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
     if found:
-        return f"{record.location}: could be {' or '.join(found)}: choose one with --format"
+        formats = " or ".join(f"--format {name}" for name in found)
+        return f"{record.location}: could be {' or '.join(found)}: choose one with {formats}"
     columns = sorted(renamed(record.fields, source.columns))
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
         f"{record.location}: no known format (columns: {', '.join(columns) or 'none'}): "
-        f"{naming_hint(columns)}. Without --columns a record needs: {formats}"
+        f"{naming_hint(record.fields)}. Without --columns a record needs: {formats}"
     )

@@ -4,7 +4,9 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from utils.config.errors import ConfigurationError
+from utils.data.prepare.hints import CHATS
+from utils.data.prepare.messages import are_messages
+from utils.data.prepare.rows import detect_formats
 from utils.data.prepare.sources import SourceFile, open_source
 
 # A longer document is cut at line ends. This bounds the memory of a worker: a tokenizer needs
@@ -60,11 +65,15 @@ class Location:
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one record; `part` > 0 continues the text of the record before it."""
+    """The fields of one record; `part` > 0 continues the text of the record before it.
+
+    left_out: the columns of a Parquet file or datasets folder that were not asked for.
+    """
 
     fields: Mapping[str, Any]
     location: Location
     part: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,21 +192,48 @@ def _parse_line(line: bytes, location: Location) -> Record | BadRow:
 def _object(value: Any, location: Location) -> Record | BadRow:
     if isinstance(value, dict):
         return Record(value, location)
+    if are_messages(value):
+        return Record({"messages": value}, location)
     message = f"a record must be a JSON object, found {type(value).__name__}"
     return BadRow("not_an_object", message, location)
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the objects of a JSON array, or of the array `data` of an object."""
+    """Yield the records of a file that is one JSON value, or several over many lines each."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
+        text = stream.read().decode("utf-8-sig").strip()
+    values, start, decoder = [], 0, json.JSONDecoder()
+    while start < len(text):
         try:
-            content = json.loads(stream.read().decode("utf-8-sig"))
+            value, stop = decoder.raw_decode(text, start)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path}: malformed JSON ({error}); repair the file") from None
-    values = content.get("data") if isinstance(content, dict) else content
-    for number, value in enumerate(values if isinstance(values, list) else [values]):
+        values.append(value)
+        start = stop + len(text[stop:]) - len(text[stop:].lstrip())
+    records = _records_of(path, values[0]) if len(values) == 1 else values
+    for number, value in enumerate(records):
         yield _object(value, Location(path, "record", number))
+
+
+def _records_of(path: str, value: Any) -> list[Any]:
+    """Return the records of a JSON value: an array, one record, or an object around an array."""
+    if isinstance(value, list):
+        return [value] if are_messages(value) else value
+    if not isinstance(value, dict) or detect_formats(value):
+        return [value]
+    arrays = [key for key, item in value.items() if key not in CHATS and _are_records(item)]
+    if len(arrays) > 1 and "data" not in arrays:
+        raise ConfigurationError(
+            f"{path}: one object with several lists of records ({', '.join(arrays)}): write each "
+            "list to a file of its own"
+        )
+    return value["data" if "data" in arrays else arrays[0]] if arrays else [value]
+
+
+def _are_records(value: Any) -> bool:
+    is_array = isinstance(value, list) and bool(value)
+    return is_array and (isinstance(value[0], dict) or are_messages(value[0]))
 
 
 def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
@@ -208,12 +244,15 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
         open_source(path, part.file.compression) as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
     ):
-        delimiter = "\t" if ".tsv" in path.lower()[-8:] else ","
-        rows = csv.reader(stream, delimiter=delimiter, strict=True)
+        head, above = stream.readline(), 0
+        if head.lower().startswith("sep="):  # Excel's
+            head, above = stream.readline(), 1
+        delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
+        rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
         try:
             names = next(rows, [])
             for row in rows:
-                location = Location(path, "line", rows.line_num)
+                location = Location(path, "line", rows.line_num + above)
                 if len(row) == len(names):
                     yield Record(dict(zip(names, row, strict=True)), location)
                 elif row:
@@ -221,31 +260,44 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
                     yield BadRow("malformed_csv", message, location)
         except csv.Error as error:
             raise ConfigurationError(
-                f"{path}:{rows.line_num}: malformed CSV ({error}); repair the file"
+                f"{path}:{rows.line_num + above}: malformed CSV ({error}); repair the file"
             ) from error
+
+
+def _delimiter(header: str, usual: str) -> str:
+    """Return what stands between the cells: the usual, unless only another cuts the header."""
+    cells: dict[str, int] = {}
+    for mark in (usual, *",;|\t"):
+        with suppress(csv.Error):
+            cells[mark] = len(next(csv.reader([header], delimiter=mark, strict=True), []))
+    if cells.get(usual, 0) > 1 or not cells:
+        return usual
+    return max(cells, key=lambda mark: cells[mark])
 
 
 def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
     with pq.ParquetFile(part.file.path) as parquet:
         row = sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
         names = parquet.schema_arrow.names
+        left_out = tuple(name for name in names if columns is not None and name not in columns)
         for batch in parquet.iter_batches(
             batch_size=ROWS_PER_READ,
             row_groups=list(range(part.start, part.stop)),
-            columns=[name for name in names if columns is None or name in columns],
+            columns=[name for name in names if name not in left_out],
             use_threads=False,
         ):
-            yield from _rows(pa.Table.from_batches([batch]), part.file.path, row)
+            yield from _rows(pa.Table.from_batches([batch]), part.file.path, row, left_out)
             row += batch.num_rows
 
 
 def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
     dataset = _load_folder(part.file.path)
     names = [name for name in dataset.column_names if columns is None or name in columns]
+    left_out = tuple(name for name in dataset.column_names if name not in names)
     dataset = dataset.select_columns(names).select(range(part.start, part.stop))
     row = part.start
     for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
-        yield from _rows(table, part.file.path, row)
+        yield from _rows(table, part.file.path, row, left_out)
         row += table.num_rows
 
 
@@ -255,16 +307,18 @@ def _load_folder(path: str) -> Any:
     return load_from_disk(path, keep_in_memory=False)
 
 
-def _rows(table: pa.Table, path: str, first_row: int) -> Iterator[Record]:
+def _rows(
+    table: pa.Table, path: str, first_row: int, left_out: tuple[str, ...]
+) -> Iterator[Record]:
     rows = table.to_pylist() if table.num_columns else [{}] * table.num_rows
     nested = {
         field.name: field.type
         for field in table.schema
-        if isinstance(field.type, pa.JsonType) or pa.types.is_nested(field.type)
+        if isinstance(field.type, pa.JsonType) or not pa.types.is_primitive(field.type)
     }
     for row, fields in enumerate(rows, start=first_row):
         decoded = {name: _as_json(fields[name], kind) for name, kind in nested.items()}
-        yield Record({**fields, **decoded}, Location(path, "row", row))
+        yield Record({**fields, **decoded}, Location(path, "row", row), left_out=left_out)
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
@@ -284,7 +338,15 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
         return {key: _as_json(item, kind.item_type) for key, item in value}
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         return [_as_json(item, kind.value_type) for item in value]
-    return value
+    return _as_text(value) if isinstance(value, bytes) else value
+
+
+def _as_text(value: bytes) -> str | bytes:
+    """Return the text of bytes that are UTF-8: some writers mark no column as text."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value  # a picture, or a bad row where a text is needed
 
 
 READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {

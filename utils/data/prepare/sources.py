@@ -1,5 +1,6 @@
 """Source files: from the paths a user gives to a sorted list of files that can be read."""
 
+import codecs
 import glob
 import io
 import json
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
+import zstandard
+
+from utils.data.prepare.messages import are_messages
 
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
 Compression = Literal["gzip", "zstd"]
@@ -29,11 +33,8 @@ RECORD_KINDS: dict[str, SourceKind] = {
 }
 KINDS: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
-# What comes before the first record: an array, or an object with scalars before its array `data`.
-JSON_ARRAY_OPENS = re.compile(
-    r"""\s*(?:\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\w.+-]+)\s*,\s*)*"data"\s*:\s*)?\["""
-)
 SNIFFED_BYTES = 1 << 16
+LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer one is the whole file
 
 # The names of splits as the Hub's files and folders have them, and what they are called here.
 SPLIT_NAMES = {
@@ -46,6 +47,7 @@ _ABOUT_A_FOLDER = re.compile(
     r"|(dataset_(infos?|dict)|config|metadata)\.json",
     re.IGNORECASE,
 )
+_DATA_ARRAY = re.compile(r'"data"\s*:\s*\[')
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,52 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
     """Open a file for reading what was compressed; only an uncompressed one can seek."""
     if compression is None:
         return Path(path).open("rb")
+    if compression == "zstd":
+        return io.BufferedReader(_ZstdStream(path), 1 << 16)
     return cast(IO[bytes], io.BufferedReader(pa.input_stream(path, compression=compression)))
+
+
+class _ZstdStream(io.RawIOBase):
+    """A zstd file of any window (`zstd --long=31`); pyarrow's reader stops at 128 MiB.
+
+    Raises OSError where the file is damaged or ends within a frame.
+    """
+
+    def __init__(self, path: str):
+        self._file = Path(path).open("rb")  # noqa: SIM115 - close() closes it
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame = self._decompressor.decompressobj()
+        self._is_begun = False
+        self._waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True: the stream is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as io.RawIOBase says; returns 0 at the end of the file."""
+        while not self._waiting:
+            given = b""
+            if self._frame.eof:
+                given, self._frame = self._frame.unused_data, self._decompressor.decompressobj()
+                self._is_begun = False
+            if not (given := given or self._file.read(1 << 17)):
+                if self._is_begun:
+                    raise OSError("the compressed stream is incomplete")
+                return 0
+            self._is_begun = True
+            try:
+                self._waiting = memoryview(self._frame.decompress(given))
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+        size = min(len(buffer), len(self._waiting))
+        buffer[:size], self._waiting = self._waiting[:size], self._waiting[size:]
+        return size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 # --- paths to files
@@ -259,29 +306,28 @@ def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile |
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):
         raise ValueError("not a regular file, or a broken link")
-    kind, compression = _kind_of(path)
+    kind, compression = _kind_of(path, is_given)
     if kind is None and any_suffix:
         kind = "text"
     if kind is None:
         if not is_given:
             return None
         raise ValueError(
-            "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet; JSON holds an array of "
-            'records, {"data": [...]} or one record a line); give --format text to read the whole '
-            "file as one document; a dataset of the Hub may have it as Parquet too, in a recipe "
-            "{path: OWNER/NAME, revision: refs/convert/parquet}"
+            "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet); give --format text to "
+            "read the whole file as one document; a dataset of the Hub may have it as Parquet too, "
+            "in a recipe {path: OWNER/NAME, revision: refs/convert/parquet}"
         )
     stats = [file.stat() for file in files]
     size = sum(stat.st_size for stat in stats)
     if is_given and size == 0:
         raise ValueError("empty source, the file has 0 bytes")
-    if size < 1024 and _head(path, None).startswith("version https://git-lfs"):
+    if size < 1024 and _first_line(path, None)[0].startswith("version https://git-lfs"):
         raise ValueError("is a pointer of Git LFS, not the file: fetch it with git lfs pull")
     mtime_ns = max((stat.st_mtime_ns for stat in stats), default=0)
     return SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
 
 
-def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
+def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression | None]:
     if Path(path).is_dir():
         return "datasets", None
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
@@ -289,30 +335,39 @@ def _kind_of(path: str) -> tuple[SourceKind | None, Compression | None]:
     if compression:
         suffixes.pop()
     kind = KINDS.get(suffixes[-1]) if suffixes else None
-    if kind == "jsonl" and _head(path, compression).lstrip().startswith("["):
-        kind = "json"  # met often enough
-    elif kind == "json":
-        kind = _kind_of_json(_head(path, compression))
+    if kind in ("jsonl", "json"):
+        line, rest = _first_line(path, compression)
+        kind = _kind_of_json(line, rest, kind)
+        # In a folder, one object over many lines describes the other files.
+        if line.strip() == "{" and not is_given and not _DATA_ARRAY.search(rest):
+            kind = None
     return (None if kind == "parquet" and compression else kind), compression
 
 
-def _kind_of_json(text: str) -> SourceKind | None:
-    """Tell an array of records from one record a line; None for any other JSON."""
-    if not text.strip() or JSON_ARRAY_OPENS.match(text):
-        return "json"
-    line, end, _ = text.lstrip().partition("\n")
+def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
+    """Tell one record a line (jsonl) from a file that is one JSON value (json).
+
+    named: the kind that the file's suffix tells, which decides where its beginning does not.
+    """
     try:
-        if end:
-            json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return "jsonl"
+        first = json.loads(line)
+    except (ValueError, RecursionError):  # a value over several lines, or a very long line
+        return "json" if line.startswith("[") or line.strip() == "{" else named
+    if isinstance(first, list):
+        return "jsonl" if are_messages(first) and rest else "json"
+    return "jsonl" if rest else named
 
 
-def _head(path: str, compression: Compression | None) -> str:
-    """Return how a file begins; "" where it cannot be read, which its reader will report."""
+def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
+    """Return the first line of a file that is not blank, and what is seen behind it."""
     try:
         with open_source(path, compression) as stream:
-            return stream.read(SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
-    except (OSError, pa.ArrowException):
-        return ""
+            line = b""
+            while not line.removeprefix(codecs.BOM_UTF8).strip():
+                line = stream.readline(LONGEST_FIRST_LINE)
+                if not line:
+                    return "", ""
+            rest = stream.read(SNIFFED_BYTES)
+    except (OSError, pa.ArrowException):  # its reader will report it
+        return "", ""
+    return line.decode("utf-8-sig", "replace").lstrip(), rest.decode(errors="replace").strip()

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -20,6 +21,7 @@ import pyarrow as pa
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN
 from utils.data.prepare.documents import (
+    ChatDocument,
     Document,
     TextDocument,
     content_digest,
@@ -27,6 +29,8 @@ from utils.data.prepare.documents import (
     refuse_bad_row,
     texts_of,
 )
+from utils.data.prepare.hints import column_label, unread_keys
+from utils.data.prepare.messages import ASSISTANT
 from utils.data.prepare.plan import VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
@@ -153,6 +157,7 @@ class UnitWorker:
                 counts.loss_tokens[split] += tokenized.loss_tokens
                 counts.text_bytes[split] += sum(len(text.encode()) for text in texts_of(document))
                 counts.notes["without_earlier_thinking"] += tokenized.drops_thinking
+                counts.notes["without_last_answer"] += ends_unanswered(document)
             for writer in writers.values():
                 writer.finish()
             self.workspace.finish(unit.index, counts)
@@ -178,11 +183,13 @@ class UnitWorker:
         """Yield (split, document) for every usable record, as often as its weight says."""
         split, copies = unit.split, 1
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
-        for document in read_documents(unit, self.settings):
+        for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
                 refuse_bad_row(document, self.settings.on_bad_row)
                 counts.drop(document)
                 continue
+            if isinstance(document, ChatDocument):
+                counts.unread.update(unread_keys(document.messages))
             if isinstance(document, TextDocument) and document.part:
                 # Stays with its beginning, so that no document is in two splits.
                 counts.notes["continued"] += copies
@@ -222,15 +229,27 @@ class UnitWorker:
         return shortened
 
 
-def read_documents(unit: WorkUnit, settings: UnitSettings) -> Iterator[Document | BadRow]:
-    """Yield every document of a unit in order, or what is wrong with its record."""
+def read_documents(
+    unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
+) -> Iterator[Document | BadRow]:
+    """Yield every document of a unit in order, or what is wrong with its record.
+
+    Counts the columns that are not read in `unread`.
+    """
     rows = settings.sources[unit.source]
     for part in unit.parts:
         for record in read_records(part, rows.read_columns):
             if isinstance(record, BadRow):
                 yield record
             else:
+                left_out = (*rows.unread(record.fields), *record.left_out)
+                unread.update(column_label(name) for name in left_out)
                 yield from parse_documents(record, rows)
+
+
+def ends_unanswered(document: Document) -> bool:
+    """Tell whether a chat ends with a message that is not the assistant's."""
+    return isinstance(document, ChatDocument) and document.messages[-1]["role"] != ASSISTANT
 
 
 def is_held_out(document: Document, settings: UnitSettings) -> bool:

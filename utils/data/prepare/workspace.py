@@ -31,6 +31,8 @@ EXAMPLES_KEPT = 5
 NOTES = {
     "truncated": "documents were cut to sequence_length",
     "continued": "documents are further parts of very long texts",
+    "without_last_answer": "chats end with a message that is not the assistant's: it is context "
+    "that nothing is trained on behind",
     "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "
     "template leaves out when the model is used too; to train on all of it, give each of these "
     "chats once for every turn",
@@ -42,7 +44,8 @@ class UnitCounts:
     """What became of the records of a unit, or of several.
 
     documents, tokens, loss_tokens and text_bytes go by split, dropped records by reason, with the
-    first few messages as examples, notes by the names of NOTES.
+    first few messages as examples, notes by the names of NOTES, unread the columns and keys of
+    messages that hold something and are not read.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -51,6 +54,7 @@ class UnitCounts:
     text_bytes: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
     def drop(self, row: BadRow) -> None:

@@ -4,6 +4,8 @@ import logging
 from collections import Counter
 
 import preparation_samples as samples
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from utils.config.errors import ConfigurationError
@@ -76,3 +78,34 @@ def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem)
     assert found.reason == reason
     assert str(found).startswith("a.jsonl:3: ")
     assert words in str(found)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.usefixtures("workers_for_little")
+def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
+    tmp_path, prepare, caplog, suffix
+):
+    caplog.set_level(logging.INFO)
+    chat = samples.chat("q", "a")["messages"]
+    noted = [chat[0], chat[1] | {"name": "n", "info": {"x": 1}}]
+    rows = [
+        *({"messages": [*noted, *chat], "score": 0.5, "language": "en"} for _ in range(60)),
+        *({"messages": [*chat, chat[0]], "score": 0.5, "language": None} for _ in range(3)),
+    ]
+    if suffix == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
+    else:
+        path = samples.write_jsonl(tmp_path / "a.jsonl", rows)
+    tokenizer = samples.saved_tokenizer(
+        tmp_path / "chatml", samples.chatml_tokenizer().chat_template
+    )
+    folder = prepare("out", sources=[path], tokenizer_name_or_path=tokenizer, num_proc=2)
+    unanswered = 63 if suffix == "parquet" else 60  # a column is not looked into
+    assert (
+        f"a.{suffix}: not read: column language ({unanswered}), column score (63), "
+        "message key info (60), message key name (60)"
+    ) in caplog.text
+    assert "3 chats end with a message that is not the assistant's" in caplog.text
+    notes = samples.description(folder / "train")["preparation"]["sources"]
+    assert notes["without_last_answer"] == 3

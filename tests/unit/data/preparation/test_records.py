@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import Source
 from utils.data.prepare import plan, records
+from utils.data.prepare.documents import parse_documents
 from utils.data.prepare.plan import cut_into_units
 from utils.data.prepare.records import FilePart, read_records
+from utils.data.prepare.rows import RowSettings
 from utils.data.prepare.sources import SourceFile, list_sources
 
 
@@ -69,6 +71,59 @@ def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, suffix):
         path.write_bytes(compress(content)[:-500])
         with pytest.raises(ConfigurationError, match=rf"a\.{suffix}\.{ending}: cannot be read"):
             read(path)
+
+
+def test_a_zstd_file_of_any_window_and_of_several_frames_is_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    wide = zstandard.ZstdCompressor(compression_params=parameters)
+    frames = [b'{"text": "%d"}\n' % number for number in range(3)]
+    path = tmp_path / "a.jsonl.zst"
+    # Without its size in the header, a frame asks for its whole window.
+    begun = wide.compressobj()
+    path.write_bytes(
+        begun.compress(frames[0])
+        + begun.flush()
+        + b"".join(zstandard.compress(frame) for frame in frames[1:])
+    )
+    assert [record.fields["text"] for record in read(path)] == ["0", "1", "2"]
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ConfigurationError, match="the compressed stream is incomplete"):
+        read(path)
+
+
+BYTES = [
+    *(pa.binary(), pa.large_binary(), pa.binary_view(), pa.string_view(), pa.large_string()),
+    pa.dictionary(pa.int32(), pa.binary()),
+]
+
+
+@pytest.mark.parametrize("kind", BYTES, ids=str)
+def test_text_in_a_parquet_column_of_bytes_is_read(tmp_path, kind):
+    texts = pa.array(["ß", "b"])
+    if pa.types.is_dictionary(kind):
+        texts = texts.cast(kind.value_type).dictionary_encode()
+    table = pa.table({"text": texts.cast(kind), "other": pa.array([1, 2])})
+    if kind in BYTES[:2]:  # pyarrow writes no other within a list
+        turns = [[{"role": "user", "content": "ß"}], []]
+        nested = pa.list_(pa.struct({"role": kind, "content": kind}))
+        table = table.append_column("messages", pa.array(turns, nested))
+    pq.write_table(table, tmp_path / "a.parquet")
+    (part,) = units_of(tmp_path / "a.parquet")[0].parts
+    first, second = read_records(part, ["text", "messages"])
+    assert first.fields["text"] == "ß"
+    assert first.left_out == ("other",)
+    assert first.fields.get("messages") in (None, [{"role": "user", "content": "ß"}])
+    assert second.fields["text"] == "b"
+
+
+def test_bytes_that_are_no_text_are_a_bad_row_where_a_text_is_needed(tmp_path):
+    table = pa.table({"text": pa.array([b"\xff", b"a"]), "image": pa.array([b"\xff", None])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (part,) = units_of(tmp_path / "a.parquet")[0].parts
+    rows = RowSettings("text")
+    found = [d for r in read_records(part, rows.read_columns) for d in parse_documents(r, rows)]
+    assert str(found[0]).endswith("a.parquet row 0: 'text' is not UTF-8")
+    assert found[1].text == "a"
 
 
 @pytest.mark.parametrize(

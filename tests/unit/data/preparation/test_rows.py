@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, naming_hint
+from utils.data.prepare.hints import list_unread, naming_hint, unread_keys
+from utils.data.prepare.messages import UnusableRowError, check_answers
+from utils.data.prepare.rows import RowSettings, document_fields
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -97,14 +99,111 @@ def test_a_weight_of_a_message_and_thinking_are_kept():
     assert message(role="assistant", content="a", loss_weight=0.0)["weight"] == 0
 
 
+# Keys of the assistant's message, and whether it is trained on; None: refused.
+SAID_OF_TRAINING = [
+    *(({key: value}, bool(value))
+      for key in ("loss", "train", "train_on_turn", "trainable", "training")
+      for value in (True, False, 1, 0, 1.0, 0.0)),
+    *(({key: value}, bool(value)) for key in ("weight", "loss_weight", "loss_scale", "loss_mask")
+      for value in (True, 0, 1.0)),
+    ({"mask": True}, False),
+    ({"mask": False}, True),
+    ({"masked": True}, False),
+    ({"weight": None, "loss": None}, True),
+    ({"weight": 0, "loss": False}, False),
+    ({"weight": 1, "mask": False, "train": True}, True),
+    *(({key: value}, None) for key in ("weight", "train", "loss", "loss_scale")
+      for value in (0.5, -1, 2, "0", "true", [1], {"a": 1}, float("nan"))),
+    ({"mask": 1}, None),  # of a loss mask it is trained on, of a message that is masked it is not
+    ({"mask": [0, 1]}, None),
+    ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, None),
+    ({"loss_mask_spans": [[0, 1]]}, None),
+    ({"weight": 1, "train": False}, None),
+    ({"loss": True, "mask": True}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row_format", ["messages", "sharegpt", "prompt_completion"])
+@pytest.mark.parametrize(("keys", "is_trained"), SAID_OF_TRAINING, ids=repr)
+def test_every_way_to_say_what_is_trained_on_is_read_or_refused(row_format, keys, is_trained):
+    answer = {"role": "assistant", "content": "a", **keys}
+    rows = {
+        "messages": {"messages": [QUESTION, answer]},
+        "sharegpt": {
+            "conversations": [*said(("human", "q")), {"from": "gpt", "value": "a", **keys}]
+        },
+        "prompt_completion": {"prompt": [QUESTION], "completion": [answer]},
+    }
+    if is_trained is None:
+        with pytest.raises(UnusableRowError, match=r"'weight'|contradict each other") as refused:
+            document_fields(rows[row_format], row_format)
+        assert refused.value.reason == "unclear_weight"
+        return
+    found = document_fields(rows[row_format], row_format)
+    (*_, last) = found.get("messages") or found["completion"]
+    assert last == {"role": "assistant", "content": "a"} | ({} if is_trained else {"weight": 0})
+
+
+def test_what_others_than_the_assistant_say_of_training_is_dropped_or_left_to_be_counted():
+    for key, value in (("loss_weight", 0.0), ("train", False), ("mask", True)):
+        assert message(role="user", content="q", **{key: value}) == QUESTION
+    asks = message(role="user", content="q", train=True)
+    assert list(unread_keys([asks])) == ["message key train"]
+
+
+@pytest.mark.parametrize("said_of_parts", [(False, False), (True, True), (None, True)])
+def test_parts_of_an_answer_that_agree_are_read(said_of_parts):
+    parts = [{"type": "text", "text": "a", "train": value} for value in said_of_parts]
+    is_idle = False in said_of_parts
+    assert ("weight" in message(role="assistant", content=parts)) == is_idle
+
+
+@pytest.mark.parametrize(
+    ("word", "role"),
+    [
+        *((word, "assistant") for word in ("ASSISTANT", "GPT", "AI", "ai", "Bot", "Model", "MOSS")),
+        *((word, "user") for word in ("User", "HUMAN", "prompter", " user ")),
+        *((word, "tool") for word in ("Tool", "Observation", "tool-response", "ipython")),
+        *(("System", "system"), ("developer", "developer")),
+    ],
+)
+def test_words_for_a_role_are_compared_without_case(word, role):
+    assert message(role=word, content="x")["role"] == role
+    assert turns({"conversations": said((word, "x"))}, "sharegpt") == [(role, "x")]
+
+
+def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
+    empty = {"role": "assistant", "content": " "}
+    for messages, first in (([QUESTION, empty], 0), ([empty, QUESTION, empty], 1)):
+        with pytest.raises(UnusableRowError, match="an answer without text") as refused:
+            check_answers(messages, first)
+        assert refused.value.reason == "empty"
+    for fine in (
+        *(empty | {"weight": 0}, empty | {"tool_calls": [CALL]}, empty | {"thinking": "t"}),
+        *({"role": "user", "content": ""}, {"role": "tool", "content": "", "id": "x"}),
+    ):
+        check_answers(document_fields({"messages": [fine]}, "messages")["messages"])
+    check_answers([empty, QUESTION], 1)
+
+
+def test_a_chat_template_says_which_keys_of_messages_it_reads():
+    template = "{{ m.tool_plan }}{{ message['name'] }}{{ messages[0].get('date') }}{{ tool.kind }}"
+    counts = {f"message key {key}": 2 for key in ("tool_plan", "name", "date", "kind", "id")}
+    assert list_unread(counts | {"column name": 1000}, template) == (
+        "column name (1,000), message key id (2), message key kind (2)"
+    )
+
+
 def test_unknown_columns_come_with_what_to_type():
-    assert "--train_data" in naming_hint(["input_ids"])
-    assert "--columns chosen=messages" in naming_hint(["prompt", "chosen", "rejected"])
-    assert "--columns question=prompt answer=completion" in naming_hint(["x"])
-    dolly = naming_hint(["Instruction", "context", "response"])
-    assert "--columns Instruction=prompt response=completion" in dolly
-    assert "--columns Instruction=instruction response=output context=input" in dolly
-    assert naming_hint(["conversation"]) == "give --columns conversation=messages"
+    assert "--train_data" in naming_hint({"input_ids": [1]})
+    pair = {"question": "q", "answer": "a"}
+    assert naming_hint(pair) == (
+        "for chats give --columns question=instruction answer=output, for a prompt and its "
+        "completion give --columns question=prompt answer=completion"
+    )
+    dolly = naming_hint({"Instruction": "q", "context": "", "response": "a"})
+    assert dolly == "for chats give --columns context=input Instruction=instruction response=output"
+    assert "'answer' must be a string, found int" in naming_hint(pair | {"answer": 1})
 
 
 def test_filters_keep_values_lists_and_ranges():

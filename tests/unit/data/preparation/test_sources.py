@@ -44,7 +44,6 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
         "x.weird": "neither text nor records",
         "pipe.txt": "not a regular file",
         "dict": "has no split 'train'; its files are of test, test_sft",
-        "a.json": "neither text nor records",
         "b.parquet": "is a pointer of Git LFS",
     }
     (tmp_path / "empty.jsonl").touch()
@@ -53,7 +52,6 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     table = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"test": table, "test_sft": table}).save_to_disk(str(tmp_path / "dict"))
-    (tmp_path / "a.json").write_text('{\n "text": "a"\n}')
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
     _, problems = list_sources([str(tmp_path / name) for name in faults], "auto")
     for problem, (name, fault) in zip(problems, faults.items(), strict=True):
@@ -68,6 +66,10 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
         ("a.py", "x", "text"),
         ("a.json", '{"text": "a"}\n{"text": "b"}\n', "jsonl"),
         ("a.JSONL", '[{"text": "a"}]', "json"),
+        ("a.json", '{\n "text": "a"\n}', "json"),
+        ("a.jsonl", '{\n "text": "a"\n}\n{\n "text": "b"\n}', "json"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}', "jsonl"),
+        ("a.jsonl", '[{"role": "user"}]\n[{"role": "user"}]', "jsonl"),
         ("a.tsv", "text\na\n", "csv"),
     ],
 )
@@ -75,3 +77,12 @@ def test_suffix_and_beginning_tell_the_kind(tmp_path, name, text, kind):
     (tmp_path / name).write_text(text)
     ((file,), _) = list_sources([str(tmp_path / name)], "auto")
     assert (file.kind, file.compression) == (kind, None)
+
+
+def test_in_a_folder_an_object_over_many_lines_describes_the_other_files(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "stats.json").write_text('{\n "rows": 1\n}')
+    (tmp_path / "b.json").write_text('{\n "data": [\n  {"text": "b"}\n ]\n}')
+    files, _ = list_sources([str(tmp_path)], "auto")
+    assert [os.path.basename(file.path) for file in files] == ["a.jsonl", "b.json"]  # noqa: PTH119
+    assert "1 x .json" in caplog.text

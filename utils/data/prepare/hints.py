@@ -1,0 +1,206 @@
+"""What of a source is not read, and what to type for rows whose columns are none of ours.
+
+A flag is named only after it was tried on the row.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from utils.config.preparation import Source
+from utils.data.prepare.messages import (
+    ASSISTANT,
+    READ,
+    UnusableRowError,
+    are_messages,
+    check_answers,
+    decoded,
+)
+from utils.data.prepare.rows import (
+    RowSettings,
+    detect_formats,
+    document_fields,
+    holds_chats,
+    renamed,
+)
+
+# Names met in published datasets, for the columns that they stand for.
+_QUESTIONS = (
+    *("instruction", "question", "query", "problem", "prompt", "input", "inputs", "user", "human"),
+    *("article", "document", "dialogue", "passage", "source", "src", "message_1", "conversations"),
+)
+_ANSWERS = (
+    *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
+    *("generation", "assistant", "gpt", "bot", "generated_solution", "canonical_solution"),
+    *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers"),
+)
+CHATS = (
+    *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
+    *("contents", "chosen_messages", "history"),
+)
+_TEXTS = (
+    *("text", "content", "body", "document", "article", "raw_content", "code", "chat", "dialogue"),
+)
+_CONTEXT = {
+    "context": "input", "input": "input", "systeminstruction": "system", "system_prompt": "system",
+    "system": "system", "history": "history", "tools": "tools", "functions": "functions",
+}  # fmt: skip
+
+Renaming = dict[str, str]
+
+
+def naming_hint(fields: Mapping[str, Any]) -> str:
+    """Say what to type for a row whose columns are none of ours."""
+    if "input_ids" in fields:
+        return "it is tokenized already: give it to training as --train_data"
+    if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
+        return "each row is one message: put the messages of a chat into one row, as 'messages'"
+    answers = ("chosen",) if "chosen" in fields else _ANSWERS
+    found: dict[str, Renaming] = {}
+    problems: list[str] = []
+    for kind, candidates in (
+        ("chats", _chats(fields, answers)),
+        ("a prompt and its completion", _pairs(fields, answers)),
+    ):
+        tried = [(names, _problem(fields, names)) for names in candidates]
+        working = [names for names, problem in tried if not problem]
+        found |= {kind: working[0]} if working else {}
+        problems += [problem for _, problem in tried if problem]
+    if not found:
+        texts = [names for names in _texts(fields, problems) if not _problem(fields, names)]
+        found = {"texts": texts[0]} if texts else {}
+    if not found:
+        return f"no column can be read under another name ({(problems or ['no texts'])[0]})"
+    given = {
+        kind: shlex.join(f"{theirs}={ours}" for theirs, ours in names.items() if theirs != ours)
+        for kind, names in found.items()
+    }
+    of = "of preference data the chosen answers can be trained on: " if "chosen" in fields else ""
+    return of + ", ".join(f"for {kind} give --columns {names}" for kind, names in given.items())
+
+
+def misreading(given: Mapping[str, Any], source: Source) -> str:
+    """Say why a row whose columns have our names would be trained on wrongly; "" if it is fine."""
+    fields = renamed(given, source.columns)
+    filtered = [name for name, _ in source.filters]
+    one_message = "role" in fields and "text" in fields and "parent_id" in fields
+    if one_message and "role" not in filtered:
+        return (
+            "each row is one message of a tree (OpenAssistant): put the messages of a chat into "
+            "one row, or filter on role to train on each as a text"
+        )
+    label = str(fields.get("label")).lower()
+    if label in ("true", "false") and "label" not in filtered and "text" not in fields:
+        return (
+            "its label says which answers are good (KTO): in a recipe give the source the filter "
+            "{label: true}, or {label: [true, false]} to train on all"
+        )
+    if "chosen" in fields and "conversations" in fields and "completion" not in fields:
+        messages = decoded(fields["conversations"])
+        if are_messages(messages) and messages[-1].get("from") in ("human", "user"):
+            return f"its answers are apart: {naming_hint(given)}"
+    return ""
+
+
+def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
+    spelled = {name.lower(): name for name in fields}
+    context = {ours: spelled[name] for name, ours in _CONTEXT.items() if name in spelled}
+    beside = {theirs: ours for ours, theirs in context.items()}
+    system = {theirs: ours for theirs, ours in beside.items() if ours != "input"}
+    for name in answers if "chosen" in fields else (*CHATS, "data"):
+        if name in spelled:
+            yield {**system, spelled[name]: "messages"}
+    for names in _renamings(fields, answers, "instruction", "output"):
+        yield {**beside, **names}
+    for names in _renamings(fields, answers, "prompt", "completion"):
+        if not isinstance(fields[next(iter(names))], str):
+            yield {**system, **names}
+
+
+def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
+    """Yield the names of a prompt and its completion, unless the row has more than these."""
+    for names in _renamings(fields, answers, "prompt", "completion"):
+        beside = {name.lower() for name in fields if name not in names}
+        if isinstance(fields[next(iter(names))], str) and not beside & {*_CONTEXT, "instruction"}:
+            yield names
+
+
+def _renamings(
+    fields: Mapping[str, Any], answers: Sequence[str], question_is: str, answer_is: str
+) -> Iterator[Renaming]:
+    """Yield each known question of a row with each known answer, under the given names."""
+    spelled = {name.lower(): name for name in fields}
+    for question in (spelled[name] for name in _QUESTIONS if name in spelled):
+        for answer in (spelled[name] for name in answers if name in spelled):
+            if question != answer:
+                yield {question: question_is, answer: answer_is}
+
+
+def _texts(fields: Mapping[str, Any], problems: Sequence[str]) -> Iterator[Renaming]:
+    """Yield the columns that may be a text: those of a known name, else the longest.
+
+    problems: those of questions with answers, of which neither alone is what is meant.
+    """
+    spelled = {name.lower(): name for name in fields}
+    known = ("chosen",) if "chosen" in fields else _TEXTS
+    yield from ({spelled[name]: "text"} for name in known if name in spelled)
+    not_alone = {spelled[name] for name in (*_QUESTIONS, *_ANSWERS) if name in spelled} - {"input"}
+    texts = [n for n, value in fields.items() if isinstance(value, str) and n not in not_alone]
+    is_flat = not any(isinstance(value, list | dict) for value in fields.values())
+    if texts and is_flat and not problems:
+        yield {max(texts, key=lambda name: len(fields[name])): "text"}
+
+
+def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
+    """Return what is wrong with a renaming; "" if the row can be read with it."""
+    columns = tuple(names.items())
+    ours = renamed(fields, columns)
+    formats = detect_formats(ours)
+    if len(formats) != 1:
+        return f"it could be {' or '.join(formats)} then"
+    try:
+        found = document_fields(ours, formats[0])
+        messages = found.get("messages") or [*found.get("prompt", ()), *found.get("completion", ())]
+        if holds_chats(ours, formats[0]):
+            check_answers(messages)
+            if not {"user", ASSISTANT} <= {message["role"] for message in messages}:
+                return "no question with an answer"
+    except UnusableRowError as error:
+        return RowSettings(formats[0], columns).in_their_words(str(error))
+    return ""
+
+
+# --- what is not read
+
+_OF_MESSAGES = "message key "
+
+
+def column_label(name: str) -> str:
+    """Return the name under which a column that is not read is counted."""
+    return f"column {name}"
+
+
+def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a label for every key of messages that nothing but a chat template may read."""
+    for message in messages:
+        yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
+
+
+def list_unread(counts: Mapping[str, int], template: str) -> str:
+    """Return what is not read with its counts, less the keys that a chat template reads."""
+    return ", ".join(
+        f"{label} ({number:,})"
+        for label, number in sorted(counts.items())
+        if not _template_reads(template, label)
+    )
+
+
+def _template_reads(template: str, label: str) -> bool:
+    """Tell whether a template takes a key from a message, as far as its source shows."""
+    key = re.escape(label.removeprefix(_OF_MESSAGES))
+    taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
+    of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
+    return label.startswith(_OF_MESSAGES) and any(
+        not of_calls.search(match[1].lower()) for match in taken.finditer(template)
+    )

@@ -1,0 +1,391 @@
+"""Messages of a chat as people publish them, made into the messages that chat templates read.
+
+A message becomes role, content as one text, tool calls as objects, and `weight: 0` where one of its
+keys says that it is not trained on. Keys that nothing here knows stay: a template may read them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+ASSISTANT = "assistant"
+ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model"), ASSISTANT),
+    **dict.fromkeys(("ai", "assistant", "moss"), ASSISTANT),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "observations", "ipython", "function"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
+}
+CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
+_KEPT_ROLES = ("developer",)  # templates know it
+# Keys of a message that hold a turn of the user and its answer, as in ShareAI, Capybara and MOSS.
+_ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
+_ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
+
+CALL_KEYS = ("tool_calls", "function_call", "function_calls")
+_ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
+_ABOUT_A_CALL = {"name", "id", "type", "index", "description", "strict"}
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_CONTENT = ("content", "value", "text", "parts")
+READ = {"role", "content", "tool_calls", "weight", *REASONING}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
+_MEDIA_KINDS = ("image", "video", "audio")
+MEDIA = tuple(
+    kind + suffix
+    for kind in _MEDIA_KINDS
+    for suffix in ("", "s", "_path", "_paths", "_url", "_urls", "_file")
+)
+
+# What is trained on: axolotl, ms-swift, LLaMA-Factory, OpenAI, Mistral; and torchtune's opposite.
+_TRAINED = (
+    *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
+    *("train", "training", "trainable", "train_on_turn"),
+)
+_MASKED = ("mask", "masked")
+_ABOUT_TRAINING = re.compile("train|loss|mask|weight")
+_ABOUT_A_MESSAGE = re.compile(
+    r"(.*_)?(id|name|index|type|time|timestamp|date|created|created_at|updated_at|model|lang|"
+    r"language|source|url|score|rank|hash|status)s?",
+    re.IGNORECASE,
+)
+
+
+class UnusableRowError(ValueError):
+    """A row that cannot become a document; `reason` is the name it is counted under."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
+    """Return the error for a value of another type."""
+    message = f"{what} must be {wanted}, found {type(value).__name__}"
+    return UnusableRowError("wrong_type", message)
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
+    if isinstance(text, bytes):  # of Arrow, which its reader could not decode
+        raise UnusableRowError("invalid_utf8", f"{name!r} is not UTF-8")
+    if not isinstance(text, str):
+        raise wrong_type(repr(name), "a string", text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name!r} holds half a surrogate pair at character {error.start}"
+        raise UnusableRowError("invalid_utf8", message) from None
+
+
+def decoded(value: Any) -> Any:
+    """Return what a JSON text of an object or a list stands for; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:2].startswith(("{", "[", '"{', '"[')):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def are_messages(value: Any) -> bool:
+    """Tell whether a value is a list whose items are messages with a role."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in value)
+    )
+
+
+def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a column as templates read them; raises UnusableRowError."""
+    value = decoded(value)
+    if isinstance(value, Mapping):
+        value = _of_columns(value)
+    if not isinstance(value, list):
+        raise wrong_type(repr(name), "a list of messages", value)
+    if not value:
+        raise UnusableRowError("empty", f"empty document: {name!r} has no messages")
+    found: list[dict[str, Any]] = []
+    for turn, given in enumerate(value):
+        where = f"message {turn} of {name!r}"
+        for message in _single_messages(where, given, turn):
+            is_call = str(message.get("role", message.get("from"))).lower() in CALL_ROLES
+            _add(found, _message(where, message), is_call)
+    return found
+
+
+def check_answers(messages: Sequence[Mapping[str, Any]], first_trained: int = 0) -> None:
+    """Raise UnusableRowError for an answer without text: it would train the end token alone."""
+    for turn, message in enumerate(messages):
+        is_trained = message["role"] == ASSISTANT and message.get("weight") != 0
+        if is_trained and turn >= first_trained and _says_nothing(message):
+            raise UnusableRowError(
+                "empty",
+                f"message {turn} is an answer without text, which would train the end of a turn "
+                "alone; give it weight: 0, or leave the chat out",
+            )
+
+
+# --- one message
+
+
+def _of_columns(value: Mapping[str, Any]) -> Any:
+    """Return the messages of an object: one message, or a list for each key.
+
+    Older versions of `datasets` write a sequence of objects as an object of lists.
+    """
+    lists = [decoded(item) for item in value.values()]
+    if lists and all(isinstance(item, list) for item in lists) and len(set(map(len, lists))) == 1:
+        return [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
+    return [value] if {"role", "from"} & value.keys() else value
+
+
+def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
+    """Yield the messages that one item of a list stands for, without its keys that are null.
+
+    JSON writers and Arrow put nulls where nothing was said.
+    """
+    message = decoded(given)
+    if isinstance(given, str) and not isinstance(message, Mapping):
+        yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
+        return
+    if not isinstance(message, Mapping):
+        raise wrong_type(where, "an object", message)
+    message = {key: value for key, value in message.items() if value is not None}
+    if "role" not in message and "from" not in message:
+        yield from _pair(where, message)
+        return
+    content = message.get("content")
+    if isinstance(content, list) and any(_kind(part) == "tool_result" for part in content):
+        yield from _results_apart(message, content)
+    else:
+        yield message
+
+
+def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the two messages of an object that holds a question and its answer."""
+    spelled = {key.lower(): key for key in message}
+    asked = next((spelled[key] for key in _ASKED if key in spelled), None)
+    answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
+    if asked is None or answered is None:
+        raise UnusableRowError("missing_field", f"{where} has no 'role'")
+    others = {k: v for k, v in message.items() if k not in (asked, answered)}
+    yield {"role": "user", "content": message[asked]}
+    yield {"role": ASSISTANT, "content": message[answered], **others}
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
+
+
+def _results_apart(message: Mapping[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield a message of the tool for each `tool_result` of Anthropic, the rest as it stood."""
+    rest: list[Any] = []
+    for part in parts:
+        if _kind(part) != "tool_result":
+            rest.append(part)
+            continue
+        if rest:
+            yield {**message, "content": rest}
+            rest = []
+        other = {key: value for key, value in part.items() if key not in ("type", "tool_use_id")}
+        result = {"role": "tool", "content": "", **other}
+        yield {**result, "tool_call_id": part["tool_use_id"]} if "tool_use_id" in part else result
+    if rest:
+        yield {**message, "content": rest}
+
+
+def _add(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
+    """Append a message; a call that was a message of its own joins the assistant's turn before."""
+    before: dict[str, Any] = found[-1] if found else {"role": ""}
+    if is_call and before["role"] == ASSISTANT and before.get("weight") == message.get("weight"):
+        before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+    else:
+        found.append(message)
+
+
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return one message with role, content as one text, and its calls as objects.
+
+    A message that says nothing but calls or thinks has the content "".
+    """
+    found = _with_role(where, message)
+    is_trained: dict[str, bool] = {}
+    if isinstance(content := found.get("content"), Mapping) and found["role"] == "tool":
+        found["content"] = json.dumps(content, ensure_ascii=False)
+    elif isinstance(content, list | Mapping):
+        parts = content if isinstance(content, list) else [content]
+        is_trained = _trained_parts(where, parts) if found["role"] == ASSISTANT else {}
+        found |= _content_of_parts(where, parts, found["role"])
+    given = {key: calls for key in CALL_KEYS if (calls := decoded(found.pop(key, None)))}
+    if len(given) > 1:
+        message_text = f"{where} has calls under {' and '.join(map(repr, given))}: keep one of them"
+        raise UnusableRowError("wrong_type", message_text)
+    for calls in given.values():
+        found["tool_calls"] = tool_calls_of(where, calls)
+    if any(key in found for key in ("tool_calls", *REASONING)):
+        found.setdefault("content", "")
+    if "content" not in found:
+        raise UnusableRowError("missing_field", f"{where} has no 'content'{_unread(found)}")
+    for key in ("content", "reasoning_content"):
+        check_text(f"{key} of {where}", found.get(key, ""))
+    refuse_media(where, found)
+    if _says_nothing(found) and (lost := _unread(found)):
+        raise UnusableRowError("unread_key", f"{where} has no text{lost}")
+    return _with_weight(where, found, is_trained)
+
+
+def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
+    if held := [name for name in MEDIA if decoded(fields.get(name)) not in (None, "", [], {})]:
+        message = f"{where} has {', '.join(map(repr, held))}: text alone is trained on"
+        raise UnusableRowError("not_text", message)
+
+
+def _says_nothing(message: Mapping[str, Any]) -> bool:
+    said = [message.get(key) for key in ("content", *REASONING)]
+    return not message.get("tool_calls") and not any(str(text or "").strip() for text in said)
+
+
+def _unread(message: Mapping[str, Any]) -> str:
+    """Name the keys of a message without text that may hold its text."""
+    names = [
+        key
+        for key, value in message.items()
+        if key not in READ
+        and isinstance(value, str | list | Mapping)
+        and len(value)
+        and not _ABOUT_A_MESSAGE.fullmatch(key)
+    ]
+    if not names:
+        return ""
+    return f", and {', '.join(map(repr, names))} is not read: write 'content' or 'tool_calls'"
+
+
+def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its role by OpenAI's name, and its text as `content`."""
+    is_sharegpt = "role" not in message
+    given = message.get("from") if is_sharegpt else message["role"]
+    check_text(f"role of {where}", given)
+    content_key = next((key for key in _CONTENT if key in message), "content")
+    if is_sharegpt and "value" in message:
+        content_key = "value"
+    taken = ("role", "from") if is_sharegpt else ("role",)
+    found = {k: v for k, v in message.items() if k not in taken and k != content_key}
+    if content_key in message:
+        found["content"] = message[content_key]
+    role = str(given).strip().lower().replace("-", "_")
+    if role in CALL_ROLES:
+        calls = tool_calls_of(where, decoded(found.get("content")))
+        return {"role": ASSISTANT, **found, "content": "", "tool_calls": calls}
+    if is_sharegpt and role not in (*ROLES, *_KEPT_ROLES):
+        known = ", ".join([*ROLES, *CALL_ROLES])
+        raise UnusableRowError("unknown_role", f"{where} is from {given!r}; known are {known}")
+    meant = get_close_matches(role, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
+    if role not in ROLES and meant:  # templates know other roles, but none like these
+        raise UnusableRowError("unknown_role", f"{where} has the role {given!r}: {meant[0]!r}?")
+    return {"role": ROLES.get(role, given), **found}
+
+
+def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
+    """Return the text of a list of parts; thoughts and calls go to the keys that templates read."""
+    texts, thoughts, calls = [], [], []
+    for part in parts:
+        kind, said = "text", part
+        if isinstance(part, Mapping):
+            kind = part.get("type", "text")
+            names = (kind, "text", "value")
+            said = next((part[name] for name in names if part.get(name) is not None), None)
+        if kind in ("reasoning", "thinking"):
+            thoughts.append(str(said))
+        elif kind in _CALL_PARTS:
+            calls.append(part if said is None else said)
+        elif kind in _TEXT_PARTS and isinstance(said, str):
+            texts.append(said)
+        elif role == "tool" and not any(medium in str(kind) for medium in _MEDIA_KINDS):
+            return {"content": json.dumps(parts, ensure_ascii=False)}
+        else:
+            message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
+            raise UnusableRowError("not_text", message)
+    found: dict[str, Any] = {"content": "".join(texts)}
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return calls as {"type", "function": {"name", "arguments"}}, the arguments an object."""
+    found = []
+    for call in map(decoded, calls if isinstance(calls, list) else [calls]):
+        function = decoded(call.get("function", call)) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            message = f"{where} has a call without the name of a function: {call!r:.80}"
+            raise UnusableRowError("wrong_type", message)
+        key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
+        if key is None and (others := function.keys() - {*_ARGUMENTS, *_ABOUT_A_CALL}):
+            message = f"{where} has a call with {', '.join(sorted(others))} but no 'arguments'"
+            raise UnusableRowError("wrong_type", message)
+        # Twice, for some datasets have encoded the JSON text once more.
+        arguments = decoded(decoded(function.get(key))) or {}
+        identity = {"id": call["id"]} if call.get("id") is not None else {}
+        function = {"name": function["name"], "arguments": arguments}
+        found.append({**identity, "type": "function", "function": function})
+    return found
+
+
+# --- what is trained on
+
+
+def _with_weight(
+    where: str, message: dict[str, Any], is_trained: dict[str, bool]
+) -> dict[str, Any]:
+    """Return a message with `weight: 0` where its keys say that it is not trained on.
+
+    is_trained: what its parts say. Of other messages than the assistant's none is trained on: a key
+    that asks for it stays, and is counted as not read.
+    """
+    flags = [key for key in message if _ABOUT_TRAINING.search(key)]
+    if message["role"] != ASSISTANT:
+        idle = [k for k in flags if k in _MASKED or not message[k]]
+        return {key: value for key, value in message.items() if key not in idle}
+    said = {**is_trained, **{key: _flag(where, key, message.pop(key)) for key in flags}}
+    if len(set(said.values())) > 1:
+        message_text = f"{where}: {' and '.join(map(repr, said))} contradict each other: keep one"
+        raise UnusableRowError("unclear_weight", message_text)
+    return message | ({"weight": 0} if False in said.values() else {})
+
+
+def _trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
+    """Return what the parts of an answer say of training; raises where one is left out."""
+    said = {
+        _flag(where, key, part[key])
+        for part in parts
+        if isinstance(part, Mapping)
+        for key in (*_TRAINED, *_MASKED)
+        if part.get(key) is not None
+    }
+    every = all(isinstance(part, Mapping) and {*_TRAINED, *_MASKED} & {*part} for part in parts)
+    if False in said and (True in said or not every):
+        raise UnusableRowError(
+            "unclear_weight",
+            f"{where}: some parts are not trained on, which is read of whole messages alone: give "
+            "the message 'weight': 0 or 1",
+        )
+    return dict.fromkeys(["its parts"], said.pop()) if said else {}
+
+
+def _flag(where: str, key: str, value: Any) -> bool:
+    """Return whether a key says that a message is trained on; raises UnusableRowError."""
+    if key in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    if key in _MASKED and isinstance(value, bool):
+        return not value
+    raise UnusableRowError(
+        "unclear_weight",
+        f"{where} has {key!r}: {value!r:.60}, which is not read: write 'weight': 0 (the message is "
+        "not trained on) or 1",
+    )
