@@ -101,7 +101,7 @@ def test_a_leaking_attention_and_a_probe_that_proves_nothing_are_refused(attenti
 
 # What packed batches do not do for (tests/published has more).
 NOT_PACKED = {
-    "falcon": lambda: transformers.FalconConfig(hidden_size=64, num_attention_heads=4),
+    "mpt": lambda: transformers.MptConfig(d_model=64, n_heads=4),
     "small_next": lambda: transformers.Qwen3NextConfig(
         **SMALL, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=2,
         linear_key_head_dim=16, linear_value_head_dim=16, num_experts_per_tok=2,
@@ -120,7 +120,7 @@ def chosen(config, *, whole_rows, requested="auto"):
 def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
     with pytest.raises(ConfigurationError, match="set --packing none") as refusal:
         chosen(NOT_PACKED[name](), whole_rows=False)
-    recurrent = name != "falcon"
+    recurrent = name != "mpt"
     assert ("flash-linear-attention and causal-conv1d" in str(refusal.value)) == recurrent
     choice = chosen(NOT_PACKED[name](), whole_rows=True)
     assert choice.batches == "plain"
