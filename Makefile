@@ -3,6 +3,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
+# make test-oldest  the tests but those on Slurm, with the oldest transformers that pyproject.toml allows
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
@@ -22,7 +23,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-exhaustive slurm-cycles lint lock lock-docs site
+.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-oldest test-exhaustive slurm-cycles lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +101,17 @@ slurm-cycles: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# The oldest transformers that pyproject.toml allows, in an environment of its own.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+.venv-oldest/.test: pyproject.toml requirements.lock requirements-test.lock
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/pip install --quiet --requirement requirements-test.lock
+	.venv-oldest/bin/pip install --quiet 'transformers~=$(OLDEST).0'
+	touch $@
+
+test-oldest: .venv-oldest/.test
+	.venv-oldest/bin/pytest -n 2 --dist worksteal -m "not gpu" --ignore=tests/slurm $(PYTEST_ARGS)
 
 # One at a time: kills and time limits are among them.
 test-exhaustive: $(VENV)/.test
