@@ -11,7 +11,9 @@ from typing import Any
 from utils.config.preparation import Source
 from utils.data.prepare.messages import (
     ASSISTANT,
+    OWN_ROLES,
     READ,
+    ROLES,
     UnusableRowError,
     are_messages,
     check_answers,
@@ -28,7 +30,17 @@ from utils.data.prepare.rows import (
 # Names met in published datasets, for the columns that they stand for.
 _QUESTIONS = (
     *("instruction", "question", "query", "problem", "prompt", "input", "inputs", "user", "human"),
-    *("article", "document", "dialogue", "passage", "source", "src", "message_1", "conversations"),
+    *(
+        "article",
+        "document",
+        "dialogue",
+        "passage",
+        "source",
+        "src",
+        "message_1",
+        "conversations",
+        "messages",
+    ),
 )
 _ANSWERS = (
     *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
@@ -37,7 +49,7 @@ _ANSWERS = (
 )
 CHATS = (
     *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
-    *("contents", "chosen_messages", "history"),
+    *("contents", "chosen_messages"),
 )
 _TEXTS = (
     *("text", "content", "body", "document", "article", "raw_content", "code", "chat", "dialogue"),
@@ -96,9 +108,10 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
             "its label says which answers are good (KTO): in a recipe give the source the filter "
             "{label: true}, or {label: [true, false]} to train on all"
         )
-    if "chosen" in fields and "conversations" in fields and "completion" not in fields:
-        messages = decoded(fields["conversations"])
-        if are_messages(messages) and messages[-1].get("from") in ("human", "user"):
+    if "chosen" in fields and "completion" not in fields:
+        chats = [decoded(fields[name]) for name in ("messages", "conversations") if name in fields]
+        last = [chat[-1] for chat in chats if are_messages(chat)]
+        if any(ROLES.get(str(one.get("role", one.get("from"))).lower()) == "user" for one in last):
             return f"its answers are apart: {naming_hint(given)}"
     return ""
 
@@ -182,8 +195,13 @@ def column_label(name: str) -> str:
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every key of messages that nothing but a chat template may read."""
+    """Yield a label for every key of messages that nothing but a chat template may read.
+
+    And for roles that nobody but a template may know.
+    """
     for message in messages:
+        if message["role"] not in OWN_ROLES:
+            yield f"role {message['role']}, which is context only"
         yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
 
 

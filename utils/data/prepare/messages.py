@@ -20,7 +20,7 @@ ROLES = {
     **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
-_KEPT_ROLES = ("developer",)  # templates know it
+OWN_ROLES = {*ROLES.values(), "developer"}  # that templates know
 # Keys of a message that hold a turn of the user and its answer, as in ShareAI, Capybara and MOSS.
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
@@ -173,7 +173,9 @@ def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
     if asked is None or answered is None:
         raise UnusableRowError("missing_field", f"{where} has no 'role'")
-    others = {k: v for k, v in message.items() if k not in (asked, answered)}
+    others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
+    if message.get("system"):  # as in XTuner's
+        yield {"role": "system", "content": message["system"]}
     yield {"role": "user", "content": message[asked]}
     yield {"role": ASSISTANT, "content": message[answered], **others}
 
@@ -241,7 +243,8 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
-    if held := [name for name in MEDIA if decoded(fields.get(name)) not in (None, "", [], {})]:
+    empty = (None, "", [], {})
+    if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in empty]:
         message = f"{where} has {', '.join(map(repr, held))}: text alone is trained on"
         raise UnusableRowError("not_text", message)
 
@@ -282,7 +285,7 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if role in CALL_ROLES:
         calls = tool_calls_of(where, decoded(found.get("content")))
         return {"role": ASSISTANT, **found, "content": "", "tool_calls": calls}
-    if is_sharegpt and role not in (*ROLES, *_KEPT_ROLES):
+    if is_sharegpt and role not in {*ROLES, *OWN_ROLES}:
         known = ", ".join([*ROLES, *CALL_ROLES])
         raise UnusableRowError("unknown_role", f"{where} is from {given!r}; known are {known}")
     meant = get_close_matches(role, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)

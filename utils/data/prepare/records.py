@@ -222,7 +222,8 @@ def _records_of(path: str, value: Any) -> list[Any]:
         return [value] if are_messages(value) else value
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
-    arrays = [key for key, item in value.items() if key not in CHATS and _are_records(item)]
+    of_row = {*CHATS, "history"}
+    arrays = [key for key, item in value.items() if key not in of_row and _are_records(item)]
     if len(arrays) > 1 and "data" not in arrays:
         raise ConfigurationError(
             f"{path}: one object with several lists of records ({', '.join(arrays)}): write each "

@@ -70,11 +70,6 @@ class RowSettings:
         own = [theirs.get(n, n) for n in (*NEEDED[self.row_format], *OPTIONAL[self.row_format])]
         return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
 
-    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the columns of a row that hold something and are not read."""
-        read = self.read_columns
-        yield from (name for name, value in fields.items() if name not in read and value)
-
     def in_their_words(self, text: str) -> str:
         """Return a message with the names that the file has for our columns."""
         theirs = {repr(ours): repr(name) for name, ours in self.columns}

@@ -237,13 +237,15 @@ def read_documents(
     Counts the columns that are not read in `unread`.
     """
     rows = settings.sources[unit.source]
+    read = set(rows.read_columns)
     for part in unit.parts:
         for record in read_records(part, rows.read_columns):
             if isinstance(record, BadRow):
                 yield record
             else:
-                left_out = (*rows.unread(record.fields), *record.left_out)
-                unread.update(column_label(name) for name in left_out)
+                held = (name for name, value in record.fields.items() if value)
+                names = {*held, *record.left_out} - read
+                unread.update(column_label(name) for name in names)
                 yield from parse_documents(record, rows)
 
 

@@ -55,7 +55,7 @@ def said(document):
 def documents(path, **settings):
     """Return the documents that the settings make of a file."""
     arguments = PreparationArguments(
-        sources=[settings.pop("source", str(path))],
+        sources=settings.pop("sources", [settings.pop("source", str(path))]),
         tokenizer_name_or_path="none",
         output_dir=str(path.parent / "out"),
         **settings,
@@ -241,6 +241,16 @@ TAKEN = {
     ),
     "LangChain words": ({"messages": turns(("Human", "q"), ("AI", "a"))}, [Q, A]),
     "upper case": ({"messages": turns(("USER", "q"), ("ASSISTANT", "a"))}, [Q, A]),
+    "SlimOrca": (
+        {
+            "conversations": [
+                {"from": "human", "value": "q", "weight": 0.0},
+                {"from": "gpt", "value": "a", "weight": 1.0},
+            ]
+        },
+        [Q, A],
+    ),
+    "ChatGLM": ({"conversations": turns(Q, A)}, [Q, A]),
     "old datasets": ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, [Q, A]),
     "R1 distilled": (
         {"messages": [*turns(Q), {"role": "assistant", "content": "a", "reasoning_content": "t"}]},
@@ -309,6 +319,15 @@ NAMED = {
         [[S, Q, A]],
     ),
     "Capybara": ({"source": "x", "conversation": [{"input": "q", "output": "a"}]}, [[Q, A]]),
+    "XTuner": ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, [[S, Q, A]]),
+    "history of messages": (
+        {"query": "q", "response": "a", "history": turns(Q, A)},
+        [[Q, A, Q, A]],
+    ),
+    "messages and chosen": (
+        {"messages": turns(Q), "chosen": "a", "rejected": "b"},
+        [[Q, A]],
+    ),
     "conversation of roles": ({"conversation": turns(Q, A)}, [[Q, A]]),
     "WildChat": ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]}, [[Q, A]]),
     "chat": ({"chat": turns(Q, A)}, [[Q, A]]),
@@ -560,3 +579,29 @@ def test_an_object_with_several_lists_of_rows_is_refused(tmp_path):
     path.write_text(json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}))
     with pytest.raises(ConfigurationError, match=r"several lists of records \(train, test\)"):
         documents(path)
+
+
+def test_flags_that_other_messages_name_are_taken(tmp_path):
+    pairs = samples.write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "completion": "a"}])
+    chats = samples.write_jsonl(tmp_path / "b.jsonl", [{"messages": turns(Q, A)}])
+    columns = {"query": "prompt"}
+    with pytest.raises(ConfigurationError) as refused:
+        documents(chats, sources=[str(chats), {"path": str(pairs), "columns": columns}])
+    named = re.search(r"columns (\S+)=instruction (\S+)=output", str(refused.value)).groups()
+    columns = dict(zip(named, ("instruction", "output"), strict=True))
+    both = [str(chats), {"path": str(pairs), "columns": columns}]
+    assert documents(chats, sources=both) == [[Q, A], [Q, A]]
+    with pytest.raises(ConfigurationError, match="--format messages") as refused:
+        documents(chats, format="text")
+    assert documents(chats, format=re.search(r"--format (\w+)", str(refused.value))[1]) == [[Q, A]]
+    path = samples.write_jsonl(
+        tmp_path / "c.jsonl", [{"question": "q", "answer": "a", "system": "s"}]
+    )
+    with pytest.raises(ConfigurationError) as refused:
+        documents(path, columns=["question=prompt", "answer=completion"])
+    names = re.search(r"'(\w+)' instruction and '(\w+)' output", str(refused.value))
+    columns = [
+        f"{name}={ours}"
+        for name, ours in zip(names.groups(), ("instruction", "output"), strict=True)
+    ]
+    assert documents(path, columns=columns) == [[S, Q, A]]
