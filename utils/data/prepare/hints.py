@@ -14,10 +14,8 @@ from utils.data.prepare.messages import (
     OWN_ROLES,
     READ,
     ROLES,
-    UnusableRowError,
     are_messages,
     check_answers,
-    decoded,
 )
 from utils.data.prepare.rows import (
     RowSettings,
@@ -26,26 +24,19 @@ from utils.data.prepare.rows import (
     holds_chats,
     renamed,
 )
+from utils.data.prepare.values import UnusableRowError, decoded
 
 # Names met in published datasets, for the columns that they stand for.
 _QUESTIONS = (
     *("instruction", "question", "query", "problem", "prompt", "input", "inputs", "user", "human"),
-    *(
-        "article",
-        "document",
-        "dialogue",
-        "passage",
-        "source",
-        "src",
-        "message_1",
-        "conversations",
-        "messages",
-    ),
+    *("article", "document", "dialogue", "passage", "source", "src", "message_1", "messages"),
+    *("conversations", "inputs_pretokenized", "input_text", "context"),
 )
 _ANSWERS = (
     *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
     *("generation", "assistant", "gpt", "bot", "generated_solution", "canonical_solution"),
-    *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers"),
+    *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers", "output_text"),
+    *("targets_pretokenized", "preferred_output"),
 )
 CHATS = (
     *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
@@ -80,10 +71,11 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
         found |= {kind: working[0]} if working else {}
         problems += [problem for _, problem in tried if problem]
     if not found:
-        texts = [names for names in _texts(fields, problems) if not _problem(fields, names)]
-        found = {"texts": texts[0]} if texts else {}
+        texts = [names for names in _texts(fields) if not _problem(fields, names)]
+        found = {"texts": texts[0]} if texts else ({} if problems else _unknown(fields))
     if not found:
-        return f"no column can be read under another name ({(problems or ['no texts'])[0]})"
+        reason = (problems or ["it has no texts, messages, or question with an answer"])[0]
+        return f"no column can be read under another name ({reason})"
     given = {
         kind: shlex.join(f"{theirs}={ours}" for theirs, ours in names.items() if theirs != ours)
         for kind, names in found.items()
@@ -150,19 +142,23 @@ def _renamings(
                 yield {question: question_is, answer: answer_is}
 
 
-def _texts(fields: Mapping[str, Any], problems: Sequence[str]) -> Iterator[Renaming]:
-    """Yield the columns that may be a text: those of a known name, else the longest.
-
-    problems: those of questions with answers, of which neither alone is what is meant.
-    """
+def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
+    """Yield the columns that have a name of texts."""
     spelled = {name.lower(): name for name in fields}
     known = ("chosen",) if "chosen" in fields else _TEXTS
     yield from ({spelled[name]: "text"} for name in known if name in spelled)
-    not_alone = {spelled[name] for name in (*_QUESTIONS, *_ANSWERS) if name in spelled} - {"input"}
-    texts = [n for n, value in fields.items() if isinstance(value, str) and n not in not_alone]
-    is_flat = not any(isinstance(value, list | dict) for value in fields.values())
-    if texts and is_flat and not problems:
-        yield {max(texts, key=lambda name: len(fields[name])): "text"}
+
+
+def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return what the columns of unknown names may be, where nothing else is in the row."""
+    names = [name for name, value in fields.items() if isinstance(value, str) and value.strip()]
+    known = {*_QUESTIONS, *_ANSWERS} - {"input"}
+    others = any(isinstance(value, list | dict) for value in fields.values())
+    if not names or others or any(name.lower() in known for name in fields):
+        return {}
+    texts = {"texts": {max(names, key=lambda name: len(fields[name])): "text"}}
+    pair = dict(zip(names[:2], ("prompt", "completion"), strict=False))
+    return texts | ({"a prompt and its completion, by your names,": pair} if len(names) > 1 else {})
 
 
 def _problem(fields: Mapping[str, Any], names: Renaming) -> str:

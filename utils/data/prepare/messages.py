@@ -10,6 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from utils.data.prepare.values import (
+    MEDIA_KINDS,
+    UnusableRowError,
+    check_text,
+    decoded,
+    refuse_media,
+    wrong_type,
+)
+
 ASSISTANT = "assistant"
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -33,12 +42,6 @@ _CONTENT = ("content", "value", "text", "parts")
 READ = {"role", "content", "tool_calls", "weight", *REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
-_MEDIA_KINDS = ("image", "video", "audio")
-MEDIA = tuple(
-    kind + suffix
-    for kind in _MEDIA_KINDS
-    for suffix in ("", "s", "_path", "_paths", "_url", "_urls", "_file")
-)
 
 # What is trained on: axolotl, ms-swift, LLaMA-Factory, OpenAI, Mistral; and torchtune's opposite.
 _TRAINED = (
@@ -52,43 +55,6 @@ _ABOUT_A_MESSAGE = re.compile(
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
 )
-
-
-class UnusableRowError(ValueError):
-    """A row that cannot become a document; `reason` is the name it is counted under."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
-
-
-def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
-    """Return the error for a value of another type."""
-    message = f"{what} must be {wanted}, found {type(value).__name__}"
-    return UnusableRowError("wrong_type", message)
-
-
-def check_text(name: str, text: Any) -> None:
-    """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
-    if isinstance(text, bytes):  # of Arrow, which its reader could not decode
-        raise UnusableRowError("invalid_utf8", f"{name!r} is not UTF-8")
-    if not isinstance(text, str):
-        raise wrong_type(repr(name), "a string", text)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{name!r} holds half a surrogate pair at character {error.start}"
-        raise UnusableRowError("invalid_utf8", message) from None
-
-
-def decoded(value: Any) -> Any:
-    """Return what a JSON text of an object or a list stands for; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:2].startswith(("{", "[", '"{', '"[')):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
 
 
 def are_messages(value: Any) -> bool:
@@ -153,6 +119,9 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
     if isinstance(given, str) and not isinstance(message, Mapping):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
         return
+    if isinstance(message, list) and len(message) == 2:
+        yield from _of_list(where, message)
+        return
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
     message = {key: value for key, value in message.items() if value is not None}
@@ -164,6 +133,17 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
         yield from _results_apart(message, content)
     else:
         yield message
+
+
+def _of_list(where: str, texts: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a list of two texts: role and content, or question and answer."""
+    for text in texts:
+        check_text(where, text)
+    if texts[0].lower() in ROLES:
+        yield {"role": texts[0], "content": texts[1]}
+    else:
+        yield {"role": "user", "content": texts[0]}
+        yield {"role": ASSISTANT, "content": texts[1]}
 
 
 def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -229,7 +209,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise UnusableRowError("wrong_type", message_text)
     for calls in given.values():
         found["tool_calls"] = tool_calls_of(where, calls)
-    if any(key in found for key in ("tool_calls", *REASONING)):
+    if found["role"] == "tool" or any(key in found for key in ("tool_calls", *REASONING)):
         found.setdefault("content", "")
     if "content" not in found:
         raise UnusableRowError("missing_field", f"{where} has no 'content'{_unread(found)}")
@@ -239,14 +219,6 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if _says_nothing(found) and (lost := _unread(found)):
         raise UnusableRowError("unread_key", f"{where} has no text{lost}")
     return _with_weight(where, found, is_trained)
-
-
-def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
-    empty = (None, "", [], {})
-    if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in empty]:
-        message = f"{where} has {', '.join(map(repr, held))}: text alone is trained on"
-        raise UnusableRowError("not_text", message)
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
@@ -309,7 +281,7 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, 
             calls.append(part if said is None else said)
         elif kind in _TEXT_PARTS and isinstance(said, str):
             texts.append(said)
-        elif role == "tool" and not any(medium in str(kind) for medium in _MEDIA_KINDS):
+        elif role == "tool" and not any(medium in str(kind) for medium in MEDIA_KINDS):
             return {"content": json.dumps(parts, ensure_ascii=False)}
         else:
             message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"

@@ -22,7 +22,6 @@ from utils.config.preparation import TRAIN, PreparationArguments, Source, source
 from utils.data.prepare.documents import parse_documents, refuse_bad_row
 from utils.data.prepare.hints import misreading, naming_hint
 from utils.data.prepare.hub import HubCache, cached_files
-from utils.data.prepare.messages import MEDIA
 from utils.data.prepare.records import BadRow, FilePart, Record, cut, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
@@ -33,6 +32,7 @@ from utils.data.prepare.rows import (
     renamed,
 )
 from utils.data.prepare.sources import SourceFile, list_sources
+from utils.data.prepare.values import MEDIA
 
 logger = logging.getLogger(__name__)
 

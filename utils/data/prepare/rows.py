@@ -15,16 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.data.prepare.messages import (
-    ASSISTANT,
+from utils.data.prepare.messages import ASSISTANT, are_messages, messages_of, tool_calls_of
+from utils.data.prepare.values import (
     MEDIA,
     UnusableRowError,
-    are_messages,
     check_text,
     decoded,
-    messages_of,
     refuse_media,
-    tool_calls_of,
     wrong_type,
 )
 
@@ -35,7 +32,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }
-_OF_CHATS = ("tools", "functions", "system", "chat_template_kwargs", *MEDIA)
+_OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "text": MEDIA,
     "messages": _OF_CHATS,
@@ -144,7 +141,7 @@ def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, 
     else:
         (name,) = NEEDED[row_format]
         messages = messages_of(name, fields[name])
-    return {"messages": _with_system(messages, fields.get("system")), **extras}
+    return {"messages": _with_system(messages, _system(fields)), **extras}
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -157,7 +154,7 @@ def _pair(fields: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any
     The completion of a prompt of messages may be the text of the answer.
     """
     prompt, completion = fields["prompt"], fields["completion"]
-    others = {"system": fields.get("system"), "history": fields.get("history")}
+    others = {"system": _system(fields), "history": fields.get("history")}
     if _is_chat(prompt):
         if others["history"]:
             raise UnusableRowError("wrong_type", "'history' goes into the messages of 'prompt'")
@@ -185,8 +182,8 @@ def _pair(fields: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any
 def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
 
-    `history` holds the turns before: pairs (instruction, output), or messages. Beside tools, an
-    output that is a JSON list of calls becomes these calls, as in xLAM's data.
+    `history` holds the turns before, such as pairs (instruction, output). Beside tools, an output
+    that is a JSON list of calls becomes these calls, as in xLAM's data.
     """
     given = fields.get("input") or ""
     output = fields["output"]
@@ -194,15 +191,8 @@ def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         check_text(name, text)
     check_text("output", output)
     history = decoded(fields.get("history")) or []
-    if are_messages(history):
+    if history:
         yield from messages_of("history", history)
-        history = []
-    for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise UnusableRowError("wrong_type", "'history' must hold pairs of texts")
-        for role, text in zip(("user", ASSISTANT), pair, strict=True):
-            check_text("history", text)
-            yield {"role": role, "content": text}
     question = "\n".join(text for text in (fields["instruction"], given) if text)
     yield {"role": "user", "content": question}
     if not output.strip():
@@ -216,6 +206,13 @@ def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _are_calls(calls: list[Any]) -> bool:
     return all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls)
+
+
+def _system(fields: Mapping[str, Any]) -> Any:
+    given = [fields.get(name) or None for name in ("system", "system_prompt")]
+    if None not in given and given[0] != given[1]:
+        raise UnusableRowError("two_systems", "'system' and 'system_prompt' give different texts")
+    return given[0] or given[1]
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:

@@ -61,7 +61,11 @@ UNUSABLE = [
     ("messages", {"messages": CHAT, "chat_template_kwargs": 1}, "wrong_type: must be an object"),
     ("messages", {"messages": [{"role": "user", "content": PICTURE}]}, "not_text: text alone"),
     ("sharegpt", {"conversations": [{"from": "x", "value": "y"}]}, "unknown_role: known are human"),
-    ("alpaca", {"instruction": "i", "output": "o", "history": [1]}, "wrong_type: must hold pairs"),
+    (
+        "alpaca",
+        {"instruction": "i", "output": "o", "history": [1]},
+        "wrong_type: of 'history' must be an object",
+    ),
     ("prompt_completion", {}, "missing_field: no 'prompt' and no 'completion'"),
     ("prompt_completion", {"prompt": "a", "completion": " "}, "empty: 'completion' has no text"),
     ("prompt_completion", {"prompt": "a", "completion": CHAT}, "wrong_type: 'prompt' must be a li"),

@@ -241,6 +241,24 @@ TAKEN = {
     ),
     "LangChain words": ({"messages": turns(("Human", "q"), ("AI", "a"))}, [Q, A]),
     "upper case": ({"messages": turns(("USER", "q"), ("ASSISTANT", "a"))}, [Q, A]),
+    "LIMA": ({"conversations": ["q", "a"], "source": "x"}, [Q, A]),
+    "Bedrock": (
+        {
+            "system": [{"text": "s"}],
+            "messages": [
+                {"role": "user", "content": [{"text": "q"}]},
+                {"role": "assistant", "content": [{"text": "a"}]},
+            ],
+        },
+        [S, Q, A],
+    ),
+    "Cohere": ({"messages": turns(("System", "s"), ("User", "q"), ("Chatbot", "a"))}, [S, Q, A]),
+    "system_prompt": (
+        {"conversations": shares(("human", "q"), ("gpt", "a")), "system_prompt": "s"},
+        [S, Q, A],
+    ),
+    "pandas in CSV": ({"messages": str(turns(Q, A))}, [Q, A]),
+    "messages as JSON texts": ({"messages": [json.dumps(t) for t in turns(Q, A)]}, [Q, A]),
     "SlimOrca": (
         {
             "conversations": [
@@ -351,7 +369,28 @@ NAMED = {
         {"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"},
         ["USER: q ASSISTANT: a"],
     ),
-    "Baize": ({"topic": "t", "input": "[|Human|]q[|AI|]a"}, ["[|Human|]q[|AI|]a"]),
+    "Baize": (
+        {"topic": "t", "input": "[|Human|]q[|AI|]a"},
+        ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]],
+    ),
+    "Prosocial": ({"context": "q", "response": "a"}, [[Q, A], ["q", "a"]]),
+    "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, [[Q, A], ["q", "a"]]),
+    "one unknown column": ({"sentence": "t", "n": 1}, ["t"]),
+    "pairs": ({"conversation": [["q", "a"], ["q", "a"]]}, [[Q, A, Q, A]]),
+    "roles and texts": ({"dialog": [["user", "q"], ["assistant", "a"]]}, [[Q, A]]),
+    "OpenAI responses": (
+        {
+            "input": turns(Q),
+            "output": [
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "a"}],
+                }
+            ],
+        },
+        [[Q, A]],
+    ),
     "HH-RLHF": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, ["Human: q Assistant: a"]),
     "Orca DPO": (
         {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
@@ -472,6 +511,8 @@ REFUSED = {
     "MMLU": ({"question": "q", "choices": ["a", "b"], "answer": 1}, "'answer' must be a string"),
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "no column can be read"),
     "translation": ({"translation": {"en": "a", "de": "b"}}, "no column can be read"),
+    "question alone": ({"instruction": "q", "input": "i"}, "no column can be read"),
+    "datasets-server": ({"row_idx": 0, "row": {"text": "a"}}, "no column can be read"),
     "segments": ({"segments": [{"label": True, "text": "a"}]}, "no column can be read"),
     "MOSS": (
         {"meta_instruction": "s", "chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
