@@ -168,8 +168,10 @@ def find_model(name: str) -> str:
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Return model and tokenizer; raises ConfigurationError with what is missing or unreadable."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import find_adapter_config_file
+
+    from utils.model.architecture import causal_lm_class
 
     base, config = path, {}
     try:
@@ -182,8 +184,9 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             base if bare else path, padding_side="left", trust_remote_code=False
         )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, device_map=device, output_loading_info=True, trust_remote_code=False
+        model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        loaded: Any = causal_lm_class(model_config).from_pretrained(
+            base, dtype=dtype, device_map=device, output_loading_info=True
         )
         model, info = loaded
         if config.get("trainable_token_indices"):  # as many rows as training gave the new tokens

@@ -55,6 +55,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": EIGHT_OF_TWO | {"moe_topk": 2}, "jetmoe": {
         "num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8},
 }  # fmt: skip
+THREE_ROWS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 SOUND = {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 1, "num_attention_heads": 4}
 INSIDE: dict[str, dict[str, Any]] = {
     "gemma3": WITH_IMAGES | {"text_config": {"sliding_window": 16}, "mm_tokens_per_image": 4},
@@ -65,6 +66,23 @@ INSIDE: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "output_channels": 16,
         "mlp_dim": 32}},
     "phi4_multimodal": WITH_IMAGES | {"audio_config": SOUND},
+    "qwen3_vl": {"text_config": {"rope_parameters": THREE_ROWS}, "vision_config": {
+        "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 4,
+        "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
+    "mistral3": WITH_IMAGES | {"text_config": {"model_type": "mistral"}},
+    "paligemma": WITH_IMAGES | {"text_config": {"model_type": "gemma"}, "projection_dim": 32},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}, "vision_config": {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_global_layers": 1, "attention_heads": 4, "image_size": 28, "vision_output_dim": 64,
+        "intermediate_layers_indices": [0]}},
+    "kimi_k25": {"text_config": {"model_type": "deepseek_v3"} | LATENT | ROUTED, "vision_config": {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "pos_emb_height": 4, "pos_emb_width": 4}},
+    "qwen3_5": {"text_config": {"layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "rope_parameters": THREE_ROWS | {"partial_rotary_factor": 1.0}},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 4,
+        "out_hidden_size": 32, "num_position_embeddings": 16}},
 }  # fmt: skip
 
 
@@ -72,7 +90,10 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return a configuration of this type."""
     values = {**DENSE, **EXPERTS, **INSIDE}[model_type] | changes
     if "text_config" in values:
-        values["text_config"] = SIZES | values["text_config"]
+        own = SIZES | values["text_config"]
+        if "qk_rope_head_dim" in own:
+            del own["head_dim"]
+        values["text_config"] = own
         return AutoConfig.for_model(model_type, **values)
     return AutoConfig.for_model(model_type, **(SIZES | values))
 

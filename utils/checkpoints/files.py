@@ -29,6 +29,12 @@ ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 CONFIG = "config.yaml"  # the settings of the first start
 PROVENANCE = "provenance.json"  # how each of its starts came about
 FINAL = "final"  # the finished model
+# What the processor of a model for images or sound is loaded from, beside its tokenizer.
+OLD_TEMPLATE = "chat_template.json"  # which a processor prefers to any other
+PROCESSOR_FILES = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json", OLD_TEMPLATE,
+)  # fmt: skip
 OWN_STATE = "stoker"  # of ours among the callbacks' in a checkpoint's trainer_state.json
 MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
 # Files of a model's configuration and a tokenizer; no tensors are among them.

@@ -15,7 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.model.architecture import EXPERTS, MISFITS, causal_lm_class, first_line, text_model_of
+from utils.model.architecture import (
+    EXPERTS,
+    MISFITS,
+    apart_inside,
+    causal_lm_class,
+    first_line,
+    outside_text,
+    text_model_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +33,6 @@ FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
 }  # fmt: skip
-TOWERS_INSIDE = ".embed_tokens_extend."  # Phi-4 has its towers for images and sound in its text
 
 
 class Targets(NamedTuple):
@@ -55,14 +62,10 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     """
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return []
-    text, head = text_model_of(model), model.get_output_embeddings()
-    used = {id(one) for part in (text, head) for one in part.parameters()}
-    frozen = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in used or TOWERS_INSIDE in name:
-            parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen
+    frozen = outside_text(model)
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    return list(frozen)
 
 
 def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | None:
@@ -103,6 +106,23 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
     return built
+
+
+def check_model(config: PreTrainedConfig) -> None:
+    """Raise ConfigurationError unless the model can be built, with a head on its text model."""
+    try:
+        built = without_weights(config)
+    except (*MISFITS, ImportError) as error:
+        raise ConfigurationError(
+            f"model type {config.model_type!r}: transformers cannot build this model: "
+            f"{first_line(error)}"
+        ) from error
+    text, head = text_model_of(built), built.get_output_embeddings()
+    if head is None or not any(module is text for module in built.modules()):
+        raise ConfigurationError(
+            f"model type {config.model_type!r}: {type(built).__name__} has no text model with a "
+            "last layer that transformers names: use another architecture."
+        )
 
 
 def _adapt(
@@ -187,10 +207,10 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    modules = []
+    modules, apart = [], apart_inside(built.config)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
-        if linear and TOWERS_INSIDE not in name:
+        if linear and not any(part in f"{name}." for part in apart):
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)

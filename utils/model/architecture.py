@@ -1,11 +1,20 @@
 """A small random model that attends as the user's model does, to try an attention on it."""
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import AttentionNeeds
@@ -21,7 +30,9 @@ EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "top_k_experts",
 )  # fmt: skip
 LAYER_TYPES = ("layer_types", "layers_block_type")
-LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices")
+LAYER_INDICES = (
+    "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
+)  # fmt: skip
 # Sizes that others do not depend on: widths of MLPs, groups of experts and of state-space heads,
 # and chunks, to which sequences are padded (GPUs' kernels take powers of two from 16 on).
 AT_MOST = {
@@ -62,17 +73,66 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that AutoModelForCausalLM builds from this config."""
-    # The mapping has no public name; `_model_mapping` has had this one since transformers 4.
-    mapping = AutoModelForCausalLM._model_mapping
+    """Return the class to train: with towers for images or sound it is the whole model's.
+
+    Raises ConfigurationError where transformers has none that learns from text alone.
+    """
+    # The mappings have no public name; `_model_mapping` has had this one since transformers 4.
+    multimodal = AutoModelForMultimodalLM._model_mapping
+    mapping = (
+        multimodal if type(model_config) in multimodal else AutoModelForCausalLM._model_mapping
+    )
+    kind = f"model type {model_config.model_type!r} ({type(model_config).__name__})"
     if type(model_config) not in mapping:
         raise ConfigurationError(
-            f"model type {model_config.model_type!r} ({type(model_config).__name__}): transformers "
-            "has no causal language model for it. Code that comes with a model is not run; of one "
-            "that takes images too, train the text model (Qwen3 for Qwen3-VL)."
+            f"{kind}: transformers has no causal language model for it. Code that comes with a "
+            "model is not run: use an architecture that transformers has."
         )
-    model_class: Any = mapping[type(model_config)]
-    return model_class[0] if isinstance(model_class, tuple) else model_class
+    found: Any = mapping[type(model_config)]
+    model_class: Any = found[0] if isinstance(found, tuple) else found
+    if problem := _not_for_text(model_class, model_config):
+        raise ConfigurationError(f"{kind}: {model_class.__name__} {problem}")
+    return model_class
+
+
+def is_multimodal(model_config: PretrainedConfig) -> bool:
+    """Whether AutoModelForCausalLM does not load the whole model."""
+    causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    return causal is not causal_lm_class(model_config)
+
+
+def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
+    """Return the text part's configuration if AutoModelForCausalLM loads that part alone."""
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
+        return None
+    return model_config.get_text_config(decoder=True)
+
+
+def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
+    """Return why a model cannot learn from text alone; None: it can."""
+    arguments = inspect.signature(model_class.forward).parameters
+    needed = [
+        name
+        for name, one in arguments.items()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    needed = [name for name in needed if name not in ("self", "input_ids")]
+    text = model_config.get_text_config(decoder=True)
+    if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
+        return "is an encoder with a decoder, and Stoker trains decoders alone: use one of those."
+    if "labels" not in arguments:
+        thinker = getattr(model_config, "thinker_config", None)
+        part = "use another model" if thinker is None else _saved_alone(thinker)
+        return f"computes no loss of the next token: {part}."
+    if needed:
+        return f"needs {' and '.join(needed)} beside text: use a model that runs on text alone."
+    return None
+
+
+def _saved_alone(part: PretrainedConfig) -> str:
+    name = AutoModelForMultimodalLM._model_mapping[type(part)].__name__
+    return f"train its text part, saved by {name}.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -94,9 +154,6 @@ def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
     One layer of each type remains (two at least). Where heads cannot be cut they stay. Raises
     ConfigurationError where nothing small runs.
     """
-    text_config = model_config.get_text_config(decoder=True)
-    if type(text_config) in AutoModelForCausalLM._model_mapping:
-        model_config = text_config
     misfit: Exception | None = None
     for cut_heads in (True, False):
         try:
@@ -124,10 +181,51 @@ def build_probe_model(
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
     model_class: Any = causal_lm_class(config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _idle_towers(model_class, config) as model:
         torch.default_generator.manual_seed(0)
+        model.init_weights()
+        return model.to(device=device, dtype=dtype).eval()
+
+
+@contextlib.contextmanager
+def _idle_towers(model_class: Any, config: PretrainedConfig) -> Iterator[PreTrainedModel]:
+    """Yield a model without weights, in which afterwards those that text leaves out are zeros.
+
+    They take no memory and no time, however large the towers for images are.
+    """
+    with no_init_weights():
         model = model_class(config)
-    return model.to(device=device, dtype=dtype).eval()
+    idle = {value: value.shape for value in outside_text(model).values()}
+    for value in idle:
+        value.requires_grad_(False).data = torch.zeros(())
+        value._is_hf_initialized = True
+    yield model
+    for value, shape in idle.items():
+        value.data = value.data.expand(shape)
+
+
+def apart_inside(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the parts of names that modules of the text model have which text does not enter.
+
+    Phi-4 has its towers for images and sound there, Llama 3.2 Vision layers that attend to images.
+    """
+    layers = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None)
+    return (".embed_tokens_extend.", *(f".layers.{layer}." for layer in layers or ()))
+
+
+def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that text does not go through: those of towers and projectors."""
+    used = {
+        id(one)
+        for part in (text_model_of(model), model.get_output_embeddings())
+        for one in part.parameters()
+    }
+    apart = apart_inside(model.config)
+    return {
+        name: value
+        for name, value in model.named_parameters()
+        if id(value) not in used or any(part in name for part in apart)
+    }
 
 
 def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
@@ -135,7 +233,8 @@ def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
 
     Returns None when the model does not attend through transformers' AttentionInterface.
     """
-    if not causal_lm_class(config)._supports_attention_backend:
+    whole = build_probe_model(config, "eager")
+    if not any(part._supports_attention_backend for part in (whole, text_model_of(whole))):
         return None
     calls: list[AttentionNeeds] = []
 
@@ -161,10 +260,13 @@ def _run(model: torch.nn.Module) -> None:
 
 
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    config = copy.deepcopy(model_config)
+    """Return a copy whose text part is small."""
+    whole = copy.deepcopy(model_config)
+    config = whole.get_text_config(decoder=True)
+    if config is not whole:
+        whole.pad_token_id = 0
     config.vocab_size = VOCABULARY
-    config.pad_token_id = 0
-    config.bos_token_id = config.eos_token_id = None
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
     _cut_layers(config)
     for name, most in AT_MOST.items():
         _at_most(config, name, most)
@@ -177,7 +279,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     if cut_heads:
         _cut_heads(config)
         _cut_states(config)
-    return config
+    return whole
 
 
 def _cut_layers(config: PretrainedConfig) -> None:

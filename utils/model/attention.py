@@ -38,6 +38,7 @@ ROWS = ((7, 5, 9, 3), (4, 13, 7))
 # One document a row and a tail.
 WHOLE_ROWS = ((17, 7), (24,))
 ROW_LENGTH = sum(ROWS[0])
+FULL_ROW = ((ROW_LENGTH,),)  # for which no mask may be made
 # Documents of the equivalence check are longer than this window, so that it cuts.
 WINDOW = 4
 TOLERANCE = 1e-4
@@ -117,13 +118,13 @@ def attention_choices(
             "it: use auto."
         )
     yield replace(first, batches="flat") if is_recurrent(model_config) else first
-    if whole_rows:
-        kind = name if name in ("sdpa", "eager") else "sdpa" if sdpa else "eager"
-        reason = f"{kind}: each sequence is one document, as --packing none has it; no mask is made"
-        yield AttentionChoice(kind, kind, reason, batches="plain")
-    elif name == "auto" and first.name == NAME and sdpa:
-        reason = f"auto: sdpa, as {model_class.__name__} needs its own masks; {MASK_COST}"
-        yield AttentionChoice("sdpa", "sdpa", reason)
+    for kind in (name,) if name in ("sdpa", "eager") else ("sdpa", "eager")[not sdpa :]:
+        if whole_rows:
+            reason = f"{kind}: each sequence is one document, as --packing none has it"
+            yield AttentionChoice(kind, kind, f"{reason}; no mask is made", batches="plain")
+        elif name == "auto" and kind != first.name:
+            reason = f"auto: {kind}, as {model_class.__name__} needs its own masks; {MASK_COST}"
+            yield AttentionChoice(kind, kind, reason)
 
 
 def _choose_packed(
@@ -199,9 +200,11 @@ def check_isolation(
     """
     config = probe_config(model_config)
     model = build_probe_model(config, choice.name, device, dtype)
-    checked: tuple[Rows, ...] = (ROWS, WHOLE_ROWS) if choice.kernel == ROW_SDPA else (ROWS,)
+    checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
+    if choice.kernel == ROW_SDPA:
+        checked = (ROWS, WHOLE_ROWS, FULL_ROW)
     if choice.batches == "plain":
-        checked = (WHOLE_ROWS,)
+        checked = (WHOLE_ROWS, FULL_ROW)
     for rows in checked:
         batch = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -252,23 +255,34 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torc
 
 
 def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batches: str) -> None:
-    """Perturb the first token of each segment in turn: its own later logits change, no others."""
+    """Perturb the first and the last token of each segment in turn.
+
+    Logits from there to the end of its document change, no others.
+    """
     reference = _logits(model, batch, batches)
     attention = model.config._attn_implementation
     other = "" if attention == NAME else f" (or try --attn_implementation {NAME})"
     for row, start, stop in _segments(rows):
-        perturbed = batch["input_ids"].clone()
-        perturbed[row, start] = VOCABULARY - 1
-        logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
-        changed = (logits != reference).any(dim=-1)
-        if not changed[row, start + 1 : stop].any():
-            fault = "passes nothing on: a changed token changed no later logits of its own document"
-            raise _refusal(model.config, f"under --attn_implementation {attention} {fault}{other}")
-        own = ROW_LENGTH if rows is WHOLE_ROWS else stop
-        changed[row, start:own] = False
-        if changed.any():
-            fault = "lets packed documents see each other: a changed token changed others' logits"
-            raise _refusal(model.config, f"under --attn_implementation {attention} {fault}{other}")
+        for place in (start, stop - 1):
+            perturbed = batch["input_ids"].clone()
+            perturbed[row, place] = VOCABULARY - 1
+            logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
+            changed = (logits != reference).any(dim=-1)
+            fault = ""
+            if place == start and not changed[row, start + 1 : stop].any():
+                fault = "passes nothing on: a changed token changed no later logits of its document"
+            if changed[row, start:place].any():
+                fault = "lets tokens see those that follow: a changed token changed earlier logits"
+            own = ROW_LENGTH if rows is WHOLE_ROWS else stop
+            changed[row, start:own] = False
+            if changed.any():
+                fault = (
+                    "lets packed documents see each other: a changed token changed others' logits"
+                )
+            if fault:
+                raise _refusal(
+                    model.config, f"under --attn_implementation {attention} {fault}{other}"
+                )
 
 
 def _refusal(config: PretrainedConfig, fault: str) -> ConfigurationError:
@@ -278,9 +292,10 @@ def _refusal(config: PretrainedConfig, fault: str) -> ConfigurationError:
 
 def _check_equivalence(config: PretrainedConfig, choice: AttentionChoice, rows: Rows) -> None:
     """Compare logits with those of each document alone under eager attention."""
+    text = config.get_text_config(decoder=True)
     for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, name, None):
-            setattr(config, name, WINDOW)
+        if getattr(text, name, None):
+            setattr(text, name, WINDOW)
     batch = packed_batch(rows)
     together = _logits(build_probe_model(config, choice.name), batch, choice.batches)
     alone = build_probe_model(config, "eager")

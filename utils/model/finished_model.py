@@ -4,14 +4,16 @@ Settled in the plan, so that what cannot be saved is found before any weight is 
 """
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from utils.checkpoints.files import PROVENANCE, earlier_starts
+from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES, PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
@@ -65,6 +67,34 @@ def finished_generation(
     # transformers saves odd settings (a temperature without do_sample) if they are as loaded.
     made._original_object_hash = hash(made)
     return made
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """What the processor of a model for images or sound is loaded from, by file name."""
+
+    files: Mapping[str, bytes]
+
+    def write(self, tokenizer: Any, directory: Path) -> None:
+        """Write them; the old chat template only if the tokenizer has none."""
+        for name, content in self.files.items():
+            if name != OLD_TEMPLATE or not tokenizer.chat_template:
+                (directory / name).write_bytes(content)
+
+
+def read_processor_files(settings: RunSettings) -> ProcessorFiles:
+    """Read the processor beside the weights that a run starts from; collective, see `stage_of`."""
+    source = str(stage_of(settings) or settings.model.model_name_or_path or "")
+    found: dict[str, bytes] = {}
+    for name in PROCESSOR_FILES if source else ():
+        path = cached_file(
+            source, name, revision=settings.model.model_revision or "main",
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if path is not None:
+            found[name] = Path(path).read_bytes()
+    return ProcessorFiles(found)
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:

@@ -19,11 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.assumed import GPUS
 from utils.data.packing import PackPlan
-from utils.model.adapters import TOWERS_INSIDE
 from utils.model.architecture import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
+    apart_inside,
     first_set,
     text_model_of,
 )
@@ -82,9 +82,10 @@ def token_products(model: Any) -> TokenProducts:
     config = base.config.get_text_config(decoder=True)
     experts, routed = first_set(config, EXPERTS), first_set(config, EXPERTS_PER_TOKEN) or 1
     forward = trained = 0.0
+    apart = apart_inside(base.config)
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
-            if name.split(".")[-1] == "original_module" or TOWERS_INSIDE in f".{name}.":
+            if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in apart):
                 continue  # PEFT trains a copy
             for weight, size, count in _weights(module, bool(experts)):
                 among_experts = count == experts or ".experts." in f".{name}."

@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,11 +24,16 @@ from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.kernels.cpu_products import align_weights
-from utils.model.adapters import freeze_unused
-from utils.model.architecture import causal_lm_class, first_line
+from utils.model.adapters import check_model, freeze_unused
+from utils.model.architecture import (
+    causal_lm_class,
+    first_line,
+    probe_config,
+    text_model_config,
+)
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
-from utils.model.finished_model import generation_settings
+from utils.model.finished_model import generation_settings, read_processor_files
 from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.support.collectives import on_every_rank, on_rank_0
@@ -83,7 +87,7 @@ def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model, and transformers' account of the tensors that do not fit."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = causal_lm_class(arguments["config"]).from_pretrained(
             path,
             **arguments,
             ignore_mismatched_sizes=True,  # all of them are refused here
@@ -122,11 +126,7 @@ def load_model_config(
     config = _given_config(settings, tokenizer)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
-    # AutoModelForCausalLM builds the text model alone of Llama 4 and Qwen3.5, but all of Gemma 3.
-    if causal_lm_class(config).config_class is config.sub_configs.get("text_config"):
-        text = config.get_text_config(decoder=True)
-        text.dtype = text.dtype or config.dtype
-        config = text
+    config = _runnable(config)
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
@@ -140,6 +140,28 @@ def load_model_config(
     generation_settings(settings, config)  # what cannot be read is refused before weights load
     fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    return config
+
+
+def _runnable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the whole model, or of its text model if only that runs.
+
+    Raises ConfigurationError for a model that cannot be built.
+    """
+    text = text_model_config(config)
+    try:
+        check_model(config)
+        if text is not None:
+            probe_config(config)
+    except ConfigurationError as error:
+        if text is None:
+            raise
+        logger.warning(
+            "%s: only its text model is trained, and final/ will hold no other part, as the whole "
+            "does not run on text: %s", config.model_type, error,
+        )  # fmt: skip
+        text.dtype = text.dtype or config.dtype
+        return text
     return config
 
 
@@ -238,6 +260,7 @@ def load_model(
             align_weights(made)
             compute_alike(made)
     made.generation_config = generation_settings(settings, config)
+    made.processor_files = read_processor_files(settings)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
         logger.info("frozen: %s, which text does not go through", parts)

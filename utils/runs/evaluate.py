@@ -54,11 +54,19 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     Raises ConfigurationError with what to type where it cannot be run, or fails.
     """
     import torch
+    from transformers import AutoConfig
+
+    from utils.model.architecture import is_multimodal
 
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):
         raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
+    if "--model" not in flags and is_multimodal(AutoConfig.from_pretrained(run / FINAL)):
+        raise ConfigurationError(
+            f"{run / FINAL}: lm_eval's own loader takes no model for images or sound: add "
+            f"--model vllm --model_args pretrained={run / FINAL}, after pip install vllm."
+        )
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={run / FINAL}", "--tasks", *tasks]
     if torch.cuda.is_available() and not {"--batch_size", "-b"} & set(flags):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
+from utils.model.architecture import is_multimodal
 from utils.model.finished_model import name_of, set_generation_settings
 from utils.model.quantization import dequantized, packed_layers
 from utils.runs.model_card import shown_name, write_model_card
@@ -39,7 +40,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
     architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     set_generation_settings(model, trainer.generation)
     wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
     state = trainer.accelerator.get_state_dict(wrapped)  # other ranks may get an empty one
@@ -54,6 +55,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
             _untie(model, state)
         with _directory(output_dir / FINAL, trainer) as partial:
             _save(model, state, partial, dtype)
+            live.processor_files.write(trainer.processing_class, partial)
 
 
 def merged_model(
@@ -199,6 +201,7 @@ def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
     (partial / CARD).unlink(missing_ok=True)
     try:
-        write_model_card(partial, name, directory.parent, step, trainer.train_sequences.datasets)
+        data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
+        write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
     except Exception as error:  # files of earlier starts, of other versions
         logger.warning("%s: no model card could be made of the run's files: %r", directory, error)

@@ -4,6 +4,7 @@ From config.yaml, provenance.json, metrics.jsonl and the descriptions of the dat
 and no absolute path, and claims nothing that is in none of these.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from utils.callbacks.journal import duration, read_journal
-from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
+from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, earlier_starts
 from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset
@@ -40,13 +41,20 @@ _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
 
 
 def write_model_card(
-    directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset]
+    directory: Path,
+    name: str,
+    run: Path,
+    step: int,
+    data: Sequence[TokenDataset],
+    *,
+    multimodal: bool = False,
 ) -> None:
     """Write the card of the model in `directory`, called `name`, which has the weights of `step`.
 
-    `data` are the datasets of `train_data`. Raises what unreadable files of the run raise.
+    `data` are the datasets of `train_data`. `multimodal`: AutoModelForCausalLM does not load the
+    whole model. Raises what unreadable files of the run raise.
     """
-    card = _Card(directory, name, run, step, data)
+    card = _Card(directory, name, run, step, data, multimodal)
     text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
     (directory / CARD).write_text(redact(text), encoding="utf-8")
 
@@ -113,9 +121,11 @@ class _Card:
     """What a card says; see `write_model_card`."""
 
     def __init__(
-        self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset]
-    ):
+        self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset],
+        multimodal: bool,
+    ):  # fmt: skip
         self.directory, self.name, self.run, self.step, self.data = directory, name, run, step, data
+        self.multimodal = multimodal
         starts = earlier_starts(run / PROVENANCE)
         self.settings, self.start = in_force(run, starts), starts[-1]
         self.is_adapter = (directory / ADAPTER_CONFIG).is_file()
@@ -194,21 +204,63 @@ class _Card:
         name, chats = self.name, (self.directory / "chat_template.jinja").is_file()
         asked = '[{"role": "user", "content": "Why is the sky blue?"}]' if chats else '"The sky is"'
         answer = '["generated_text"][-1]["content"]' if chats else '["generated_text"]'
-        yield "```python"
-        if self.is_adapter:
-            yield "from peft import AutoPeftModelForCausalLM"
-            yield "from transformers import AutoTokenizer, pipeline\n"
-            yield f'model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype="auto")'
-            yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-            yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
+        new_tokens, unserved = self._limits()
+        if new_tokens:
+            yield (
+                "It has rows of new tokens. Its base lacks them, so that neither PEFT nor vLLM "
+                f"loads it as it is: use the run's merged model, `{FINAL}/`.\n"
+            )
         else:
+            yield "```python"
+            yield from self._loading()
+            yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
+        serve = f"vllm serve {name}\n"
+        if self.is_adapter:
+            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}\n"
+        if unserved:
+            yield f"vLLM serves no adapter with {unserved}: serve the merged model, `{FINAL}/`.\n"
+        if unserved or new_tokens:
+            serve = ""
+        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
+
+    def _loading(self) -> Iterator[str]:
+        """Yield the lines that make a pipeline of the model."""
+        name, whole = self.name, "AutoModelForMultimodalLM"
+        if not self.is_adapter and not self.multimodal:
             yield "from transformers import pipeline\n"
             yield f'generate = pipeline("text-generation", "{name}", dtype="auto")'
-        yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
-        serve = f"vllm serve {name}"
+            return
         if self.is_adapter:
-            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}"
-        yield f"```bash\n{serve}\npython chat.py {name}   # in a clone of Stoker\n```"
+            loader = "PeftModel" if self.multimodal else "AutoPeftModelForCausalLM"
+            yield f"from peft import {loader}"
+        classes = ["AutoTokenizer", "pipeline"]
+        if self.multimodal:
+            yield f"from transformers import {', '.join([whole, *classes])}\n"
+            base = (self.base or "BASE") if self.is_adapter else name
+            yield f'model = {whole}.from_pretrained("{base}", dtype="auto")'
+            if self.is_adapter:
+                yield f'model = PeftModel.from_pretrained(model, "{name}")'
+        else:
+            yield f"from transformers import {', '.join(classes)}\n"
+            yield f'model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype="auto")'
+        yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
+
+    def _limits(self) -> tuple[bool, str]:
+        """Return whether an adapter has rows of new tokens, and what of it vLLM does not serve.
+
+        vLLM's rules are those of its vllm/lora/peft_helper.py.
+        """
+        if not self.is_adapter:
+            return False, ""
+        config = json.loads((self.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        kinds = {
+            "modules_to_save": "layers that were trained whole",
+            "target_parameters": "weights of experts",
+            "use_dora": "DoRA",
+        }
+        unserved = " and ".join(said for name, said in kinds.items() if config.get(name))
+        return bool(config.get("trainable_token_indices")), unserved
 
 
 def _shown_sources(files: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, readable
+from utils.checkpoints.files import CONFIG, FINAL, PROCESSOR_FILES, PROVENANCE, readable
 from utils.config.errors import ConfigurationError
 from utils.launch.script import configure_logging, run_script
 from utils.support.redaction import load_env_file, redact
@@ -36,6 +36,7 @@ TEXTS = (
     CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors.index.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "LICENSE*",
+    *PROCESSOR_FILES,
 )  # fmt: skip
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
 # Of an earlier upload: transformers would load one whole file rather than the new parts.

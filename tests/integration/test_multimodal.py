@@ -1,0 +1,158 @@
+"""Models for images learn from text alone, with transformers' own loss, and are saved whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from families import tiny_config, tiny_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import chat
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+from utils.model.architecture import build_probe_model, causal_lm_class, outside_text, probe_config
+
+# Three rows of positions; layers for images inside the text model; attention that looks ahead
+# unless a mask is given; experts; recurrent layers; token types of images; and an ordinary one.
+MODELS = ["qwen3_vl", "mllama", "paligemma", "kimi_k25", "qwen3_5", "gemma3", "mistral3"]
+PROCESSOR = {
+    "preprocessor_config.json": '{"image_mean": [0.5]}', "processor_config.json": '{"a": 1}',
+    "video_preprocessor_config.json": '{"b": 2}', "chat_template.json": '{"chat_template": "old"}',
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def heldout(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("data") / "heldout", tiny.masked(rows()))
+
+
+def rows() -> list[list[int]]:
+    return tiny.documents(3, seed=5)
+
+
+def make_base(name: str, directory: Path) -> Path:
+    model = tiny_model(tiny_config(name))
+    model.save_pretrained(directory)
+    tiny.make_tokenizer(directory)
+    for file, content in PROCESSOR.items():
+        (directory / file).write_text(content)
+    return directory
+
+
+def plain_loss(directory: Path) -> float:
+    """The mean loss of the held-out answers, one document at a time, as transformers has it."""
+    model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
+    total, count = 0.0, 0
+    for ids, mask in zip(*tiny.masked(rows()).values(), strict=True):
+        row, trained = torch.tensor([ids]), torch.tensor([mask]).bool()
+        with torch.no_grad():
+            loss = model(input_ids=row, labels=row.where(trained, -100)).loss
+        total, count = total + loss.item() * sum(mask[1:]), count + sum(mask[1:])
+    return total / count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_for_images_trains_on_text(name, fine_tuning, heldout, tmp_path):
+    base, run = make_base(name, tmp_path / "base"), tmp_path / "run"
+    settings = {
+        "model_name_or_path": base, "max_steps": 3, "save_steps": 2, "eval_on_start": True,
+        "eval_data": f"heldout={heldout}", "eval_strategy": "steps", "eval_steps": 3,
+        "packing": "none" if name == "qwen3_5" else "best_fit",
+    }  # fmt: skip
+    assert sft_train.main(fine_tuning(run, **settings)) == 0
+    losses = tiny.evaluations(run, "heldout")
+    assert losses[0] == pytest.approx(plain_loss(base), abs=2e-6)
+    assert losses[3] == pytest.approx(plain_loss(run / "final"), abs=2e-6)
+    assert losses[3] < losses[0]
+    final, info = AutoModelForImageTextToText.from_pretrained(
+        run / "final", output_loading_info=True
+    )
+    assert not any(info.values())
+    original = tiny_model(tiny_config(name))
+    assert type(final) is type(original)
+    frozen, before = outside_text(original), dict(original.named_parameters())
+    assert frozen
+    for key, value in final.named_parameters():
+        assert value.equal(before[key]) == (key in frozen), key
+    for directory in (run / "final", run / "checkpoint-2"):
+        for file, content in PROCESSOR.items():
+            assert (directory / file).read_text() == content
+    said = final.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
+    assert said.shape == (1, 13)
+    model, _ = chat.load(str(run / "final"), "cpu", "float32")
+    assert type(model) is type(original)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl", "mllama"])
+def test_lora_resumes_and_spares_what_images_go_through(name, fine_tuning, heldout, tmp_path):
+    base, run = make_base(name, tmp_path / "base"), tmp_path / "run"
+    settings = {
+        "model_name_or_path": base, "max_steps": 3, "save_steps": 2, "use_peft": True,
+        "eval_data": f"heldout={heldout}", "eval_strategy": "steps", "eval_steps": 3,
+    }  # fmt: skip
+    command = fine_tuning(run, **settings)
+    assert sft_train.main(command) == 0
+    losses = tiny.losses(run)
+    tiny.cut(run, 2)
+    assert sft_train.main(command) == 0
+    assert tiny.losses(run) == losses
+    assert tiny.evaluations(run, "heldout")[3] == pytest.approx(plain_loss(run / "final"), abs=2e-6)
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    adapted = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in adapter}
+    assert adapted
+    assert (
+        not {f"{key}.weight" for key in adapted}
+        & outside_text(tiny_model(tiny_config(name))).keys()
+    )
+    card = (run / "adapter" / "README.md").read_text()
+    assert "AutoModelForMultimodalLM.from_pretrained(" in card
+    assert "PeftModel.from_pretrained(model, " in card
+
+
+@pytest.mark.slow
+def test_pretraining_from_a_configuration_keeps_towers(pretraining, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny_config("mistral3").to_dict()))
+    run, stage = tmp_path / "run", tmp_path / "stage"
+    assert pretrain.main(pretraining(run, model_config=config, max_steps=2)) == 0
+    made = AutoModelForImageTextToText.from_pretrained(run / "final")
+    again = {"model_config": None, "init_from": run, "max_steps": 2}
+    assert pretrain.main(pretraining(stage, **again)) == 0
+    after = AutoModelForImageTextToText.from_pretrained(stage / "final")
+    tower = dict(after.model.vision_tower.named_parameters())
+    for key, value in made.model.vision_tower.named_parameters():
+        assert value.equal(tower[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("blip-2", "needs pixel_values beside text"),
+        ("florence2", "is an encoder with a decoder"),
+        ("qwen2_5_omni", r"Qwen2_5OmniThinkerForConditionalGeneration\.from_pretrained"),
+        ("diffusion_gemma", "computes no loss of the next token"),
+        ("vit", "no causal language model"),
+    ],
+)
+def test_what_cannot_learn_from_text_alone_says_why(name, told):
+    from transformers import CONFIG_MAPPING
+
+    with pytest.raises(ConfigurationError, match=told):
+        causal_lm_class(CONFIG_MAPPING[name]())
+
+
+def test_towers_of_a_probe_take_no_memory():
+    config = tiny_config("mistral3")
+    config.vision_config.hidden_size = config.vision_config.intermediate_size = 4096
+    config.vision_config.head_dim = 1024
+    model = build_probe_model(probe_config(config), "eager")
+    idle = list(outside_text(model).values())
+    assert sum(value.numel() for value in idle) > 50_000_000
+    assert sum(value.untyped_storage().nbytes() for value in idle) < 1000
+    assert model(input_ids=torch.arange(1, 5)[None]).logits.isfinite().all()
