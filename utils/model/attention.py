@@ -23,6 +23,7 @@ from utils.model.architecture import (
     VOCABULARY,
     build_probe_model,
     causal_lm_class,
+    is_multimodal,
     observe_attention,
     probe_config,
 )
@@ -118,11 +119,16 @@ def attention_choices(
             "it: use auto."
         )
     yield replace(first, batches="flat") if is_recurrent(model_config) else first
+    # Without a mask SDPA lets PaliGemma's tokens see those that follow.
     for kind in (name,) if name in ("sdpa", "eager") else ("sdpa", "eager")[not sdpa :]:
         if whole_rows:
             reason = f"{kind}: each sequence is one document, as --packing none has it"
             yield AttentionChoice(kind, kind, f"{reason}; no mask is made", batches="plain")
-        elif name == "auto" and kind != first.name:
+        elif (
+            name == "auto"
+            and kind != first.name
+            and (kind == "sdpa" or is_multimodal(model_config))
+        ):
             reason = f"auto: {kind}, as {model_class.__name__} needs its own masks; {MASK_COST}"
             yield AttentionChoice(kind, kind, reason)
 
