@@ -1,4 +1,4 @@
-"""What of a source is not read, and what to type for rows whose columns are none of ours.
+"""Advice for rows that no format fits, and the list of what is not read.
 
 A flag is named only after it was tried on the row.
 """
@@ -16,6 +16,7 @@ from utils.data.prepare.messages import (
     ROLES,
     are_messages,
     check_answers,
+    role_word,
 )
 from utils.data.prepare.rows import (
     RowSettings,
@@ -26,7 +27,7 @@ from utils.data.prepare.rows import (
 )
 from utils.data.prepare.values import UnusableRowError, decoded
 
-# Names met in published datasets, for the columns that they stand for.
+# Names of columns in published datasets.
 _QUESTIONS = (
     *("instruction", "question", "query", "problem", "prompt", "input", "inputs", "user", "human"),
     *("article", "document", "dialogue", "passage", "source", "src", "message_1", "messages"),
@@ -103,7 +104,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
     if "chosen" in fields and "completion" not in fields:
         chats = [decoded(fields[name]) for name in ("messages", "conversations") if name in fields]
         last = [chat[-1] for chat in chats if are_messages(chat)]
-        if any(ROLES.get(str(one.get("role", one.get("from"))).lower()) == "user" for one in last):
+        if any(ROLES.get(role_word(one)) == "user" for one in last):
             return f"its answers are apart: {naming_hint(given)}"
     return ""
 

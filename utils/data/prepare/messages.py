@@ -43,7 +43,7 @@ READ = {"role", "content", "tool_calls", "weight", *REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
 
-# What is trained on: axolotl, ms-swift, LLaMA-Factory, OpenAI, Mistral; and torchtune's opposite.
+# Keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral; then torchtune's, the opposite.
 _TRAINED = (
     *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
     *("train", "training", "trainable", "train_on_turn"),
@@ -79,9 +79,13 @@ def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
     for turn, given in enumerate(value):
         where = f"message {turn} of {name!r}"
         for message in _single_messages(where, given, turn):
-            is_call = str(message.get("role", message.get("from"))).lower() in CALL_ROLES
-            _add(found, _message(where, message), is_call)
+            _add(found, _message(where, message), role_word(message) in CALL_ROLES)
     return found
+
+
+def role_word(message: Mapping[str, Any]) -> str:
+    """Return the role of a published message, spelled as in ROLES."""
+    return str(message.get("role", message.get("from"))).strip().lower().replace("-", "_")
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], first_trained: int = 0) -> None:
@@ -111,12 +115,12 @@ def _of_columns(value: Mapping[str, Any]) -> Any:
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages that one item of a list stands for, without its keys that are null.
+    """Yield the messages of one item of a list, without keys that are null.
 
     JSON writers and Arrow put nulls where nothing was said.
     """
     message = decoded(given)
-    if isinstance(given, str) and not isinstance(message, Mapping):
+    if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
         return
     if isinstance(message, list) and len(message) == 2:
@@ -202,7 +206,11 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
         is_trained = _trained_parts(where, parts) if found["role"] == ASSISTANT else {}
-        found |= _content_of_parts(where, parts, found["role"])
+        said = _content_of_parts(where, parts, found["role"])
+        if both := [key for key in said if key != "content" and found.get(key)]:
+            message_text = f"{where} has {both[0]!r} and the same among its parts: keep one of them"
+            raise UnusableRowError("wrong_type", message_text)
+        found |= said
     given = {key: calls for key in CALL_KEYS if (calls := decoded(found.pop(key, None)))}
     if len(given) > 1:
         message_text = f"{where} has calls under {' and '.join(map(repr, given))}: keep one of them"
@@ -253,7 +261,7 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     found = {k: v for k, v in message.items() if k not in taken and k != content_key}
     if content_key in message:
         found["content"] = message[content_key]
-    role = str(given).strip().lower().replace("-", "_")
+    role = role_word(message)
     if role in CALL_ROLES:
         calls = tool_calls_of(where, decoded(found.get("content")))
         return {"role": ASSISTANT, **found, "content": "", "tool_calls": calls}
@@ -263,7 +271,7 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     meant = get_close_matches(role, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
     if role not in ROLES and meant:  # templates know other roles, but none like these
         raise UnusableRowError("unknown_role", f"{where} has the role {given!r}: {meant[0]!r}?")
-    return {"role": ROLES.get(role, given), **found}
+    return {"role": ROLES.get(role, role if role in OWN_ROLES else given), **found}
 
 
 def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
@@ -273,10 +281,10 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, 
         kind, said = "text", part
         if isinstance(part, Mapping):
             kind = part.get("type", "text")
-            names = (kind, "text", "value")
+            names = (kind, "text", "value", "content")
             said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking"):
-            thoughts.append(str(said))
+        if kind in ("reasoning", "thinking") and isinstance(said, str):
+            thoughts.append(said)
         elif kind in _CALL_PARTS:
             calls.append(part if said is None else said)
         elif kind in _TEXT_PARTS and isinstance(said, str):
@@ -320,8 +328,8 @@ def _with_weight(
 ) -> dict[str, Any]:
     """Return a message with `weight: 0` where its keys say that it is not trained on.
 
-    is_trained: what its parts say. Of other messages than the assistant's none is trained on: a key
-    that asks for it stays, and is counted as not read.
+    is_trained: what its parts say. Only the assistant's messages are trained on: in another message
+    a key that asks for training stays, and is counted as not read.
     """
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
     if message["role"] != ASSISTANT:

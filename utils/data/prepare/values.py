@@ -8,9 +8,7 @@ from typing import Any
 
 MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
-    kind + suffix
-    for kind in MEDIA_KINDS
-    for suffix in ("", "s", "_path", "_paths", "_url", "_urls", "_file")
+    kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
 
 
@@ -62,5 +60,8 @@ def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
     empty: tuple[Any, ...] = (None, "", [], {})
     if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in empty]:
-        message = f"{where} has {', '.join(map(repr, held))}: text alone is trained on"
+        message = (
+            f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "
+            "text can do without"
+        )
         raise UnusableRowError("not_text", message)

@@ -31,8 +31,8 @@ EXAMPLES_KEPT = 5
 NOTES = {
     "truncated": "documents were cut to sequence_length",
     "continued": "documents are further parts of very long texts",
-    "without_last_answer": "chats end with a message that is not the assistant's: it is context "
-    "that nothing is trained on behind",
+    "without_last_answer": "chats end with a message that is not the assistant's; that "
+    "message is not trained on",
     "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "
     "template leaves out when the model is used too; to train on all of it, give each of these "
     "chats once for every turn",

@@ -221,3 +221,29 @@ def test_filters_keep_values_lists_and_ranges():
     assert not keeps(language={"min": 4})
     with pytest.raises(UnusableRowError, match="no 'quality', which the filter asks for"):
         keeps(quality=1)
+
+
+def test_a_call_that_is_a_message_of_its_own_joins_the_turn_before():
+    call = {"role": "Tool-Call", "content": json.dumps(CALL["function"])}
+    chat = [QUESTION, {"role": "assistant", "content": "a"}, call, call]
+    found = document_fields({"messages": chat}, "messages")["messages"]
+    assert found[1:] == [{"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]}]
+    chat[1] |= {"loss": False}  # the calls are trained on, the text is not
+    found = document_fields({"messages": chat}, "messages")["messages"]
+    assert [one.get("weight", 1) for one in found[1:]] == [0, 1]
+
+
+def test_texts_in_turn_may_be_json_and_parts_name_their_text_in_any_way():
+    texts = ["q", '{"a": 1}', '["b", "c"]', "d"]
+    assert [said for _, said in turns({"messages": texts})] == texts
+    for key in ("text", "value", "content"):
+        assert message(role="user", content=[{"type": "text", key: "q"}]) == QUESTION
+    thought = {"type": "thinking", "thinking": "t"}
+    for parts, keys in (
+        ([thought], {"reasoning_content": "other"}),
+        ([{"type": "tool_use", "name": "f", "input": {}}], {"tool_calls": [CALL]}),
+    ):
+        with pytest.raises(UnusableRowError, match="the same among its parts"):
+            message(role="assistant", content=parts, **keys)
+    with pytest.raises(UnusableRowError, match="a part that is no text"):
+        message(role="assistant", content=[{"type": "thinking"}])
