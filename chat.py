@@ -275,10 +275,13 @@ class ChatModel:
         import torch
         from transformers import TextStreamer
 
-        inputs = self.tokenizer(
-            list(texts), add_special_tokens=self.template is None, padding=True,
-            return_tensors="pt", return_token_type_ids=False,
-        ).to(self.model.device)  # fmt: skip
+        from utils.data.prepare.encoding import prompt_ids
+
+        if self.template is None:
+            ids = [prompt_ids(self.tokenizer, text) for text in texts]
+        else:  # it prints the special tokens itself
+            ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        inputs = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(self.model.device)
         length, room = inputs["input_ids"].shape[1], self.settings.max_new_tokens
         if positions := getattr(self.model.config.get_text_config(), "max_position_embeddings", 0):
             room = min(room, positions - length)

@@ -11,6 +11,8 @@ from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
 
 TRAIN = "train"
+# Variables of a chat template that are the chat itself.
+OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
@@ -26,7 +28,8 @@ class PreparationArguments:
         help="files, folders or globs with the training documents: text, JSONL, JSON, CSV (also "
         ".gz, .zst), Parquet, a folder written by datasets' save_to_disk, or OWNER/NAME of a "
         "dataset of the Hub; in a recipe also mappings of path, split, format, columns, filter, "
-        "weight and max_tokens, and for the Hub subset, revision and max_files"
+        "weight, max_tokens and chat_template_kwargs, and for the Hub subset, revision and "
+        "max_files"
     )
     tokenizer_name_or_path: str = setting(
         help="tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
@@ -71,6 +74,12 @@ class PreparationArguments:
         "embedding, which starts as the mean of the others",
     )
     chat_template: str | None = setting(None, "Jinja file; null: the tokenizer's own template")
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None,
+        "variables that the chat template gets in this data and later, in samples, chat.py and "
+        "final/, such as '{\"enable_thinking\": false}': they become its defaults; those of a "
+        "source or of a row's column win",
+    )
     template_date: str | None = setting(
         None,
         "YYYY-MM-DD that a chat template prints where it prints today's date; null: the day of the "
@@ -147,8 +156,26 @@ def check_preparation(given: PreparationArguments) -> None:
         value = getattr(given, name)
         fault = f"{name} is {value}: it must be at least {minimum}"
         faults[fault] = value is not None and value < minimum
-    if problems := [fault for fault, holds in faults.items() if holds]:
+    problems = [fault for fault, holds in faults.items() if holds]
+    try:
+        check_template_variables(given.chat_template_kwargs)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
         raise ConfigurationError(problems)
+
+
+def check_template_variables(given: Any) -> None:
+    """Raise ValueError unless a value maps names of variables of a chat template to values."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(
+            f"chat_template_kwargs is {given!r}: give a mapping, such as {{enable_thinking: false}}"
+        )
+    for name in given or {}:
+        if name in OF_EACH_CHAT:
+            raise ValueError(f"chat_template_kwargs: {name} is given with each chat; leave it out")
+        if not str(name).isidentifier():
+            raise ValueError(f"chat_template_kwargs: {name!r} is no name of a variable")
 
 
 def _is_date(text: str | None) -> bool:
@@ -176,6 +203,7 @@ class Source:
     filters: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     max_tokens: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     subset: str | None = None
     revision: str | None = None
     max_files: int | None = None
@@ -183,7 +211,7 @@ class Source:
 
 ENTRY_KEYS = (
     *("path", "split", "format", "columns", "filter", "weight", "max_tokens"),
-    *("subset", "revision", "max_files"),
+    *("chat_template_kwargs", "subset", "revision", "max_files"),
 )
 
 
@@ -248,11 +276,13 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
         columns=_columns_of(given.get("columns", arguments.columns)),
         filters=tuple(filters.items()),
         weight=weight,
+        chat_template_kwargs=given.get("chat_template_kwargs"),
         **{key: given.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
     )
 
 
 def _check_words_and_numbers(given: Mapping[str, Any]) -> None:
+    check_template_variables(given.get("chat_template_kwargs"))
     for key in ("max_tokens", "max_files"):
         if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
             raise ValueError(f"{key} is {number!r}: give a whole number above 0")

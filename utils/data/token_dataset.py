@@ -36,6 +36,8 @@ from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)
 
+# A held-out split with less than this has a loss whose noise is larger than most effects.
+FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
 PADDING_RUN = 4  # equal tokens at a row's end that may be padding
@@ -192,6 +194,18 @@ def dataset_problems(
         problems.append(f"holds token id {found.min_token_id}; ids start at 0.")
     problems.extend(_padding_problem(dataset))
     return [f"{dataset.path}: {problem}" for problem in problems]
+
+
+def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
+    """Warn of a held-out split whose loss says little."""
+    found = dataset.statistics
+    if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
+        logger.warning(
+            f"{name}: {found.documents:,} documents with {found.loss_tokens:,} loss tokens are few "
+            f"for a held-out split: below {FEW_DOCUMENTS} documents or {FEW_LOSS_TOKENS:,} loss "
+            "tokens the noise of its loss is larger than most effects of a setting, so hold out "
+            "more before you compare runs by it"
+        )
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:

@@ -12,7 +12,12 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.packing import PackPlan, plan_packing
-from utils.data.token_dataset import TokenDataset, dataset_problems, open_token_dataset
+from utils.data.token_dataset import (
+    TokenDataset,
+    dataset_problems,
+    open_token_dataset,
+    warn_of_small_split,
+)
 from utils.data.tokenizers import (
     chat_template_sha256,
     differences,
@@ -119,6 +124,8 @@ def load_run_data(
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         most = data.max_eval_sequences if name in splits else None
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
+        if name in splits:
+            warn_of_small_split(name, dataset)
     # A token that the model has: it is not trained on, and no document sees it.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)

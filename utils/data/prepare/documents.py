@@ -8,7 +8,7 @@ from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.messages import check_answers
-from utils.data.prepare.records import LARGEST_DOCUMENT_BYTES, BadRow, Location, Record
+from utils.data.prepare.records import BadRow, Location, Record
 from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, renamed
 
 Message = Mapping[str, Any]
@@ -17,11 +17,10 @@ FILTERED = "filtered"  # left out because the recipe says so: no fault
 
 @dataclass(frozen=True)
 class TextDocument:
-    """Plain text, every token of it trained on. `part` > 0 continues the document before it."""
+    """Plain text, every token of it trained on."""
 
     text: str
     location: Location
-    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,28 +50,32 @@ Document = TextDocument | ChatDocument | CompletionDocument
 
 
 def parse_documents(record: Record, rows: RowSettings) -> Iterator[Document | BadRow]:
-    """Yield the document of a record (a very long text: several), or what is wrong with it."""
-    place = record.location
+    """Yield the document of a record, or what is wrong with it."""
     try:
-        if not rows.selects(record.fields):
-            yield BadRow(FILTERED, "not selected by the filter", place)
-            return
-        fields = document_fields(renamed(record.fields, rows.columns), rows.row_format)
-        if rows.row_format == "text":
-            yield from _texts(fields["text"], record)
-            return
-        extras = fields["tools"], fields["chat_template_kwargs"]
-        if "messages" in fields:
-            check_answers(fields["messages"])
-            yield ChatDocument(fields["messages"], place, *extras)
-        elif isinstance(prompt := fields["prompt"], list):
-            messages = [*prompt, *fields["completion"]]
-            check_answers(messages, len(prompt))
-            yield ChatDocument(messages, place, *extras, len(prompt))
-        else:
-            yield CompletionDocument(prompt, fields["completion"], place)
+        yield _parsed(record, rows)
     except UnusableRowError as error:
-        yield BadRow(error.reason, rows.in_their_words(str(error)), place)
+        yield BadRow(error.reason, rows.in_their_words(str(error)), record.location)
+
+
+def _parsed(record: Record, rows: RowSettings) -> Document | BadRow:
+    place = record.location
+    if not rows.selects(record.fields):
+        return BadRow(FILTERED, "not selected by the filter", place)
+    fields = document_fields(renamed(record.fields, rows.columns), rows.row_format)
+    if rows.row_format == "text":
+        if not fields["text"].strip():
+            raise UnusableRowError("empty", "empty document: 'text' has no text")
+        return TextDocument(fields["text"], place)
+    options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
+    extras = fields["tools"], options or None
+    if "messages" in fields:
+        check_answers(fields["messages"])
+        return ChatDocument(fields["messages"], place, *extras)
+    if isinstance(prompt := fields["prompt"], list):
+        messages = [*prompt, *fields["completion"]]
+        check_answers(messages, len(prompt))
+        return ChatDocument(messages, place, *extras, len(prompt))
+    return CompletionDocument(prompt, fields["completion"], place)
 
 
 def refuse_bad_row(row: BadRow, on_bad_row: str) -> None:
@@ -105,15 +108,3 @@ def texts_of(document: Document) -> list[str]:
         if calls := message.get("tool_calls"):
             texts.append(json.dumps(calls, ensure_ascii=False))
     return texts
-
-
-def _texts(text: str, record: Record) -> Iterator[TextDocument]:
-    """Cut a very long text behind line ends, so that a worker's memory stays bounded."""
-    if not text.strip() and record.part == 0:
-        raise UnusableRowError("empty", "empty document: 'text' has no text")
-    limit, start, part = LARGEST_DOCUMENT_BYTES, 0, record.part
-    while len(text) - start > limit:
-        stop = text.rfind("\n", start, start + limit) + 1 or start + limit
-        yield TextDocument(text[start:stop], record.location, part)
-        start, part = stop, part + 1
-    yield TextDocument(text[start:], record.location, part)

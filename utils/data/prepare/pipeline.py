@@ -16,13 +16,13 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
+from utils.data.prepare.encoding import choose_backend
 from utils.data.prepare.hints import list_unread
 from utils.data.prepare.plan import plan_preparation
-from utils.data.prepare.tokenization import choose_backend
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
 from utils.data.prepare.units import UnitWorker, run_units, token_features
 from utils.data.prepare.workspace import NOTES, UnitCounts, Workspace
-from utils.data.token_dataset import describe_split
+from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ class Preparation:
                 f"{documents:,} and {tokens:,} were counted as they were written: "
                 "the storage changed or lost data; remove the folder and prepare again"
             )
+        if split != TRAIN:
+            warn_of_small_split(split, dataset)
         lengths = figures["length_percentiles_tokens"]
         logger.info(
             f"{split}: {documents:,} documents, {tokens:,} tokens, as counted while tokenizing; "

@@ -248,7 +248,13 @@ def _decide_formats(
             continue
         rows.append(read)
         made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
-        is_chat |= holds_chats(renamed(record.fields, source.columns), read.row_format)
+        chats = holds_chats(renamed(record.fields, source.columns), read.row_format)
+        is_chat |= chats
+        if source.chat_template_kwargs and not chats:
+            problems.append(
+                f"{record.location}: chat_template_kwargs of a source are for chats, and this is "
+                f"{read.row_format}: leave them out"
+            )
         document_format, decided_by = document_format or made, decided_by or record.location
         if made != document_format:
             problems.append(
@@ -305,7 +311,10 @@ def _row_settings(
             "%s: --columns names %s, which the first record does not have (columns: %s)",
             record.location.path, ", ".join(absent), ", ".join(sorted(record.fields)),
         )  # fmt: skip
-    read = RowSettings(row_format, source.columns, source.filters, source.weight, source.max_tokens)
+    read = RowSettings(
+        row_format, source.columns, source.filters, source.weight, source.max_tokens,
+        source.chat_template_kwargs,
+    )  # fmt: skip
     for document in parse_documents(record, read):
         if isinstance(document, BadRow):
             refuse_bad_row(document, on_bad_row)

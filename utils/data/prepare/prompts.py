@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_templates import PROBE, RENDERING_ERRORS, ChatTemplate
 from utils.data.prepare.documents import ChatDocument
+from utils.data.prepare.encoding import prompt_ids
 from utils.data.prepare.rows import document_fields
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ def _prompt(
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     asked = record.get("messages", record.get("prompt"))
     if isinstance(asked, str) and template is None:
-        ids = tokenizer(asked)["input_ids"]
-        # An end that the tokenizer adds is taken off, for the text continues.
-        return Prompt(asked, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids)
+        return Prompt(asked, prompt_ids(tokenizer, asked))
     if template is None or not asked:
         what = "`prompt` or `messages`" if template else "`prompt`; there are no chats here"
         raise ValueError(f"give a text, or an object with {what}")

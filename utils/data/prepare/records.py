@@ -19,11 +19,7 @@ from utils.data.prepare.messages import are_messages
 from utils.data.prepare.rows import detect_formats
 from utils.data.prepare.sources import SourceFile, open_source
 
-# A longer document is cut at line ends. This bounds the memory of a worker: a tokenizer needs
-# about 100 bytes per token.
-LARGEST_DOCUMENT_BYTES = 4 << 20
 ROWS_PER_READ = 64
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # what follows the first byte of a UTF-8 character
 
 
 @dataclass(frozen=True)
@@ -65,14 +61,13 @@ class Location:
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one record; `part` > 0 continues the text of the record before it.
+    """The fields of one record.
 
     left_out: the columns of a Parquet file or datasets folder that were not asked for.
     """
 
     fields: Mapping[str, Any]
     location: Location
-    part: int = 0
     left_out: tuple[str, ...] = ()
 
 
@@ -128,7 +123,7 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
 
     columns: those of Parquet files and datasets folders to read, None for all; a text file gives
-    records with one field, the first of them. Only JSON arrays are loaded whole.
+    records with one field, the first of them. Text files and JSON arrays are loaded whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -139,26 +134,16 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 
 def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the file as one record, or as several cut at line ends when it is very long."""
+    """Yield the file as one record, however long it is: a document has one end."""
     file, column = part.file, columns[0] if columns else "text"
-    location, offset, number, rest = Location(file.path), 0, 0, b""
+    location = Location(file.path)
     with open_source(file.path, file.compression) as stream:
-        while True:
-            block = rest + stream.read(LARGEST_DOCUMENT_BYTES - len(rest))
-            is_last = len(block) < LARGEST_DOCUMENT_BYTES
-            end = len(block) if is_last else block.rfind(b"\n") + 1
-            if end == 0 and block:  # one long line: cut before its last UTF-8 character
-                end = len(block.rstrip(_CONTINUATION_BYTES)) - 1
-            try:
-                text = block[:end].decode("utf-8")
-            except UnicodeDecodeError as error:
-                yield BadRow("invalid_utf8", f"not UTF-8 at byte {offset + error.start}", location)
-                return
-            if text or number == 0:
-                yield Record({column: text.removeprefix("\ufeff")}, location, number)
-            if is_last:
-                return
-            rest, offset, number = block[end:], offset + end, number + 1
+        try:
+            text = stream.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield BadRow("invalid_utf8", f"not UTF-8 at byte {error.start}", location)
+            return
+    yield Record({column: text.removeprefix("\ufeff")}, location)
 
 
 def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:

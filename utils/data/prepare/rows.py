@@ -52,6 +52,7 @@ class RowSettings:
     columns: pairs (name in the file, our name). filters: pairs (name in the file, what is kept: a
     value, a list of values, or {"min": ..., "max": ...}). weight: how often each document is
     written, a fraction being the share of documents. max_tokens: of the whole source.
+    chat_template_kwargs: variables of the chat template, for rows that do not give them.
     """
 
     row_format: str
@@ -59,6 +60,7 @@ class RowSettings:
     filters: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     max_tokens: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     @property
     def read_columns(self) -> list[str]:

@@ -1,21 +1,30 @@
 """Tokenization: documents to token ids and the mask of those that are trained on.
 
-Texts are encoded by the tokenizer itself, or by gigatoken (optional, many times faster) where that
-gives the same ids.
+The mask of a chat, and where a completion begins, come from the character offsets of tokens.
 """
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.config.errors import ConfigurationError
-from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.data.prepare.chat_masks import ASSISTANT, ChatMasks, MaskedChat
+from utils.data.prepare.chat_templates import RENDERING_ERRORS
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
+from utils.data.prepare.encoding import (
+    LARGEST_PIECE_CHARACTERS,
+    GigatokenEncoder,
+    SpecialTokens,
+    encode,
+    encode_with_offsets,
+    text_pieces,
+)
 from utils.data.prepare.records import BadRow
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.tokenizers import id_type
@@ -23,21 +32,28 @@ from utils.data.tokenizers import id_type
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
+
+WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
+
+# A thought without words, as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
+EMPTY_THOUGHT = re.compile(
+    r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
+    r"|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
 class TokenizedDocument:
     """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all trained on.
 
-    drops_thinking: the chat template leaves out reasoning of earlier turns.
+    notes: what is counted of the document, by the names of `workspace.NOTES`.
     """
 
     ids: np.ndarray
     loss_mask: np.ndarray | None
-    drops_thinking: bool = False
+    notes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def loss_tokens(self) -> int:
@@ -59,9 +75,10 @@ class DocumentTokenizer:
     """Turns documents into ids and masks.
 
     Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
-    strings are tokenized apart, as generation will do, and the completion ends with EOS. Messages
-    are rendered by the chat template, which itself prints what ends them; template_date: the date
-    (YYYY-MM-DD) that it prints for today's.
+    strings are tokenized as one text, and the completion ends with EOS. BOS and EOS that the text
+    itself has there are not repeated. Messages are rendered by the chat template, which itself
+    prints what begins and ends them; template_date: the date (YYYY-MM-DD) that it prints for
+    today's.
     """
 
     def __init__(
@@ -72,9 +89,14 @@ class DocumentTokenizer:
     ):
         self.tokenizer = tokenizer
         self.id_type = id_type(tokenizer)
-        is_fast = backend == "gigatoken"
-        self._encode = GigatokenEncoder(tokenizer) if is_fast else partial(encode, tokenizer)
-        self._end = tokenizer.eos_token_id
+        self._is_exact = backend == "tokenizers" and tokenizer.is_fast
+        self._encode = (
+            GigatokenEncoder(tokenizer) if backend == "gigatoken" else partial(encode, tokenizer)
+        )
+        self._special = SpecialTokens.of(tokenizer)
+        named = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        unknown = tokenizer.unk_token_id
+        self._unknown = None if unknown in named else unknown
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
@@ -90,23 +112,83 @@ class DocumentTokenizer:
     def _masks(self) -> ChatMasks:
         return ChatMasks(self.tokenizer, self._template_date)
 
-    def _closed(self, ids: np.ndarray) -> np.ndarray:
-        return ids if ids.size and ids[-1] == self._end else np.append(ids, self._end)
-
     def _texts(self, documents: list[TextDocument]) -> list[TokenizedDocument | BadRow]:
-        encoded = self._encode([document.text for document in documents], True)
-        return [TokenizedDocument(self._closed(ids).astype(self.id_type), None) for ids in encoded]
+        most = LARGEST_PIECE_CHARACTERS
+        short = iter(self._encode([d.text for d in documents if len(d.text) <= most]))
+        found: list[TokenizedDocument | BadRow] = []
+        for document in documents:
+            is_short = len(document.text) <= most
+            ids = next(short) if is_short else self._encode_in_pieces(document.text)
+            before, behind = self._special.around(ids)
+            whole = np.concatenate([before, ids, behind])
+            if len(whole) <= 4 and self._special.are_all(whole):
+                message = "empty document: 'text' has special tokens alone"
+                found.append(BadRow("empty", message, document.location))
+            else:
+                found.append(self._made(whole, None))
+        return found
+
+    def _encode_in_pieces(self, text: str) -> np.ndarray:
+        """Return the ids of a long text, its pieces tokenized one by one."""
+        pieces = text_pieces(text, LARGEST_PIECE_CHARACTERS)
+        found = [self._encode([next(pieces)])[0].astype(self.id_type)]
+        found += [self._encode_piece(piece).astype(self.id_type) for piece in pieces]
+        return np.concatenate(found)
+
+    def _encode_piece(self, piece: str) -> np.ndarray:
+        """Return the ids of what continues a text.
+
+        Alone, it would begin with the blank that SentencePiece puts before a text. So it is
+        tokenized behind a character that no token joins to it, whose ids are taken off.
+        """
+        for before in ("\n", "a", "."):
+            opening, whole = self._encode([before, before + piece])
+            if np.array_equal(whole[: len(opening)], opening):
+                return whole[len(opening) :]
+        return self._encode([piece])[0]
 
     def _completions(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
-        prompts = self._encode([document.prompt for document in documents], True)
-        completions = self._encode([document.completion for document in documents], False)
-        found = []
-        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
-            # An end that the tokenizer adds is taken off, for the text continues.
-            opening = prompt[:-1] if prompt.size and prompt[-1] == self._end else prompt
-            ids = np.concatenate([opening, self._closed(completion)])
-            found.append(self._checked(document, ids, np.arange(len(ids)) >= len(opening)))
+        pairs = [(document.prompt, document.completion) for document in documents]
+        found: list[TokenizedDocument | BadRow] = []
+        for document, (ids, start, held) in zip(documents, self._joined(pairs), strict=True):
+            if self._special.are_all(ids[start:]):
+                message = "empty document: 'completion' has special tokens alone"
+                found.append(BadRow("empty", message, document.location))
+                continue
+            before, behind = self._special.around(ids)
+            whole = np.concatenate([before, ids, behind])
+            mask = np.arange(len(whole)) >= len(before) + start
+            notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
+            found.append(self._checked(document, whole, mask, notes))
         return found
+
+    def _joined(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[np.ndarray, int, str]]:
+        """Yield the ids of each prompt and what follows it as one text, and where that begins.
+
+        The text is the end of the prompt that is in the first token behind it.
+        """
+        if self._is_exact:
+            yield from self._joined_by_offsets(pairs)
+            return
+        wholes = self._encode([before + behind for before, behind in pairs])
+        prompts = self._encode([before for before, _ in pairs])
+        for pair, whole, prompt in zip(pairs, wholes, prompts, strict=True):
+            if np.array_equal(whole[: len(prompt)], prompt):
+                yield whole, len(prompt), ""
+            elif self.tokenizer.is_fast:
+                yield from self._joined_by_offsets([pair])
+            else:  # no offsets: the token where both part holds the boundary
+                alike = whole[: len(prompt)] == prompt[: len(whole)]
+                yield whole, int(np.argmin([*alike, False])), pair[0][-1]
+
+    def _joined_by_offsets(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
+        texts = [before + behind for before, behind in pairs]
+        for (before, _), text, (ids, offsets) in zip(
+            pairs, texts, encode_with_offsets(self.tokenizer, texts), strict=True
+        ):
+            yield ids, *first_token(text, len(before), len(text), offsets)
 
     def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
         """Render chats one by one and tokenize them at once."""
@@ -117,30 +199,63 @@ class DocumentTokenizer:
             except UnusableRowError as error:
                 masked.append(BadRow(error.reason, str(error), document.location))
         texts = [chat.text for chat in masked if isinstance(chat, MaskedChat)]
-        texts = texts or [""]  # a tokenizer takes no empty list
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        encoded = iter(encode_with_offsets(self.tokenizer, texts))
         found: list[TokenizedDocument | BadRow] = []
         for document, chat in zip(documents, masked, strict=True):
             if isinstance(chat, BadRow):
                 found.append(chat)
                 continue
-            ids, offsets = (np.array(values, dtype=np.int64) for values in next(tokens))
+            ids, offsets = next(encoded)
             try:
-                mask = token_mask(chat, offsets.reshape(-1, 2))
-                found.append(self._checked(document, ids, mask, chat.drops_thinking))
+                mask = token_mask(chat, offsets)
+                found.append(self._checked(document, ids, mask, self._notes(document, chat)))
             except UnusableRowError as error:
                 found.append(BadRow(error.reason, str(error), document.location))
         return found
 
+    def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
+        """Count what is to be said of the thoughts in a chat."""
+        empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
+        return Counter(
+            without_earlier_thinking=int(chat.drops_thinking),
+            empty_thoughts=sum(
+                any(start < end and begin < stop for start, stop in chat.spans)
+                for begin, end in empty
+            ),
+            thoughts_after_closed_prompts=int(self._thinks_unasked(document)),
+        )
+
+    def _thinks_unasked(self, document: ChatDocument) -> bool:
+        """Tell whether the last answer has a thought and its prompt closes an empty one."""
+        last = len(document.messages) - 1
+        message = document.messages[last]
+        said = str(message.get("content"))
+        thinks = message.get("reasoning_content") or re.search(r"</\w*think\w*>", said)
+        if not thinks or message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
+            return False
+        template = self._masks.template
+        before = replace(document, messages=template.adapted(document.messages[:last]))
+        with suppress(*RENDERING_ERRORS):
+            prompt = template.render(before, generation_prompt=True).rstrip()
+            return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))
+        return False
+
     def _checked(
-        self, document: Document, ids: np.ndarray, mask: np.ndarray, drops_thinking: bool = False
+        self, document: Document, ids: np.ndarray, mask: np.ndarray, notes: Counter[str]
     ) -> TokenizedDocument | BadRow:
-        found = TokenizedDocument(ids.astype(self.id_type), mask.astype(np.int8), drops_thinking)
+        found = self._made(ids, mask.astype(np.int8), notes)
         if not found.has_target:
             message = "no assistant token: nothing in this conversation is trained on"
             return BadRow("no_assistant_tokens", message, document.location)
         return found
+
+    def _made(
+        self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str] | None = None
+    ) -> TokenizedDocument:
+        notes = Counter() if notes is None else notes
+        if self._unknown is not None:
+            notes["unknown_tokens"] = int((ids == self._unknown).sum())
+        return TokenizedDocument(ids.astype(self.id_type), mask, notes)
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
@@ -154,141 +269,29 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     starts, stops = offsets.T
     text = chat.text
     for start, stop in chat.spans:
-        first = int(np.searchsorted(stops, start, side="right"))
+        first, held = first_token(text, start, stop, offsets)
         last = int(np.searchsorted(starts, stop)) - 1
         if first > last:
             continue
-        problem = ""
-        if starts[first] < start and text[start : stops[first]].isspace() and stops[first] < stop:
-            first += 1
-        elif text[starts[first] : start].strip():
+        if held.strip():
             problem = "one token holds the header of a turn and its first words"
+            raise UnusableRowError("straddled", problem)
         if text[stop : stops[last]].strip():
-            problem = problem or "one token holds the end of a turn and what follows it"
-        if problem:
+            problem = "one token holds the end of a turn and what follows it"
             raise UnusableRowError("straddled", problem)
         mask[first : last + 1] = True
     return mask
 
 
-# --- texts
+def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
+    """Return the first token of text[start:stop], and what it holds of the text before that.
 
-VERIFIED_SHARE = 1 / 64  # of the characters; the tokenizer itself is a hundred times slower
-FIRST_VERIFIED = 1 << 14  # characters
-# What splitting rules, normalizers and byte fallbacks get wrong first.
-PROBES = (
-    *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
-    *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
-    *("naïve Ünïcödé ß ﬁ ﬂ", "e\u0301 a\u0323\u0307 \u0301", "漢字かなカナ한국어", "مرحبا שלום"),
-    *("👩‍👩‍👧🏽 ❤\ufe0f 🇩🇪", "\u00a0\u2003\u3000\u200b\ufeff", "\x00\x01\x1f\x7f\ufffd\ue000"),
-    *("(a)[b]{c}<d>!?.,;:-_#$%&*+=/\\|~^`", "def f(x):\n    return x  # ok\n"),
-    "\uff21\uff22\u3000\uff11\uff12",
-)
-
-
-def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
-    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken where it gives the same ids.
-
-    Logs which. Raises ConfigurationError when gigatoken is required and cannot be used.
+    A token that joins blanks at `start` to what precedes them belongs to what precedes.
     """
-    if wanted == "tokenizers":
-        return wanted
-    try:
-        if document_format == "messages":
-            raise ValueError("the mask of a chat needs the offsets of characters")
-        added = [str(token) for token in tokenizer.get_added_vocab()]
-        between = [f"a{token}b {token} c{token}" for token in added]
-        GigatokenEncoder(tokenizer).compare([*PROBES, *added, *between])
-    except ImportError:
-        problem = "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
-    else:
-        logger.info("tokenizing with gigatoken; 1 in 64 characters is compared with the tokenizer")
-        return "gigatoken"
-    if wanted == "gigatoken":
-        raise ConfigurationError(
-            f"tokenizer_backend: {problem}; use --tokenizer_backend tokenizers"
-        )
-    logger.info("tokenizing with the tokenizer itself: %s", problem)
-    return "tokenizers"
-
-
-def encode(
-    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool
-) -> list[np.ndarray]:
-    """Return the ids of each text."""
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # silences "longer than the model's maximum": packing splits texts
-    )
-    return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-
-
-class GigatokenEncoder:
-    """Encodes with gigatoken, and every 64th character with the tokenizer too.
-
-    When it is made it raises ImportError where gigatoken is not installed, and one of several
-    errors for a tokenizer that gigatoken does not know.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        import gigatoken  # optional: pip install gigatoken
-
-        self._exact = partial(encode, tokenizer)
-        # First, for gigatoken leaves the tokenizer without truncation.
-        self._before, self._behind = _surroundings(tokenizer)
-        self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
-        self._unverified = float(FIRST_VERIFIED)
-
-    def __call__(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        """Return the ids of each text; raises ConfigurationError where the tokenizer's differ."""
-        found = self._fast_ids(texts, special_tokens)
-        self._unverified += VERIFIED_SHARE * sum(map(len, texts))
-        short = (i for i, text in enumerate(texts) if len(text) <= self._unverified)
-        if (chosen := next(short, None)) is not None:
-            self._unverified -= len(texts[chosen])
-            try:
-                self._check([texts[chosen]], [found[chosen]], special_tokens)
-            except ValueError as error:
-                raise ConfigurationError(
-                    f"{error}, so what it made cannot be trusted: remove the output folder and run "
-                    "again with --tokenizer_backend tokenizers"
-                ) from error
-        return found
-
-    def compare(self, texts: Sequence[str]) -> None:
-        """Raise ValueError with the first text that the tokenizer gives other ids for."""
-        for special_tokens in (False, True):
-            self._check(texts, self._fast_ids(texts, special_tokens), special_tokens)
-
-    def _check(
-        self, texts: Sequence[str], found: Sequence[np.ndarray], special_tokens: bool
-    ) -> None:
-        for text, ids, exact in zip(texts, found, self._exact(texts, special_tokens), strict=True):
-            if not np.array_equal(ids, exact):
-                shown = repr(text if len(text) <= 80 else text[:80] + "...")
-                raise ValueError(f"gigatoken gives other ids for the text {shown}")
-
-    def _fast_ids(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        import awkward
-
-        encoded: Any = self._fast.encode_batch(list(texts))
-        ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
-        found = np.split(awkward.to_numpy(awkward.flatten(encoded)), ends[:-1])
-        if special_tokens and (self._before.size or self._behind.size):
-            return [np.concatenate([self._before, ids, self._behind]) for ids in found]
-        return found
-
-
-def _surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[np.ndarray, np.ndarray]:
-    """Return the special tokens that the tokenizer puts before and behind a text."""
-    (bare,), (full,) = encode(tokenizer, ["a"], False), encode(tokenizer, ["a"], True)
-    for before in range(len(full) - len(bare) + 1):
-        behind = before + len(bare)
-        if np.array_equal(full[before:behind], bare):
-            return full[:before], full[behind:]
-    raise ValueError("the tokenizer's special tokens change what stands between them")
+    starts, stops = offsets.T
+    first = int(np.searchsorted(stops, start, side="right"))
+    if first == len(offsets) or starts[first] >= start:
+        return first, ""
+    if text[start : stops[first]].isspace() and stops[first] < stop:
+        return first + 1, ""
+    return first, text[starts[first] : start]

@@ -1,12 +1,13 @@
 """The tokenizer of a preparation and its chat template, checked before the work begins."""
 
+import json
 import logging
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -39,8 +40,14 @@ def given_tokenizer(
     """Load the tokenizer that the user names and `fetch` got, with the chat template in use."""
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
     _add_tokens(tokenizer, arguments.add_tokens)
+    defaults = arguments.chat_template_kwargs or {}
     if plan.needs_chat_template or arguments.chat_template is not None:
-        attach_template(tokenizer, arguments.chat_template, plan.settings.template_date)
+        date = plan.settings.template_date
+        attach_template(tokenizer, arguments.chat_template, date, defaults)
+        of_sources = [rows.chat_template_kwargs or {} for rows in plan.settings.sources]
+        _warn_of_unread(tokenizer, dict.fromkeys(name for each in of_sources for name in each))
+    elif defaults:
+        logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
     return tokenizer
 
 
@@ -71,13 +78,17 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> N
 
 
 def attach_template(
-    tokenizer: "PreTrainedTokenizerBase", template_file: str | None, date: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    template_file: str | None,
+    date: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Give the tokenizer the chat template that is trained with and saved beside the data.
 
-    The file's template if there is one, else the tokenizer's own. Its loss masks come from its
-    {% generation %} markers, else they are derived; that and the date that it prints are logged.
-    Raises ConfigurationError without a template, or where no chat could be trained on.
+    The file's template if there is one, else the tokenizer's own. `defaults` become the defaults of
+    its variables. Its loss masks come from its {% generation %} markers, else they are derived;
+    that and the date that it prints are logged. Raises ConfigurationError without a template, or
+    where no chat could be trained on.
     """
     origin = template_file or "the tokenizer's chat template"
     if template_file is not None:
@@ -85,7 +96,9 @@ def attach_template(
     if tokenizer.chat_template is None:
         raise ConfigurationError(NO_CHAT_TEMPLATE)
     # Of several named templates the default one renders conversations.
-    tokenizer.chat_template = tokenizer.get_chat_template()
+    template = tokenizer.get_chat_template()
+    _warn_of_unread(tokenizer, defaults or {})
+    tokenizer.chat_template = template_with_defaults(template, defaults or {})
     if not tokenizer.is_fast:
         raise ConfigurationError(
             "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
@@ -106,6 +119,45 @@ def attach_template(
     if "strftime_now" in str(tokenizer.chat_template):
         logger.info(
             "the chat template prints today's date: it is %s in this data (--template_date)", date
+        )
+
+
+def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
+    """Return a chat template whose variables have these values wherever none are given.
+
+    Everything that renders the saved template then renders as training did: samples, chat.py,
+    benchmarks and servers. A variable that the template does not read is left out.
+    """
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
+        for name, value in defaults.items()
+        if value is not None and _reads(template, name)
+    ]
+    # A line end behind a block is not printed, and what follows it begins a line as before.
+    return "".join(line + "\n" for line in lines) + template
+
+
+def _jinja(value: Any) -> str:
+    """Write a JSON value as Jinja does; null has another name there."""
+    if isinstance(value, Mapping):
+        items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> None:
+    """Warn of variables that the chat template has no word of: they change nothing."""
+    template = tokenizer.get_chat_template()
+    if unread := [name for name in names if not _reads(template, name)]:
+        logger.warning(
+            "chat_template_kwargs: the chat template reads no %s, so it has no effect",
+            " and no ".join(unread),
         )
 
 

@@ -145,9 +145,13 @@ class UnitWorker:
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
         writers: dict[str, TokenFileWriter] = {}
         try:
-            for split, document, tokenized in self._tokenized(unit, counts):
-                if counts.tokens.total() + len(tokenized.ids) > limit:
+            for split, document, whole in self._tokenized(unit, counts):
+                room = limit - counts.tokens.total()
+                is_first_text = not counts.documents and isinstance(document, TextDocument)
+                if len(whole.ids) > room and not is_first_text:
                     break
+                tokenized = whole.truncated(int(min(room, len(whole.ids))))
+                counts.notes["capped"] += len(tokenized.ids) < len(whole.ids)
                 if split not in writers:
                     file = self.workspace.unit_file(unit.index, split)
                     writers[split] = TokenFileWriter(file, features)
@@ -156,7 +160,7 @@ class UnitWorker:
                 counts.tokens[split] += len(tokenized.ids)
                 counts.loss_tokens[split] += tokenized.loss_tokens
                 counts.text_bytes[split] += sum(len(text.encode()) for text in texts_of(document))
-                counts.notes["without_earlier_thinking"] += tokenized.drops_thinking
+                counts.notes.update(tokenized.notes)
                 counts.notes["without_last_answer"] += ends_unanswered(document)
             for writer in writers.values():
                 writer.finish()
@@ -181,7 +185,6 @@ class UnitWorker:
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
         """Yield (split, document) for every usable record, as often as its weight says."""
-        split, copies = unit.split, 1
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
@@ -190,16 +193,12 @@ class UnitWorker:
                 continue
             if isinstance(document, ChatDocument):
                 counts.unread.update(unread_keys(document.messages))
-            if isinstance(document, TextDocument) and document.part:
-                # Stays with its beginning, so that no document is in two splits.
-                counts.notes["continued"] += copies
-            else:
-                split, copies = unit.split, 1
-                if split == TRAIN and is_held_out(document, self.settings):
-                    split = VALIDATION
-                elif split == TRAIN:
-                    drawn = _is_drawn(document, fraction, self.settings.seed + WEIGHT_KEY)
-                    copies = int(whole) + drawn
+            split, copies = unit.split, 1
+            if split == TRAIN and is_held_out(document, self.settings):
+                split = VALIDATION
+            elif split == TRAIN:
+                drawn = _is_drawn(document, fraction, self.settings.seed + WEIGHT_KEY)
+                copies = int(whole) + drawn
             for _ in range(copies):
                 yield split, document
 

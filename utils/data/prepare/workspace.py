@@ -30,7 +30,19 @@ EXAMPLES_KEPT = 5
 # What else is counted of documents, and what it means.
 NOTES = {
     "truncated": "documents were cut to sequence_length",
-    "continued": "documents are further parts of very long texts",
+    "capped": "texts were cut to max_tokens of their source",
+    "prompt_words_in_completions": "completions begin in the middle of a token, which is trained "
+    "on with the end of the prompt that is in it: end such prompts with a line end, or begin the "
+    "completions with a blank",
+    "prompt_blanks_in_completions": "prompts end with a blank that the first token of their "
+    "completion takes in, and it is trained on: ask the model without that blank",
+    "unknown_tokens": "tokens stand for text that the tokenizer has no token for",
+    "empty_thoughts": "answers train an empty thought, which teaches the model not to think: "
+    "chat_template_kwargs: {enable_thinking: false} leaves it to the prompt in many templates, "
+    "and answers with thoughts keep the model thinking (docs/data.md, Thoughts)",
+    "thoughts_after_closed_prompts": "answers think although their prompts say not to "
+    "(chat_template_kwargs: enable_thinking false): give these chats a source of their own with "
+    "{enable_thinking: true}, or that as their column chat_template_kwargs",
     "without_last_answer": "chats end with a message that is not the assistant's; that "
     "message is not trained on",
     "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "

@@ -5,7 +5,6 @@ import random
 
 import preparation_samples as samples
 
-from utils.data.prepare import documents
 from utils.data.prepare.documents import ChatDocument, content_digest
 from utils.data.prepare.records import Location
 
@@ -39,21 +38,3 @@ def test_the_order_of_the_keys_of_a_chat_does_not_count():
     chats = messages, [dict(reversed(turn.items())) for turn in messages], messages[:1]
     one, same, other = (content_digest(ChatDocument(c, Location("a")), 0) for c in chats)
     assert one == same != other
-
-
-def test_a_very_long_text_stays_whole_in_one_split_and_its_parts_are_counted(
-    tmp_path, prepare, monkeypatch
-):
-    monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 64)
-    texts = [f"name{number:03d}\n" * 40 for number in range(20)]
-    out = prepared_texts(tmp_path, prepare, "out", texts, validation_fraction=0.4)
-    plain = samples.tiny_tokenizer()
-    found = {}
-    for split in ("train", "validation"):
-        parts = [plain.decode(row[:-1]) for row in samples.rows(out / split)]
-        assert all(part.endswith("\n") for part in parts)
-        found[split] = "".join(parts)
-        assert all(found[split].count(text[:8]) in (0, 40) for text in texts)
-    assert all(text in found["train"] or text in found["validation"] for text in texts)
-    assert found["validation"]
-    assert samples.description(out / "train")["preparation"]["sources"]["continued"] == 20 * 4

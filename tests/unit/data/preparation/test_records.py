@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import Source
-from utils.data.prepare import plan, records
+from utils.data.prepare import plan
 from utils.data.prepare.documents import parse_documents
 from utils.data.prepare.plan import cut_into_units
 from utils.data.prepare.records import FilePart, read_records
@@ -149,17 +149,11 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path):
     assert str(found[1].location).endswith("a.jsonl:4")
 
 
-@pytest.mark.parametrize("text", ["line of text ß\n" * 300, "ß" * 2500, "a" * 1024, "ab\n" * 341])
-def test_a_very_long_text_file_is_cut_without_losing_a_character(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(records, "LARGEST_DOCUMENT_BYTES", 1024)
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    found = read(tmp_path / "a.txt")
-    texts = [record.fields["text"] for record in found]
-    assert "".join(texts) == text
-    assert [record.part for record in found] == list(range(len(found)))
-    assert max(len(part.encode()) for part in texts) <= 1024
-    if "\n" in text:
-        assert all(part.endswith("\n") for part in texts)
+def test_a_very_long_text_file_is_one_record(tmp_path):
+    text = "line of text ß\n" * 300_000
+    (tmp_path / "a.txt").write_text("\ufeff" + text, encoding="utf-8")
+    (found,) = read(tmp_path / "a.txt")
+    assert found.fields["text"] == text
 
 
 def test_a_text_file_of_another_encoding_is_a_bad_row(tmp_path):

@@ -8,15 +8,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare import tokenization
+from utils.data.prepare import encoding
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, TextDocument
-from utils.data.prepare.records import Location
-from utils.data.prepare.tokenization import (
-    DocumentTokenizer,
-    GigatokenEncoder,
-    choose_backend,
-    encode,
-)
+from utils.data.prepare.encoding import GigatokenEncoder, choose_backend, encode
+from utils.data.prepare.records import BadRow, Location
+from utils.data.prepare.tokenization import DocumentTokenizer
 
 PLACE = Location("a.jsonl", "line", 1)
 
@@ -55,8 +51,8 @@ def test_texts_begin_and_end_once_whatever_the_tokenizer_adds():
 @pytest.mark.parametrize("closing", ["", "<|endoftext|>"])
 def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing):
     tokenizer = samples.tiny_tokenizer()
-    found = tokenize(tokenizer, CompletionDocument("x y: ", "return 1" + closing, PLACE))
-    prompt = tokenizer("x y: ")["input_ids"]
+    found = tokenize(tokenizer, CompletionDocument("x y:\n", "return 1" + closing, PLACE))
+    prompt = tokenizer("x y:\n")["input_ids"]
     split = len(prompt)
     assert found.loss_mask.tolist() == [0] * split + [1] * (len(found.ids) - split)
     assert tokenizer.decode(found.ids[split:]) == "return 1<|endoftext|>"
@@ -69,16 +65,27 @@ def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing
 @pytest.mark.parametrize("template", ["$A", "<|im_start|> $A <|im_end|>"])
 def test_gigatoken_gives_the_ids_of_the_tokenizer(template):
     tokenizer = adding(samples.tiny_tokenizer(), template)
-    fast = GigatokenEncoder(tokenizer)
+    fast = DocumentTokenizer(tokenizer, "gigatoken")
+    exact = DocumentTokenizer(tokenizer)
     pieces = [*"aB1 \n\t.,'é漢", "'s", "  ", "e\u0301", "🇩🇪", "\u3000", "\x00", "<|endoftext|>"]
 
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.lists(st.sampled_from(pieces) | st.text()).map("".join), min_size=1))
     def check(texts):
-        for special_tokens in (False, True):
-            found = fast._fast_ids(texts, special_tokens)
-            for one, other in zip(found, encode(tokenizer, texts, special_tokens), strict=True):
-                np.testing.assert_array_equal(one, other)
+        found = fast._encode(texts)
+        for one, other in zip(found, encode(tokenizer, texts), strict=True):
+            np.testing.assert_array_equal(one, other)
+        pairs = zip(texts, reversed(texts), strict=True)
+        documents = [
+            *(TextDocument(text, PLACE) for text in texts),
+            *(CompletionDocument(*pair, PLACE) for pair in pairs),
+        ]
+        for one, other in zip(fast(documents), exact(documents), strict=True):
+            if isinstance(other, BadRow):
+                assert one == other
+            else:
+                np.testing.assert_array_equal(one.ids, other.ids)
+                np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
 
     check()
 
@@ -107,16 +114,16 @@ def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reas
 def test_other_ids_are_found_before_any_work_and_while_working(monkeypatch):
     fast, right = GigatokenEncoder(samples.tiny_tokenizer()), GigatokenEncoder._fast_ids
     for _ in range(300):
-        fast(["x " * 1000], True)
+        fast(["x " * 1000])
 
-    def wrong(self, texts, special_tokens):
-        found = zip(texts, right(self, texts, special_tokens), strict=True)
+    def wrong(self, texts):
+        found = zip(texts, right(self, texts), strict=True)
         return [ids[:-1] if "漢" in text or "x x" in text else ids for text, ids in found]
 
     monkeypatch.setattr(GigatokenEncoder, "_fast_ids", wrong)
     assert choose_backend("auto", samples.tiny_tokenizer(), "text") == "tokenizers"
     with pytest.raises(ConfigurationError, match="other ids for the text '漢字"):
         choose_backend("gigatoken", samples.tiny_tokenizer(), "text")
-    texts = ["x " * 1000] * 2 * round(1 / tokenization.VERIFIED_SHARE)
+    texts = ["x " * 1000] * 2 * round(1 / encoding.VERIFIED_SHARE)
     with pytest.raises(ConfigurationError, match=r"'x x .*\.\.\.', so what it made cannot be"):
-        fast(texts, True)
+        fast(texts)

@@ -1,0 +1,212 @@
+"""Texts to token ids: by the tokenizer, or by gigatoken (optional, many times faster)."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# A longer text is tokenized in pieces: a tokenizer needs about 100 bytes of memory per token.
+LARGEST_PIECE_CHARACTERS = 4 << 20
+CUTS_SEARCHED_CHARACTERS = 1 << 16  # before the end of a piece
+# Places between two words where no tokenizer joins what is on both sides of a cut.
+CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that a tokenizer itself puts before and behind a text, and its end token.
+
+    What a text already begins or ends with is not added to it a second time.
+    """
+
+    before: np.ndarray
+    behind: np.ndarray
+    end: int
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
+        """Find out by a text; raises ConfigurationError where special tokens change it."""
+        end = tokenizer.eos_token_id
+        for text in ("a", "A", "0", "."):
+            (bare,), (full,) = encode(tokenizer, [text]), encode(tokenizer, [text], True)
+            for before in range(len(full) - len(bare) + 1 if len(bare) else 0):
+                behind = before + len(bare)
+                if np.array_equal(full[before:behind], bare):
+                    return cls(full[:before], full[behind:], end)
+        raise ConfigurationError(
+            f"the tokenizer {tokenizer.name_or_path} gives a text other tokens when it adds its "
+            "special ones, so a text's own tokens cannot be told from them"
+        )
+
+    def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids that have to stand before and behind those of a document."""
+        nothing = self.before[:0].astype(ids.dtype)
+        begins = np.array_equal(ids[: self.before.size], self.before)
+        before = nothing if begins else self.before.astype(ids.dtype)
+        if ids.size and ids[-1] == self.end:
+            return before, nothing
+        has_end = self.behind.size and self.behind[-1] == self.end
+        behind = self.behind if has_end else np.append(self.behind, self.end)
+        return before, behind.astype(ids.dtype)
+
+    def are_all(self, ids: np.ndarray) -> bool:
+        """Tell whether ids hold nothing but these tokens."""
+        return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
+) -> list[np.ndarray]:
+    """Return the ids of each text."""
+    if not texts:
+        return []  # a tokenizer takes no empty list
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # silences "longer than the model's maximum": packing splits texts
+    )
+    return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def encode_with_offsets(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the ids of each text, and (tokens, 2) where in it each token starts and stops."""
+    if not texts:
+        return
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the ids of a text that a model is to continue: as documents begin, without an end."""
+    (ids,) = encode(tokenizer, [text])
+    before, _ = SpecialTokens.of(tokenizer).around(ids)
+    return [*before.tolist(), *ids.tolist()]
+
+
+def text_pieces(text: str, most: int) -> Iterator[str]:
+    """Cut a text into pieces of at most `most` characters, between words where it has any."""
+    start = 0
+    while len(text) - start > most:
+        stop = start + most
+        searched = max(start + 1, stop - CUTS_SEARCHED_CHARACTERS)
+        cuts = [cut.start() for cut in CUTS.finditer(text, searched, stop + 1)]
+        stop = cuts[-1] if cuts else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+# --- gigatoken
+
+VERIFIED_SHARE = 1 / 64  # of the characters; the tokenizer itself is a hundred times slower
+FIRST_VERIFIED = 1 << 14  # characters
+# What splitting rules, normalizers and byte fallbacks get wrong first.
+PROBES = (
+    *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
+    *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
+    *("naïve Ünïcödé ß ﬁ ﬂ", "e\u0301 a\u0323\u0307 \u0301", "漢字かなカナ한국어", "مرحبا שלום"),
+    *("👩‍👩‍👧🏽 ❤\ufe0f 🇩🇪", "\u00a0\u2003\u3000\u200b\ufeff", "\x00\x01\x1f\x7f\ufffd\ue000"),
+    *("(a)[b]{c}<d>!?.,;:-_#$%&*+=/\\|~^`", "def f(x):\n    return x  # ok\n"),
+    "\uff21\uff22\u3000\uff11\uff12",
+)
+
+
+def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
+    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken where it gives the same ids.
+
+    Logs which. Raises ConfigurationError when gigatoken is required and cannot be used.
+    """
+    if wanted == "tokenizers":
+        return wanted
+    try:
+        if document_format == "messages":
+            raise ValueError("the mask of a chat needs the offsets of characters")
+        added = [str(token) for token in tokenizer.get_added_vocab()]
+        between = [f"a{token}b {token} c{token}" for token in added]
+        GigatokenEncoder(tokenizer).compare([*PROBES, *added, *between])
+    except ImportError:
+        problem = "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
+    else:
+        logger.info("tokenizing with gigatoken; 1 in 64 characters is compared with the tokenizer")
+        return "gigatoken"
+    if wanted == "gigatoken":
+        raise ConfigurationError(
+            f"tokenizer_backend: {problem}; use --tokenizer_backend tokenizers"
+        )
+    logger.info("tokenizing with the tokenizer itself: %s", problem)
+    return "tokenizers"
+
+
+class GigatokenEncoder:
+    """Encodes with gigatoken, and every 64th character with the tokenizer too.
+
+    When it is made it raises ImportError where gigatoken is not installed, and one of several
+    errors for a tokenizer that gigatoken does not know.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        import gigatoken  # optional: pip install gigatoken
+
+        self._exact = partial(encode, tokenizer)
+        self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
+        self._unverified = float(FIRST_VERIFIED)
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text; raises ConfigurationError where the tokenizer's differ."""
+        found = self._fast_ids(texts)
+        self._unverified += VERIFIED_SHARE * sum(map(len, texts))
+        short = (i for i, text in enumerate(texts) if len(text) <= self._unverified)
+        if (chosen := next(short, None)) is not None:
+            self._unverified -= len(texts[chosen])
+            try:
+                self._check([texts[chosen]], [found[chosen]])
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"{error}, so what it made cannot be trusted: remove the output folder and run "
+                    "again with --tokenizer_backend tokenizers"
+                ) from error
+        return found
+
+    def compare(self, texts: Sequence[str]) -> None:
+        """Raise ValueError with the first text that the tokenizer gives other ids for."""
+        self._check(texts, self._fast_ids(texts))
+
+    def _check(self, texts: Sequence[str], found: Sequence[np.ndarray]) -> None:
+        for text, ids, exact in zip(texts, found, self._exact(texts), strict=True):
+            if not np.array_equal(ids, exact):
+                shown = repr(text if len(text) <= 80 else text[:80] + "...")
+                raise ValueError(f"gigatoken gives other ids for the text {shown}")
+
+    def _fast_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        import awkward
+
+        if not texts:
+            return []
+        encoded: Any = self._fast.encode_batch(list(texts))
+        ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
+        return np.split(awkward.to_numpy(awkward.flatten(encoded)), ends[:-1])
