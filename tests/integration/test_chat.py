@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import chat
@@ -36,6 +37,17 @@ def make_models(base_model, root):
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
         tokenizer.chat_template = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
+
+
+def let_it_end_texts(directory):
+    """Let a tokenizer put EOS behind every text, as those with add_eos_token do."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(directory)
+    assert AutoTokenizer.from_pretrained(directory)("t5")["input_ids"][-1] == tokenizer.eos_token_id
 
 
 def plain(directory, *asked):
@@ -69,7 +81,10 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert shown.out.strip() == plain(models / "merged", T5) != plain(base, T5)
     assert ask(models / "adapter", *asked).out == shown.out
     shutil.copytree(base, run / "final")
-    assert ask(models / "text", *asked).out.strip() == plain(models / "text", "t5")
+    expected = plain(models / "text", "t5")
+    assert ask(models / "text", *asked).out.strip() == expected
+    let_it_end_texts(models / "text")
+    assert ask(models / "text", *asked).out.strip() == expected
     shown = ask(base, typed="t5\nt7 t8\n/reset\nt5\n/system t9\nt5\n/quit\nt5\n")
     first, second, again, told = shown.out.splitlines()
     assert first == again == ask(run, *asked).out.strip() == plain(base, T5)
