@@ -126,10 +126,7 @@ def load_run_data(
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
         if name in splits:
             warn_of_small_split(name, dataset)
-    # A token that the model has: it is not trained on, and no document sees it.
-    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
-    first = len(sources)
+    padding, first = _padding_token(tokenizer, vocabulary), len(sources)
     evaluation = zip(splits, opened[first:], plans[first:], strict=True)
     weights = [weight for weight in sources.values() if weight is not None]
     return RunData(
@@ -140,6 +137,12 @@ def load_run_data(
         new_token_ids(settings, tokenizer),
         _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
+
+
+def _padding_token(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    """Return a token that the model has: it is not trained on, and no document sees it."""
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None and token < vocabulary), 0)
 
 
 def _prompts(

@@ -110,7 +110,14 @@ def test_an_entry_that_cannot_be_read_says_why(source):
 
 def test_the_documented_recipes_are_read():
     text = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
-    local, hub = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    local, hub, thoughts = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    given = PreparationArguments(output_dir="out", **yaml.safe_load(thoughts))
+    plain, thinking = sources_of(given)
+    assert (plain.chat_template_kwargs, given.chat_template_kwargs) == (
+        None,
+        {"enable_thinking": False},
+    )
+    assert thinking.chat_template_kwargs == {"enable_thinking": True}
     (smoltalk,) = sources_of(
         PreparationArguments(output_dir="out", tokenizer_name_or_path="x", **yaml.safe_load(hub))
     )
