@@ -153,7 +153,7 @@ def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
     """Return what the columns of unknown names may be, where nothing else is in the row."""
     names = [name for name, value in fields.items() if isinstance(value, str) and value.strip()]
-    known = {*_QUESTIONS, *_ANSWERS} - {"input"}
+    known = {*_QUESTIONS, *(_ANSWERS if len(names) > 1 else ())} - {"input"}
     others = any(isinstance(value, list | dict) for value in fields.values())
     if not names or others or any(name.lower() in known for name in fields):
         return {}

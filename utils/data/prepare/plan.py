@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Raised whenever the same sources and settings would give other bytes than before.
 OUTPUT_VERSION = 3
 VALIDATION = "validation"
+COLUMNS_SHOWN = 20
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -332,8 +333,9 @@ def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str
         formats = " or ".join(f"--format {name}" for name in found)
         return f"{record.location}: could be {' or '.join(found)}: choose one with {formats}"
     columns = sorted(renamed(record.fields, source.columns))
+    shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
-        f"{record.location}: no known format (columns: {', '.join(columns) or 'none'}): "
+        f"{record.location}: no known format (columns: {shown or 'none'}): "
         f"{naming_hint(record.fields)}. Without --columns a record needs: {formats}"
     )
