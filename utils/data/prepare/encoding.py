@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,9 +37,9 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
-        """Find out by a text; raises ConfigurationError where special tokens change it."""
+        """Find out by a word; raises ConfigurationError where special tokens change it."""
         end = tokenizer.eos_token_id
-        for text in ("a", "A", "0", "."):
+        for text in _words(tokenizer):
             (bare,), (full,) = encode(tokenizer, [text]), encode(tokenizer, [text], True)
             for before in range(len(full) - len(bare) + 1 if len(bare) else 0):
                 behind = before + len(bare)
@@ -63,6 +64,13 @@ class SpecialTokens:
     def are_all(self, ids: np.ndarray) -> bool:
         """Tell whether ids hold nothing but these tokens."""
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
+
+
+def _words(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """Yield texts of which a tokenizer knows one at least."""
+    yield "a"
+    special = set(tokenizer.all_special_tokens)
+    yield from islice((word for word in tokenizer.get_vocab() if word not in special), 100)
 
 
 def encode(

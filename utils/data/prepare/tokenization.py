@@ -93,7 +93,6 @@ class DocumentTokenizer:
         self._encode = (
             GigatokenEncoder(tokenizer) if backend == "gigatoken" else partial(encode, tokenizer)
         )
-        self._special = SpecialTokens.of(tokenizer)
         named = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         unknown = tokenizer.unk_token_id
         self._unknown = None if unknown in named else unknown
@@ -107,6 +106,10 @@ class DocumentTokenizer:
             ChatDocument: self._chats,
         }
         return [one for kind, run in groupby(documents, type) for one in kinds[kind](list(run))]
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens.of(self.tokenizer)
 
     @cached_property
     def _masks(self) -> ChatMasks:

@@ -6,7 +6,9 @@ import numpy as np
 import preparation_samples as samples
 import pytest
 from tokenizer_families import BEGIN, END, FAMILIES, tokenizer_of
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.data.prepare import encoding, tokenization
 from utils.data.prepare.documents import CompletionDocument, TextDocument, content_digest
@@ -207,3 +209,16 @@ def test_a_small_held_out_split_is_named(tmp_path, prepare, caplog, documents, w
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert any("test:" in line and "few for a held-out split" in line for line in said) == warned
     assert not any("train:" in line for line in said)
+
+
+def test_a_vocabulary_without_the_letter_a_is_no_obstacle():
+    words = {"<unk>": 0, BEGIN: 1, END: 2, "value": 3, "of": 4}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [(BEGIN, 1), (END, 2)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BEGIN} $A {END}", special_tokens=special
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)
+    (found,) = DocumentTokenizer(made)([TextDocument("value of", PLACE)])
+    assert found.ids.tolist() == [1, 3, 4, 2]
