@@ -159,7 +159,9 @@ class UnitWorker:
                 counts.documents[split] += 1
                 counts.tokens[split] += len(tokenized.ids)
                 counts.loss_tokens[split] += tokenized.loss_tokens
-                counts.text_bytes[split] += sum(len(text.encode()) for text in texts_of(document))
+                written = len(tokenized.ids) / len(whole.ids)
+                text_bytes = sum(len(text.encode()) for text in texts_of(document))
+                counts.text_bytes[split] += round(text_bytes * written)
                 counts.notes.update(tokenized.notes)
                 counts.notes["without_last_answer"] += ends_unanswered(document)
             for writer in writers.values():

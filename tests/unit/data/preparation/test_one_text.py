@@ -194,7 +194,9 @@ def test_a_cap_takes_the_beginning_of_a_text_that_is_longer(tmp_path, prepare):
     out = prepare("out", sources=[{"path": str(tmp_path / "a.txt"), "max_tokens": 100}])
     (ids,) = samples.rows(out / "train")
     assert len(ids) == 100
-    assert samples.description(out / "train")["preparation"]["sources"]["capped"] == 1
+    described = samples.description(out / "train")["preparation"]
+    assert described["sources"]["capped"] == 1
+    assert described["bytes_per_token"] < 5
 
 
 @pytest.mark.parametrize(
